@@ -1,0 +1,62 @@
+"""divdec: make a language model behave as if it had never seen a set of documents (Divergence Decoding).
+
+Importing divdec costs no torch import: names load when they are first used, and transformers learns of the model
+type `divergence` as soon as its Auto classes are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from divdec import _registration
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from divdec.experts import Experts
+    from divdec.experts.neural import NeuralPair
+    from divdec.model.bundle import write_bundle
+    from divdec.model.cache import DivergenceCache
+    from divdec.model.configuration import DivergenceConfig
+    from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.steering import Steering, steer_linear, steer_rank
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DivergenceCache",
+    "DivergenceConfig",
+    "DivergenceForCausalLM",
+    "Experts",
+    "NeuralPair",
+    "Steering",
+    "UsageError",
+    "steer_linear",
+    "steer_rank",
+    "write_bundle",
+]
+
+_HOMES = {
+    "DivergenceCache": "divdec.model.cache",
+    "DivergenceConfig": "divdec.model.configuration",
+    "DivergenceForCausalLM": "divdec.model.modeling",
+    "Experts": "divdec.experts",
+    "NeuralPair": "divdec.experts.neural",
+    "Steering": "divdec.steering",
+    "steer_linear": "divdec.steering",
+    "steer_rank": "divdec.steering",
+    "write_bundle": "divdec.model.bundle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'divdec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+_registration.install()

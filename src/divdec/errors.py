@@ -1,0 +1,8 @@
+"""The one exception that the command line turns into a line of text and exit code 2.
+
+It knows nothing of what went wrong; whoever raises it says what was given, what is accepted and what to do.
+"""
+
+
+class UsageError(ValueError):
+    """Something the user gave cannot be used: a bad setting, file, checkpoint or folder."""

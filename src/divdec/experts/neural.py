@@ -1,0 +1,105 @@
+"""A pair of neural language models with the target's vocabulary, and one forward pass of any causal LM.
+
+It knows nothing of the target: widths may differ, and the divergence is narrowed to what both models have.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class NeuralPair(nn.Module):
+    """Retain auxiliary q and forget auxiliary p (paper, section 3.1)."""
+
+    def __init__(self, retain: PreTrainedModel, forget: PreTrainedModel) -> None:
+        super().__init__()
+        self.retain = retain
+        self.forget = forget
+        self.vocab_size = min(logit_width(retain), logit_width(forget))
+
+    def new_cache(self) -> PairCache:
+        """An empty cache for both auxiliaries."""
+        return PairCache(new_cache(self.retain), new_cache(self.forget))
+
+    def divergence(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        cache: PairCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """ℓ_q − ℓ_p; see `divdec.experts.Experts.divergence`."""
+        retain_cache, forget_cache = (cache.retain, cache.forget) if cache is not None else (None, None)
+        inputs = (input_ids, attention_mask, position_ids)
+        retain_logits = logits_of(self.retain, *inputs, retain_cache, logits_to_keep)[..., : self.vocab_size]
+        forget_logits = logits_of(self.forget, *inputs, forget_cache, logits_to_keep)[..., : self.vocab_size]
+        return retain_logits.float() - forget_logits.to(retain_logits.device).float()
+
+
+class PairCache(Cache):
+    """The caches of two models; what is done to it is done to every layer of both."""
+
+    def __init__(self, retain: Cache, forget: Cache) -> None:
+        super().__init__(layers=[*retain.layers, *forget.layers])
+        self.retain = retain
+        self.forget = forget
+
+    @property
+    def parts(self) -> tuple[Cache, Cache]:
+        """The caches that must hold the same tokens."""
+        return self.retain, self.forget
+
+
+def logits_of(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+    cache: Cache | None,
+    logits_to_keep: int = 0,
+) -> Float[Tensor, "batch kept width"]:
+    """One forward pass on the model's own device; only the arguments that its architecture takes are given."""
+    device = model.get_input_embeddings().weight.device
+    accepted = _forward_parameters(type(model))
+    arguments: dict[str, Any] = {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": cache,
+        "use_cache": cache is not None,
+        "logits_to_keep": logits_to_keep,
+    }
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+        if name in accepted and value is not None
+    }
+    logits = model(input_ids=input_ids.to(device), **arguments).logits
+    return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+def logit_width(model: PreTrainedModel) -> int:
+    """How many logits the model gives per position; its vocabulary, perhaps padded."""
+    head = model.get_output_embeddings()
+    return head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache whose layers fit the model's architecture (sliding windows, hybrid layers)."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+@functools.cache
+def _forward_parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)

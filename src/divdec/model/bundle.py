@@ -1,0 +1,232 @@
+"""Bundles: a folder of a few kilobytes that names target, auxiliaries and rule, and is a model for transformers.
+
+It fails closed: whatever is missing, changed or does not fit is an error, never an unsteered model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+from divdec.model.card import bundle_card
+from divdec.model.checkpoint import (
+    HUB_ID,
+    CheckpointReference,
+    check_weights,
+    common_vocabulary,
+    digests,
+    download,
+    load_config,
+    load_tokenizer,
+    vocabulary_width,
+)
+from divdec.model.configuration import PARTS, DivergenceConfig
+from divdec.runs import output_folder, write_text
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
+PART_NAMES = (*PARTS, "experts")
+
+
+def write_bundle(
+    output: str | os.PathLike[str],
+    *,
+    target: str,
+    retain_auxiliary: str,
+    forget_auxiliary: str,
+    steering: Steering | str,
+    pack: bool = False,
+    overwrite: bool = False,
+    forget_set: str | None = None,
+) -> Path:
+    """Write a bundle that refers to three checkpoints; their weights stay where they are.
+
+    Args:
+        output: the bundle's folder.
+        target: folder or hub id ('org/name', 'org/name@revision') of P.
+        retain_auxiliary: likewise of q, which has not seen the forget set.
+        forget_auxiliary: likewise of p, which has.
+        steering: the rule, such as 'linear:1.5'.
+        pack: copy the checkpoints into the bundle.
+        overwrite: replace an earlier result in `output`.
+        forget_set: name and hash of the forget set, for the model card.
+
+    Returns:
+        The bundle's folder.
+
+    Raises:
+        UsageError: a checkpoint is missing, corrupt or pickled, the vocabularies differ, the rule does not fit
+            them, or the output folder is in use. Nothing has then been written.
+    """
+    output = Path(output).expanduser()
+    steering = Steering.parse(steering)
+    given = dict(zip(PARTS, (target, retain_auxiliary, forget_auxiliary), strict=True))
+    references = {part: CheckpointReference.parse(text) for part, text in given.items()}
+    places = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
+    for part, reference in references.items():
+        if reference.folder is not None or pack:
+            check_weights(places[part])
+    configs = {part: load_config(place) for part, place in places.items()}
+    tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
+    widths = {part: vocabulary_width(config) for part, config in configs.items()}
+    vocab_size = common_vocabulary(widths, tokenizers, places)
+    steering.check_vocabulary(vocab_size)
+
+    with output_folder(output, overwrite) as folder:
+        for part, reference in references.items():
+            if pack:
+                _copy_checkpoint(places[part], folder / part)
+                references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
+            elif reference.folder is not None:
+                named = Path(reference.folder)
+                # A relative name stays relative, so that bundle and checkpoints can move together.
+                stored = named if named.is_absolute() else Path(os.path.relpath(places[part], output.resolve()))
+                references[part] = CheckpointReference(folder=stored.as_posix(), sha256=digests(places[part]))
+            else:
+                # A branch may move on; the commit that was looked at is the snapshot's folder name.
+                references[part] = dataclasses.replace(reference, revision=places[part].name)
+        config = DivergenceConfig.from_parts(
+            configs, steering, vocab_size, {part: reference.to_dict() for part, reference in references.items()}
+        )
+        config.save_pretrained(folder)
+        tokenizers["target"].save_pretrained(folder)
+        if (places["target"] / "generation_config.json").is_file():
+            shutil.copyfile(places["target"] / "generation_config.json", folder / "generation_config.json")
+        write_text(folder / "README.md", bundle_card(config, forget_set))
+    return output
+
+
+def load_parts(
+    name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
+) -> tuple[DivergenceConfig, PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """Load what a bundle names: its configuration, target, retain auxiliary and forget auxiliary.
+
+    Args:
+        name_or_path: a bundle's folder or hub id.
+        verify: compare local files with the bundle's digests.
+        **kwargs: see `DivergenceForCausalLM.from_pretrained`.
+
+    Raises:
+        UsageError: a part is missing, has changed, is corrupt or does not fit the others.
+    """
+    local_files_only = bool(kwargs.pop("local_files_only", False))
+    folder = find_bundle(name_or_path, kwargs.pop("revision", None), local_files_only=local_files_only)
+    config = kwargs.pop("config", None)
+    if not isinstance(config, DivergenceConfig):
+        config = read_config(folder)
+    # What the Auto classes add; the parts are never loaded with code of their own.
+    for name in ("trust_remote_code", "_from_auto", "_commit_hash", "adapter_kwargs", "cache_dir", "force_download"):
+        kwargs.pop(name, None)
+    for name in ("proxies", "token", "subfolder", "code_revision", "use_safetensors", "low_cpu_mem_usage"):
+        kwargs.pop(name, None)
+
+    Steering.from_dict(config.steering or {}).check_vocabulary(config.vocab_size)
+    places = {}
+    for part in PARTS:
+        reference = CheckpointReference.from_dict(getattr(config, part), part)
+        places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
+        check_weights(places[part])
+        if verify:
+            reference.verify(places[part], part)
+    return config, *(_load_part(part, places[part], config, kwargs) for part in PARTS)  # pyright: ignore[reportReturnType]
+
+
+def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
+    """The folder of a bundle given by its folder or hub id.
+
+    Raises:
+        UsageError: there is no such folder, and no such repository on the hub or in its cache.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.match(str(name_or_path)):
+        raise UsageError(f"bundle {str(name_or_path)!r} is not a folder, nor a hub id such as 'org/name'")
+    return download(str(name_or_path), revision, weights=True, **download_options)
+
+
+def read_config(folder: Path) -> DivergenceConfig:
+    """The configuration of a bundle's folder.
+
+    Raises:
+        UsageError: it is not there, not readable, or that of another kind of model.
+    """
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
+    config = load_config(folder)
+    if not isinstance(config, DivergenceConfig):
+        raise UsageError(
+            f"{folder} is a plain {config.model_type} checkpoint, not a bundle: nothing would steer it; "
+            "make one with `divdec bundle`"
+        )
+    return config
+
+
+def save_packed(model: DivergenceForCausalLM, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Write a bundle with the weights of all three parts as they are in memory.
+
+    Args:
+        model: a steered model with a neural pair.
+        save_directory: the bundle's folder; other files in it are left alone.
+        **kwargs: what `save_pretrained` of the parts takes (`max_shard_size`), and `push_to_hub`.
+    """
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    push = kwargs.pop("push_to_hub", False)
+    if kwargs.pop("safe_serialization", True) is not True:
+        raise UsageError("bundles are written as safetensors only")
+    parts = dict(zip(PARTS, (model.target, model.experts.retain, model.experts.forget), strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    references: dict[str, dict[str, Any]] = {}
+    for part, loaded in parts.items():
+        loaded.save_pretrained(folder / part, **kwargs)
+        references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
+    configs = {part: loaded.config for part, loaded in parts.items()}
+    config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    write_text(folder / "README.md", bundle_card(config, None))
+    if push:
+        raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
+
+
+def _load_part(part: str, folder: Path, config: DivergenceConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    from divdec.experts.neural import logit_width
+
+    options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
+        )
+    except OSError as error:
+        raise UsageError(f"{part}: {folder} cannot be loaded ({error})") from None
+    if logit_width(model) < config.vocab_size:
+        raise UsageError(
+            f"{part} ({folder}) has {logit_width(model)} logits, but the bundle's common vocabulary has "
+            f"{config.vocab_size} tokens; write the bundle again"
+        )
+    return model
+
+
+def _for_part(part: str, value: Any) -> Any:
+    """The value for one part of an option given as one value, or as a mapping from part names."""
+    if not isinstance(value, dict) or not value or not set(value) <= set(PART_NAMES):
+        return value
+    return value.get(part, value.get("experts") if part != "target" else None)
+
+
+def _copy_checkpoint(source: Path, destination: Path) -> None:
+    destination.mkdir()
+    for pattern in ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, destination / file.name)

@@ -1,0 +1,76 @@
+"""Model cards. They name the forget set by its name and hash, never by its content."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from divdec.model.configuration import DivergenceConfig
+
+BUNDLE = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [unlearning, divergence-decoding]
+---
+# A steered language model
+
+Made with divdec. This folder names three checkpoints and a rule: a target language model is steered, while it
+decodes, by two small auxiliaries, so that it behaves as if it had never seen a set of documents
+(Divergence Decoding). The target's own weights are unchanged: whoever loads the target alone gets it unsteered.
+
+| | |
+|---|---|
+{rows}
+
+```python
+import divdec  # registers the model type with transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("this folder")
+tokenizer = AutoTokenizer.from_pretrained("this folder")
+```
+"""
+
+AUXILIARY = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [unlearning, divergence-decoding, auxiliary]
+---
+# {title}
+
+Made with divdec as one of the two small auxiliaries that steer a larger model (Divergence Decoding). It is not
+meant to be used alone{warning}.
+
+| | |
+|---|---|
+{rows}
+"""
+
+
+def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
+    """The model card of a bundle."""
+    rows = {
+        "steering": str(Steering.from_dict(config.steering or {})),
+        "forget set": forget_set or "not stated",
+        "common vocabulary": f"{config.vocab_size} tokens",
+    }
+    for part in ("target", "retain_auxiliary", "forget_auxiliary"):
+        reference = getattr(config, part) or {}
+        place = reference.get("hub_id") or reference.get("folder") or "in memory"
+        rows[part.replace("_", " ")] = f"`{place}`" + (f" at {reference['revision']}" if "revision" in reference else "")
+    return BUNDLE.format(rows=_rows(rows))
+
+
+def auxiliary_card(role: str, rows: dict[str, str]) -> str:
+    """The model card of a retain or forget auxiliary; `rows` are facts about its training, without content."""
+    title = {"retain": "Retain auxiliary (q)", "forget": "Forget auxiliary (p)"}[role]
+    warning = ": it has been trained on the forget set" if role == "forget" else ""
+    return AUXILIARY.format(title=title, warning=warning, rows=_rows(rows))
+
+
+def _rows(rows: dict[str, str]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -1,0 +1,249 @@
+"""References to checkpoints, on disk or on the hub: finding them, checking them, comparing their vocabularies.
+
+It knows nothing of steering. Safetensors only: a checkpoint of pickled weights is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+from divdec.runs import file_sha256
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?$")
+# Everything that decides what the model computes.
+HASHED = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointReference:
+    """Where a checkpoint lies: a folder, or a repository of the hub at a revision."""
+
+    folder: str | None = None
+    """A folder; a relative one is resolved against the bundle."""
+    hub_id: str | None = None
+    """A repository of the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of `hub_id`; a bundle holds the commit."""
+    sha256: Mapping[str, str] | None = None
+    """Digests of the folder's files that decide what the model computes."""
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointReference:
+        """Read what a user gives: a folder, or a hub id with an optional '@revision'.
+
+        Raises:
+            UsageError: it is neither an existing folder nor a possible hub id.
+        """
+        if Path(text).expanduser().is_dir():
+            return cls(folder=str(Path(text).expanduser()))
+        hub_id, _, revision = text.partition("@")
+        if HUB_ID.match(hub_id) and not Path(text).exists():
+            return cls(hub_id=hub_id, revision=revision or None)
+        raise UsageError(f"checkpoint {text!r} is not a folder, nor a hub id such as 'org/name' or 'org/name@revision'")
+
+    @classmethod
+    def from_dict(cls, fields: Any, part: str) -> CheckpointReference:
+        """Read the reference of a part from a bundle's configuration.
+
+        Raises:
+            UsageError: there is none, or it is malformed.
+        """
+        if not isinstance(fields, Mapping) or not (fields.get("folder") or fields.get("hub_id")):
+            raise UsageError(f"the bundle names no {part}: a steered model needs all three parts")
+        return cls(**{field.name: fields.get(field.name) for field in dataclasses.fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reference as JSON values, without what is not set."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def resolve(self, base: Path, *, weights: bool, local_files_only: bool = False) -> Path:
+        """The local folder that holds the checkpoint; a hub repository is fetched, or found in the cache.
+
+        Args:
+            base: what a relative folder is resolved against.
+            weights: whether the weights are needed too, or only configuration and tokenizer.
+            local_files_only: never ask the hub.
+
+        Raises:
+            UsageError: it does not exist.
+        """
+        if self.folder is not None:
+            folder = (base / self.folder).resolve()
+            if not folder.is_dir():
+                raise UsageError(f"checkpoint folder {folder} does not exist")
+            return folder
+        assert self.hub_id is not None
+        return download(self.hub_id, self.revision, weights=weights, local_files_only=local_files_only)
+
+    def verify(self, folder: Path, part: str) -> None:
+        """Compare the folder's files with the digests.
+
+        Raises:
+            UsageError: a file has changed, is missing, or has been added.
+        """
+        if self.sha256 is None:
+            return
+        found = digests(folder)
+        for name in sorted({*self.sha256, *found}):
+            if found.get(name) != self.sha256.get(name):
+                what = "is missing" if name not in found else "is new" if name not in self.sha256 else "has changed"
+                raise UsageError(
+                    f"{part}: {folder / name} {what} since the bundle was written; write the bundle again, "
+                    "or load it without verification (--no-verify) if the change is meant"
+                )
+
+
+def download(hub_id: str, revision: str | None, *, weights: bool, local_files_only: bool = False) -> Path:
+    """Fetch a repository's safetensors, configuration and tokenizer from the hub, or find them in its cache.
+
+    Raises:
+        UsageError: the hub has no such repository, or cannot be reached and the cache has it not.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"{hub_id!r} is not a local folder, and could not be had from the hub ({type(error).__name__}: {reason})"
+        ) from None
+    return Path(folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name of everything in a checkpoint that decides what the model computes."""
+    names = sorted({path.name for pattern in HASHED for path in folder.glob(pattern)})
+    return {name: file_sha256(folder / name) for name in names}
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a checkpoint folder whose weights are absent, pickled, an adapter or unreadable.
+
+    Only the headers of the safetensors files are read.
+
+    Raises:
+        UsageError: says which of these it is.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UsageError(f"{folder} is a LoRA adapter; merge it into its base model (merge_and_unload) first")
+        raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in _read_json(index).get("weight_map", {}).values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        if any(next(folder.glob(pattern), None) for pattern in PICKLED):
+            raise UsageError(
+                f"{folder} holds pickled weights, which can run code when loaded; "
+                "convert them with save_pretrained(…, safe_serialization=True)"
+            )
+        raise UsageError(f"{folder} holds no weights (*.safetensors)")
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"{folder}: {file.name} is named in {index.name} but missing")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{file} is corrupt ({error}); copy or download it again") from None
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder; its own code is never run.
+
+    Raises:
+        UsageError: it cannot be read, or transformers has no such architecture.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise UsageError(f"{folder}: the configuration cannot be used ({_first_line(error)})") from None
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise UsageError(f"{folder} has no tokenizer; save the one the model was trained with into that folder")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
+
+
+def vocabulary_width(config: PreTrainedConfig) -> int:
+    """How many logits a model of this configuration gives; its vocabulary, perhaps padded."""
+    return config.get_text_config(decoder=True).vocab_size
+
+
+def common_vocabulary(
+    widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], places: Mapping[str, Path]
+) -> int:
+    """The vocabulary that target and auxiliaries share: the narrowest width, once all tokenizers agree.
+
+    Args:
+        widths: logits per position, by part.
+        tokenizers: by part; the first is the one that the others are compared with.
+        places: the folders, for messages.
+
+    Raises:
+        UsageError: a tokenizer has other tokens, or a model is narrower than its tokenizer.
+    """
+    (first, reference), *others = tokenizers.items()
+    vocabulary = reference.get_vocab()
+    for part, tokenizer in others:
+        other = tokenizer.get_vocab()
+        if other != vocabulary:
+            differing = next(
+                token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token)
+            )
+            raise UsageError(
+                f"{part} ({places[part]}) has another vocabulary than the {first} ({places[first]}): "
+                f"{len(other)} tokens against {len(vocabulary)}, and token {differing!r} is "
+                f"{other.get(differing)} against {vocabulary.get(differing)}; "
+                "auxiliaries must be trained with the target's tokenizer"
+            )
+    needed = max(vocabulary.values()) + 1
+    for part, width in widths.items():
+        if width < needed:
+            raise UsageError(
+                f"{part} ({places[part]}) has {width} logits, but its tokenizer has token ids up to {needed - 1}"
+            )
+    return min(widths.values())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not readable JSON ({error})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,83 @@
+"""Configuration of a steered model: where its three parts lie and how they are steered.
+
+It knows nothing of weights; `divdec.model.checkpoint` resolves the references, `divdec.model.modeling` loads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from divdec.steering import Steering
+
+PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
+
+# What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
+TARGET_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class DivergenceConfig(PreTrainedConfig):
+    """Configuration of `DivergenceForCausalLM`.
+
+    Attributes:
+        target: reference of the target: `{"folder": …, "sha256": {file: digest}}` or `{"hub_id": …, "revision": …}`.
+        retain_auxiliary: reference of q, which has not seen the forget set.
+        forget_auxiliary: reference of p, which has.
+        steering: `Steering.to_dict()`.
+        vocab_size: the common vocabulary of the three.
+        max_position_embeddings: the shortest context of the three, in tokens; None where none states one.
+    """
+
+    model_type = "divergence"
+    has_no_defaults_at_init = True
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        target: dict[str, Any] | None = None,
+        retain_auxiliary: dict[str, Any] | None = None,
+        forget_auxiliary: dict[str, Any] | None = None,
+        steering: dict[str, Any] | None = None,
+        vocab_size: int = 0,
+        max_position_embeddings: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.target = target
+        self.retain_auxiliary = retain_auxiliary
+        self.forget_auxiliary = forget_auxiliary
+        self.steering = steering
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
+        self.architectures = ["DivergenceForCausalLM"]
+
+    @classmethod
+    def from_parts(
+        cls,
+        configs: dict[str, PreTrainedConfig],
+        steering: Steering,
+        vocab_size: int,
+        references: dict[str, dict[str, Any]] | None = None,
+    ) -> DivergenceConfig:
+        """A configuration from those of the three parts, by part name.
+
+        Args:
+            configs: one configuration for each name in `PARTS`.
+            steering: the rule.
+            vocab_size: width of the common vocabulary.
+            references: where the parts lie; None where they lie nowhere yet.
+        """
+        texts = {part: config.get_text_config(decoder=True) for part, config in configs.items()}
+        target = texts["target"]
+        fields = {name: value for name in TARGET_FIELDS if (value := getattr(target, name, None)) is not None}
+        contexts = [
+            length for text in texts.values() if (length := getattr(text, "max_position_embeddings", None)) is not None
+        ]
+        return cls(
+            **(references or {}),
+            steering=steering.to_dict(),
+            vocab_size=vocab_size,
+            max_position_embeddings=min(contexts, default=None),
+            **fields,
+        )

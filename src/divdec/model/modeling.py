@@ -1,0 +1,296 @@
+"""The steered model: an ordinary causal language model made of a target, experts and a rule.
+
+Its logits leave it already steered, so nothing that reads them (generation, scores, losses, servers) can see the
+target's own. It knows nothing of files; `divdec.model.bundle` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from divdec.errors import UsageError
+from divdec.experts import Experts
+from divdec.experts.neural import NeuralPair, logit_width, logits_of, new_cache
+from divdec.model.cache import DivergenceCache
+from divdec.model.configuration import DivergenceConfig
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    import os
+
+    from jaxtyping import Float, Int
+    from torch import Tensor
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationMode
+
+
+class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
+    """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
+
+    Attributes:
+        target: the model that is steered, P. What it answers alone is unsteered.
+        experts: what gives the divergence; `experts.retain` is q and `experts.forget` is p in a neural pair.
+        steering: the rule; assign a `Steering` or a string such as 'rank:20' to change it.
+    """
+
+    config_class = DivergenceConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    # The parts choose their own attention; whatever they support may be asked for.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(
+        self, config: DivergenceConfig, target: PreTrainedModel | None = None, experts: Experts | None = None
+    ) -> None:
+        if target is None or experts is None:
+            raise UsageError(
+                "a steered model cannot be made from its configuration alone: "
+                "use from_pretrained(BUNDLE) or DivergenceForCausalLM.from_parts(…)"
+            )
+        super().__init__(config)
+        self.target = target
+        self.experts = experts
+        self.vocab_size = min(logit_width(target), experts.vocab_size)
+        self.generation_config = copy.deepcopy(target.generation_config)
+        self.steering = Steering.from_dict(config.steering or {})
+        self.post_init()
+
+    @classmethod
+    def from_parts(
+        cls,
+        target: PreTrainedModel,
+        retain_auxiliary: PreTrainedModel,
+        forget_auxiliary: PreTrainedModel,
+        steering: Steering | str = "linear:1",
+    ) -> DivergenceForCausalLM:
+        """Join three models that are in memory already.
+
+        Their tokenizers cannot be compared here; `divdec.write_bundle` compares those of checkpoints on disk.
+
+        Raises:
+            UsageError: the steering does not fit the common vocabulary.
+        """
+        experts = NeuralPair(retain_auxiliary, forget_auxiliary)
+        configs = {
+            "target": target.config,
+            "retain_auxiliary": retain_auxiliary.config,
+            "forget_auxiliary": forget_auxiliary.config,
+        }
+        vocab_size = min(logit_width(target), experts.vocab_size)
+        config = DivergenceConfig.from_parts(configs, Steering.parse(steering), vocab_size)
+        return cls(config, target, experts).eval()
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        steering: Steering | str | None = None,
+        **kwargs: Any,
+    ) -> DivergenceForCausalLM:
+        """Load a bundle from a folder or the hub.
+
+        Args:
+            pretrained_model_name_or_path: a bundle's folder or hub id.
+            verify: compare the SHA-256 of every local weight file with the bundle's.
+            steering: use this rule instead of the bundle's.
+            **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all three parts. `dtype`,
+                `device_map`, `attn_implementation` and `quantization_config` may also be mappings from
+                'target', 'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries) to a value each.
+
+        Raises:
+            UsageError: the bundle or one of its parts is missing, corrupt, changed or does not fit.
+        """
+        from divdec.model.bundle import load_parts
+
+        config, target, retain, forget = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
+        if steering is not None:
+            config.steering = Steering.parse(steering).to_dict()
+        model = cls(config, target, NeuralPair(retain, forget)).eval()
+        model.name_or_path = str(pretrained_model_name_or_path)
+        return model
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write a bundle that holds the weights of all three parts as they are in memory (a packed bundle).
+
+        `divdec.write_bundle` writes one of a few kilobytes that refers to checkpoints already on disk.
+        """
+        from divdec.model.bundle import save_packed
+
+        save_packed(self, save_directory, **kwargs)
+
+    @property
+    def steering(self) -> Steering:
+        """The rule that steers this model."""
+        return self._steering
+
+    @steering.setter
+    def steering(self, value: Steering | str | dict[str, Any]) -> None:
+        steering = Steering.parse(value)
+        steering.check_vocabulary(self.vocab_size)
+        self._steering = steering
+        self._eligible = steering.eligible(self.vocab_size)
+        self.config.steering = steering.to_dict()
+
+    def new_cache(self) -> DivergenceCache:
+        """An empty cache for target and experts."""
+        return DivergenceCache(new_cache(self.target), self.experts.new_cache())
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch tokens"] | None = None,
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        past_key_values: DivergenceCache | None = None,
+        labels: Int[Tensor, "batch tokens"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Steered logits after every token (or after the last `logits_to_keep`).
+
+        Args:
+            input_ids: the tokens since what the cache holds.
+            attention_mask: 1 for real tokens, 0 for padding on either side, the cached ones included.
+            position_ids: derived from the mask where they are not given, so that padding never shifts a token.
+            past_key_values: a `DivergenceCache`, or None.
+            labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
+            use_cache: make and return a cache when none is given; off by default.
+            logits_to_keep: number of positions to return, from the end; 0 returns all.
+            **kwargs: `return_dict` and what the loss takes (`num_items_in_batch`); nothing else has a meaning here.
+
+        Raises:
+            UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
+            RuntimeError: the experts gave a divergence that is not finite.
+        """
+        self._refuse(input_ids, past_key_values, kwargs)
+        assert input_ids is not None
+        if past_key_values is None and use_cache:
+            past_key_values = self.new_cache()
+        past_length = past_key_values.check_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = _positions(input_ids, attention_mask, past_length)
+        inputs = (input_ids, attention_mask, position_ids)
+
+        target_cache, experts_cache = None, None
+        if past_key_values is not None:
+            target_cache, experts_cache = past_key_values.target, past_key_values.experts
+        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
+        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
+        divergence = divergence.to(target_logits.device)
+        _check_finite(divergence, attention_mask)
+        logits = self._steer(target_logits, divergence)
+
+        loss = None
+        if labels is not None:
+            if logits_to_keep:
+                raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
+            loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+
+    def _steer(
+        self, target_logits: Float[Tensor, "batch kept vocab"], divergence: Float[Tensor, "batch kept vocab"]
+    ) -> Float[Tensor, "batch kept vocab"]:
+        if self._eligible is not None and self._eligible.device != target_logits.device:
+            self._eligible = self._eligible.to(target_logits.device)
+        return self.steering.apply(target_logits, divergence, self._eligible)
+
+    def _refuse(self, input_ids: object, cache: object, kwargs: dict[str, Any]) -> None:
+        if input_ids is None:
+            raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+        if cache is not None and not isinstance(cache, DivergenceCache):
+            raise UsageError(
+                f"past_key_values is a {type(cache).__name__}; a steered model needs model.new_cache(), which "
+                "holds the experts' keys and values too"
+            )
+        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise UsageError(
+                    f"{name} is not offered by a steered model, where it would bypass the experts; "
+                    "model.target and model.experts have their own"
+                )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        # transformers would build a cache for one model only.
+        if model_kwargs.get("past_key_values") is not None:
+            if not isinstance(model_kwargs["past_key_values"], DivergenceCache):
+                self._refuse(True, model_kwargs["past_key_values"], {})
+            return
+        if generation_config.use_cache is False:
+            return
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise UsageError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
+                "model; leave it out"
+            )
+        cache = self.new_cache()
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def init_weights(self) -> None:
+        """Nothing: the parts come with their weights, and a steered model has none of its own."""
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The target's input embeddings."""
+        return self.target.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """None: no single matrix gives the steered logits."""
+        return None
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        """Refused: the three parts share one vocabulary."""
+        raise UsageError("the embeddings of a steered model cannot be changed: its parts share one vocabulary")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
+        """Refused: the three parts share one vocabulary."""
+        raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
+
+
+def _positions(
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    past_length: int,
+) -> Int[Tensor, "batch_or_one tokens"]:
+    tokens = input_ids.shape[1]
+    if attention_mask is None:
+        return torch.arange(past_length, past_length + tokens, device=input_ids.device)[None]
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != past_length + tokens:
+        raise UsageError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs "
+            f"(batch, {past_length + tokens}), one entry for each cached and each new token"
+        )
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+
+
+def _check_finite(
+    divergence: Float[Tensor, "batch kept vocab"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
+) -> None:
+    """Fail closed: a divergence that is NaN or infinite would leave some token unsteered."""
+    finite = divergence.isfinite().all(dim=-1)
+    if attention_mask is not None:
+        # What stands after a padding token is read by nobody and may be anything.
+        finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
+    message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
+    if divergence.device.type == "cuda":
+        torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
+    elif not finite.all():
+        raise RuntimeError(message)

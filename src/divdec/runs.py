@@ -1,0 +1,182 @@
+"""What every long verb leaves behind: an output folder that is whole or absent, and its `run.json`.
+
+It knows nothing of models or data; it must stay importable without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from divdec.errors import UsageError
+
+RECORD = "run.json"
+LIBRARIES = ("divdec", "torch", "transformers", "tokenizers", "accelerate", "datasets", "peft")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of one."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text under a temporary name in the same folder, then rename it into place."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def settings_hash(settings: Any) -> str:
+    """Twelve hexadecimal digits that name a setting: a dataclass or any JSON value."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        settings = dataclasses.asdict(settings)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that decide a run's figures; None where one is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_commit(folder: Path | None = None) -> str | None:
+    """The commit checked out in `folder` (the working directory by default), or None outside a repository."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
+    """The content of a `run.json`: verb, settings, versions, commit, time, and whatever the run found."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        settings = dataclasses.asdict(settings)
+    return {
+        "verb": verb,
+        "status": "finished",
+        "settings": json.loads(json.dumps(settings, default=str)),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        **content,
+    }
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The `run.json` of a folder, or None where there is none."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not readable JSON ({error}); remove it or choose another folder") from None
+
+
+def check_output(folder: Path, overwrite: bool, ours: tuple[str, ...] = (RECORD, "config.json")) -> None:
+    """Refuse an output folder that would lose somebody's files.
+
+    Args:
+        folder: where the result shall lie.
+        overwrite: whether an earlier result there may be replaced.
+        ours: names of files of which one at least must be there before a folder counts as an earlier result.
+
+    Raises:
+        UsageError: it is a file, is not empty without `overwrite`, or holds nothing that we wrote.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"output {folder} is a file; give the name of a folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"output folder {folder} is not empty; give --overwrite to replace it, or another name")
+    if not any((folder / name).is_file() for name in ours):
+        raise UsageError(
+            f"output folder {folder} holds files that are not an earlier result of divdec; "
+            "it is not replaced: empty it yourself or give another name"
+        )
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A folder that appears under its name only when the work inside the `with` block has succeeded.
+
+    Args:
+        folder: the final name.
+        overwrite: whether an earlier result under that name may be replaced.
+
+    Yields:
+        A temporary folder beside it, to write into; it is renamed at the end, or removed after an error.
+
+    Raises:
+        UsageError: see `check_output`.
+    """
+    check_output(folder, overwrite)
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield temporary
+        os.chmod(temporary, 0o777 & ~_umask())
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+            os.replace(folder, replaced / "old")
+            os.replace(temporary, folder)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def cache_folder() -> Path:
+    """Where results that can be made again are kept: $DIVDEC_CACHE, else divdec in the user's cache folder."""
+    if given := os.environ.get("DIVDEC_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "divdec"
+
+
+def as_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run's record holds."""
+    return dict(record.get("settings") or {})
+
+
+def _umask() -> int:
+    # The only way to read it is to set it; mkstemp and mkdtemp ignore it and make everything private.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

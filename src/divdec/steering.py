@@ -1,0 +1,258 @@
+"""Rules that apply a divergence to the target's logits, and the setting that names one of them.
+
+Pure tensors in, tensors out: this module knows nothing of models, tokenizers or decoding.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+RULES = ("linear", "rank")
+FILLS = ("hard", "soft")
+ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
+
+
+def steer_linear(
+    target_logits: Float[Tensor, "... vocab"], divergence: Float[Tensor, "... vocab"], alpha: float
+) -> Float[Tensor, "... vocab"]:
+    """Add the divergence to the target's logits: ℓ_P + α·(ℓ_q − ℓ_p) (paper, eq. 1).
+
+    Args:
+        target_logits: ℓ_P, of any floating dtype.
+        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        alpha: strength; 0 leaves the target as it is, 1 replaces its p by q.
+
+    Returns:
+        Steered logits in float32.
+    """
+    return target_logits.float() + alpha * divergence.float()
+
+
+def steer_rank(
+    target_logits: Float[Tensor, "... vocab"],
+    divergence: Float[Tensor, "... vocab"],
+    k: int,
+    fill: Literal["hard", "soft"] = "hard",
+    eligible: Bool[Tensor, " vocab"] | None = None,
+) -> Float[Tensor, "... vocab"]:
+    """Suppress the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
+
+    Ties in the divergence are resolved by token id, the lowest first, so that results are reproducible.
+
+    Args:
+        target_logits: ℓ_P, of any floating dtype.
+        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        k: how many tokens are suppressed at every position.
+        fill: what a suppressed logit becomes: 'hard' −inf (decoding), 'soft' the k-th largest target logit
+            of the position (likelihoods stay finite).
+        eligible: tokens that may be suppressed at all; every token where it is None.
+
+    Returns:
+        Steered logits in float32. A NaN divergence gives NaN logits, never the target's own.
+
+    Raises:
+        UsageError: k is not between 1 and the number of eligible tokens less one.
+    """
+    target_logits, divergence = target_logits.float(), divergence.float()
+    vocab_size = target_logits.shape[-1]
+    check_k(k, vocab_size if eligible is None else int(eligible.sum()))
+    undefined = divergence.isnan().any(dim=-1, keepdim=True)
+    ranked = divergence
+    if eligible is not None:
+        ranked = divergence.masked_fill(~eligible.to(divergence.device), math.inf)
+
+    # All strictly below the k-th smallest, and of those equal to it the first ids: a stable sort's answer
+    # without sorting the vocabulary.
+    kth_smallest = ranked.topk(k, dim=-1, largest=False).values[..., -1:]
+    below = ranked < kth_smallest
+    tied = ranked == kth_smallest
+    if eligible is not None:
+        tied = tied & eligible.to(tied.device)
+    open_places = k - below.sum(dim=-1, keepdim=True)
+    suppressed = below | (tied & (tied.cumsum(dim=-1) <= open_places))
+
+    if fill == "soft":
+        filling = target_logits.topk(k, dim=-1).values[..., -1:]
+        steered = target_logits.where(~suppressed, filling)
+    else:
+        steered = target_logits.masked_fill(suppressed, -math.inf)
+    return steered.masked_fill(undefined, math.nan)
+
+
+def check_k(k: int, eligible_size: int) -> None:
+    """Refuse a k with which the rank rule would suppress nothing or every eligible token."""
+    if not 1 <= k < eligible_size:
+        raise UsageError(
+            f"rank rule: k is {k}, but with {eligible_size} eligible tokens it must lie between 1 and "
+            f"{eligible_size - 1}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Steering:
+    """Which rule steers the target, and how strongly."""
+
+    rule: Literal["linear", "rank"] = "linear"
+    """'linear' adds α times the divergence; 'rank' suppresses the k tokens that p prefers most over q."""
+    alpha: float = 1.0
+    """Strength of the linear rule."""
+    k: int = 20
+    """How many tokens the rank rule suppresses."""
+    fill: Literal["hard", "soft"] = "hard"
+    """What the rank rule sets a suppressed logit to: 'hard' −inf, 'soft' the k-th largest target logit."""
+    vocabulary: tuple[int, ...] | None = None
+    """Token ids that the rank rule may suppress, ascending; None means every token."""
+    allow_negative: bool = False
+    """Whether a negative α, which steers towards the forget set, is accepted."""
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
+        if self.fill not in FILLS:
+            raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
+            raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
+        if not math.isfinite(self.alpha):
+            raise UsageError(f"alpha is {self.alpha!r}; accepted: a finite number")
+        if self.alpha < 0 and not self.allow_negative:
+            raise UsageError(
+                f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
+                "give --allow-negative if that is meant"
+            )
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
+        object.__setattr__(self, "alpha", float(self.alpha))
+        if self.vocabulary is not None:
+            ids = tuple(sorted(set(self.vocabulary)))
+            if not ids or ids[0] < 0:
+                raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")
+            object.__setattr__(self, "vocabulary", ids)
+
+    @classmethod
+    def parse(cls, given: Any, *, allow_negative: bool = False) -> Steering:
+        """Read a setting from a string ('linear:1.5', 'rank:20', 'rank:20:soft'), a mapping or a Steering.
+
+        Raises:
+            UsageError: the rule is unknown, its value is not a number or lies out of range.
+        """
+        if isinstance(given, Steering):
+            return given
+        if isinstance(given, Mapping):
+            return cls.from_dict({**given, **({"allow_negative": True} if allow_negative else {})})
+        if not isinstance(given, str):
+            raise UsageError(f"steering is {given!r}; {ACCEPTED}")
+        rule, *values = given.strip().split(":")
+        if rule == "linear" and len(values) == 1:
+            return cls(rule="linear", alpha=_number(values[0], given), allow_negative=allow_negative)
+        if rule == "rank" and len(values) in (1, 2):
+            fill = values[1] if len(values) == 2 else "hard"
+            return cls(rule="rank", k=_whole_number(values[0], given), fill=fill)  # pyright: ignore[reportArgumentType]
+        raise UsageError(f"steering is {given!r}; {ACCEPTED}")
+
+    def __str__(self) -> str:
+        if self.rule == "linear":
+            return f"linear:{self.alpha:g}"
+        return f"rank:{self.k}" + (":soft" if self.fill == "soft" else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The setting as JSON values; the eligible vocabulary becomes a compressed bitmap."""
+        fields = dataclasses.asdict(self)
+        fields["vocabulary"] = None if self.vocabulary is None else _to_bitmap(self.vocabulary)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Steering:
+        """The inverse of `to_dict`; a vocabulary may also be a plain list of token ids.
+
+        Raises:
+            UsageError: a field is unknown or holds a value that is not accepted.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")
+        values = dict(fields)
+        vocabulary = values.get("vocabulary")
+        if isinstance(vocabulary, str):
+            values["vocabulary"] = _from_bitmap(vocabulary)
+        elif vocabulary is not None:
+            values["vocabulary"] = tuple(vocabulary)
+        return cls(**values)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a setting that cannot steer a vocabulary of this size.
+
+        Raises:
+            UsageError: k is out of range, or an eligible token id lies beyond the vocabulary.
+        """
+        if self.rule != "rank":
+            return
+        if self.vocabulary is not None and self.vocabulary[-1] >= vocab_size:
+            raise UsageError(
+                f"the eligible vocabulary names token {self.vocabulary[-1]}, "
+                f"but the model's vocabulary has only {vocab_size} tokens"
+            )
+        check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
+
+    def eligible(self, vocab_size: int) -> Bool[Tensor, " vocab"] | None:
+        """The eligible vocabulary as a mask over token ids, or None where every token is eligible."""
+        if self.vocabulary is None:
+            return None
+        import torch
+
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[list(self.vocabulary)] = True
+        return mask
+
+    def apply(
+        self,
+        target_logits: Float[Tensor, "... vocab"],
+        divergence: Float[Tensor, "... vocab"],
+        eligible: Bool[Tensor, " vocab"] | None = None,
+    ) -> Float[Tensor, "... vocab"]:
+        """Steer the target's logits by this rule; `eligible` is `self.eligible(vocab)`, made once by the caller."""
+        if self.rule == "linear":
+            return steer_linear(target_logits, divergence, self.alpha)
+        if eligible is None:
+            eligible = self.eligible(target_logits.shape[-1])
+        return steer_rank(target_logits, divergence, self.k, self.fill, eligible)
+
+
+def _number(text: str, given: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"alpha in {given!r} is not a number; {ACCEPTED}") from None
+
+
+def _whole_number(text: str, given: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"k in {given!r} is not a whole number; {ACCEPTED}") from None
+
+
+def _to_bitmap(ids: Iterable[int]) -> str:
+    ids = list(ids)
+    bits = bytearray(ids[-1] // 8 + 1)
+    for token in ids:
+        bits[token // 8] |= 1 << token % 8
+    return base64.b64encode(zlib.compress(bytes(bits), 9)).decode()
+
+
+def _from_bitmap(text: str) -> tuple[int, ...]:
+    try:
+        bits = zlib.decompress(base64.b64decode(text, validate=True))
+    except (ValueError, zlib.error):
+        raise UsageError("the eligible vocabulary of the rank rule is not a readable bitmap") from None
+    return tuple(8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
