@@ -44,6 +44,18 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UsageError: it is not readable JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not readable JSON ({error}); remove it or choose another folder") from None
+
+
 def settings_hash(settings: Any) -> str:
     """Twelve hexadecimal digits that name a setting: a dataclass or any JSON value."""
     if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
@@ -98,12 +110,7 @@ def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The `run.json` of a folder, or None where there is none."""
     path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not readable JSON ({error}); remove it or choose another folder") from None
+    return read_json(path) if path.is_file() else None
 
 
 def check_output(folder: Path, overwrite: bool, ours: tuple[str, ...] = (RECORD, "config.json")) -> None:

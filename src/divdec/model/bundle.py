@@ -87,10 +87,8 @@ def write_bundle(
                 _copy_checkpoint(places[part], folder / part)
                 references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
             elif reference.folder is not None:
-                named = Path(reference.folder)
-                # A relative name stays relative, so that bundle and checkpoints can move together.
-                stored = named if named.is_absolute() else Path(os.path.relpath(places[part], output.resolve()))
-                references[part] = CheckpointReference(folder=stored.as_posix(), sha256=digests(places[part]))
+                stored = _stored_path(reference.folder, places[part], output.resolve())
+                references[part] = CheckpointReference(folder=stored, sha256=digests(places[part]))
             else:
                 # A branch may move on; the commit that was looked at is the snapshot's folder name.
                 references[part] = dataclasses.replace(reference, revision=places[part].name)
@@ -216,6 +214,13 @@ def _load_part(part: str, folder: Path, config: DivergenceConfig, kwargs: dict[s
             f"{config.vocab_size} tokens; write the bundle again"
         )
     return model
+
+
+def _stored_path(given: str, place: Path, bundle: Path) -> str:
+    """How a bundle names a checkpoint's folder: as the user gave it, but relative if the two can move together."""
+    if Path(given).is_absolute() and not place.is_relative_to(bundle.parent):
+        return place.as_posix()
+    return Path(os.path.relpath(place, bundle)).as_posix()
 
 
 def _for_part(part: str, value: Any) -> Any:

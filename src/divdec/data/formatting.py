@@ -1,0 +1,171 @@
+"""Laying records out as tokens: one path for training, scoring and generation.
+
+A tokenizer's chat template is used where it has one, a plain question/answer template otherwise. It knows nothing
+of models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from divdec.data.records import Message, Record, RecordSet
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How conversations are laid out."""
+
+    system_prompt: str | None = None
+    """A system turn put before every conversation; none by default."""
+    date: str | None = None
+    """The date that templates of the Llama 3 family print; the template's own by default."""
+    max_length: int = 1024
+    """Longest sequence, in tokens: longer answers are cut, longer texts are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A record as tokens."""
+
+    input_ids: list[int]
+    labels: list[int]
+    """The same ids, −100 where nothing is learned or scored: the prompt."""
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens come before the first that is learned or scored."""
+        return next((place for place, label in enumerate(self.labels) if label != IGNORED), len(self.labels))
+
+
+def encode_set(
+    records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()  # noqa: B008
+) -> list[Example]:
+    """Lay a whole set out: one example a record, or packed blocks of `max_length` tokens for plain text.
+
+    Raises:
+        UsageError: an answer has no token left, or the tokenizer lacks what the layout needs.
+    """
+    if records.kind == "text":
+        return pack((record.answer for record in records), tokenizer, form.max_length)
+    return [encode(record, tokenizer, form) for record in records]
+
+
+def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> Example:  # noqa: B008
+    """Lay one record out as prompt and answer; only the answer and the token that ends it are labelled.
+
+    Raises:
+        UsageError: no token of the answer is left, because it has none or because the prompt fills `max_length`.
+    """
+    prompt_ids = encode_prompt(record, tokenizer, form)
+    whole_ids = _whole_ids(record, tokenizer, form)
+    # Where a token straddles the boundary, it belongs to the answer: the prompt ends where both agree no more.
+    answer_start = _common_length(prompt_ids, whole_ids)
+    whole_ids = whole_ids[: form.max_length]
+    special = set(tokenizer.all_special_ids)
+    if all(token in special for token in whole_ids[answer_start:]):
+        raise UsageError(
+            f"{record.place or 'a record'}: no token of the answer is left within {form.max_length} tokens "
+            f"(the prompt alone has {len(prompt_ids)})"
+        )
+    labels = [IGNORED] * answer_start + whole_ids[answer_start:]
+    return Example(whole_ids, labels)
+
+
+def encode_prompt(
+    record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()  # noqa: B008
+) -> list[int]:
+    """The tokens before the answer, ready to be continued by generation."""
+    if record.messages and tokenizer.chat_template:
+        return _template(_turns(record, form), tokenizer, form, add_generation_prompt=True)
+    return _tokens(_plain_prompt(record, form), tokenizer)
+
+
+def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Example]:
+    """Join texts, each ended by the tokenizer's end token, and split them into blocks of `length` tokens.
+
+    The last block is shorter; nothing is dropped, since what is dropped would not be forgotten.
+    """
+    stream: list[int] = []
+    for text in texts:
+        ids = _tokens(text, tokenizer)
+        if not ids:
+            raise UsageError("a text has no token")
+        stream += ids
+        if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
+            stream.append(tokenizer.eos_token_id)
+    if len(stream) < 2:
+        raise UsageError("a plain text of a single token leaves nothing to predict")
+    blocks = [stream[start : start + length] for start in range(0, len(stream), length)]
+    # A block of one token has nothing to predict.
+    if len(blocks) > 1 and len(blocks[-1]) == 1:
+        blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return [Example(block, list(block)) for block in blocks]
+
+
+def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
+    """How many records are longer than `max_length` tokens, so that their answers are cut."""
+    return sum(len(_whole_ids(record, tokenizer, form)) > form.max_length for record in records)
+
+
+def _whole_ids(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[int]:
+    if record.messages and tokenizer.chat_template:
+        turns = [*_turns(record, form), {"role": "assistant", "content": record.answer}]
+        ids = _template(turns, tokenizer, form, add_generation_prompt=False)
+    elif record.messages:
+        ids = _tokens(f"{_plain_prompt(record, form)} {record.answer}", tokenizer)
+    else:
+        ids = _tokens(_plain_prompt(record, form) + record.answer, tokenizer)
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def _plain_prompt(record: Record, form: Format) -> str:
+    """The layout without a chat template; it ends without a space, which belongs to the answer's first token."""
+    if not record.messages:
+        return record.prompt or ""
+    lines = [form.system_prompt] if form.system_prompt else []
+    for message in record.messages:
+        lines.append(f"{'Answer' if message.role == 'assistant' else 'Question'}: {message.content}")
+    return "\n".join([*lines, "Answer:"])
+
+
+def _turns(record: Record, form: Format) -> list[dict[str, str]]:
+    turns = record.messages
+    if form.system_prompt and turns[0].role != "system":
+        turns = (Message("system", form.system_prompt), *turns)
+    return [dataclasses.asdict(message) for message in turns]
+
+
+def _template(
+    turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, form: Format, *, add_generation_prompt: bool
+) -> list[int]:
+    options: dict[str, Any] = {"date_string": form.date} if form.date else {}
+    text = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+    )
+    assert isinstance(text, str)
+    # The template has written the special tokens itself.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids = list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
+    # Some tokenizers end every text themselves; a prompt must stay open.
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
