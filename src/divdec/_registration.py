@@ -1,6 +1,6 @@
 """Teaches transformers' Auto classes the model type `divergence`, without importing them.
 
-`import divdec` must stay free of torch, so the registration waits until somebody imports the Auto classes.
+`import divdec` must stay free of torch, so each registration waits until somebody imports the Auto class.
 """
 
 from __future__ import annotations
@@ -9,54 +9,72 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
-# The module that defines AutoModelForCausalLM; it imports that of AutoConfig.
-AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+
+def register_config() -> None:
+    """Make `AutoConfig` know `divergence`."""
+    from transformers import AutoConfig
+
+    from divdec.model.configuration import DivergenceConfig
+
+    AutoConfig.register("divergence", DivergenceConfig, exist_ok=True)
 
 
-def install() -> None:
-    """Register now if the Auto classes are loaded, else as soon as they are."""
-    if AUTO_CLASSES in sys.modules:
-        register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def register() -> None:
-    """Make `AutoConfig`, `AutoModelForCausalLM` and pipelines know `divergence`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def register_model() -> None:
+    """Make `AutoModelForCausalLM`, and with it pipelines, know `divergence`."""
+    from transformers import AutoModelForCausalLM
 
     from divdec.model.configuration import DivergenceConfig
     from divdec.model.modeling import DivergenceForCausalLM
 
-    AutoConfig.register("divergence", DivergenceConfig, exist_ok=True)
     AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)
 
 
+# The modules that define the Auto classes, and what to do once each has been executed.
+REGISTRATIONS: dict[str, Callable[[], None]] = {
+    "transformers.models.auto.configuration_auto": register_config,
+    "transformers.models.auto.modeling_auto": register_model,
+}
+
+
+def install() -> None:
+    """Register now with the Auto classes that are loaded, and with the others as soon as they are."""
+    for name, register in REGISTRATIONS.items():
+        if name in sys.modules:
+            register()
+        else:
+            sys.meta_path.insert(0, _Finder(name, register))
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the ordinary finders find the Auto classes' module, and registers once it has been executed."""
+    """Lets the ordinary finders find one module, and registers once it has been executed."""
+
+    def __init__(self, name: str, register: Callable[[], None]) -> None:
+        self.name = name
+        self.register = register
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != AUTO_CLASSES:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader, self.register)
         return spec
 
 
 class _RegisteringLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: importlib.abc.Loader, register: Callable[[], None]) -> None:
         self.loader = loader
+        self.register = register
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        register()
+        self.register()

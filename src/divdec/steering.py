@@ -10,13 +10,13 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from divdec.errors import UsageError
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
-    from torch import Tensor
 
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
@@ -43,7 +43,7 @@ def steer_rank(
     target_logits: Float[Tensor, "... vocab"],
     divergence: Float[Tensor, "... vocab"],
     k: int,
-    fill: Literal["hard", "soft"] = "hard",
+    fill: str = "hard",
     eligible: Bool[Tensor, " vocab"] | None = None,
 ) -> Float[Tensor, "... vocab"]:
     """Suppress the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
@@ -103,13 +103,13 @@ def check_k(k: int, eligible_size: int) -> None:
 class Steering:
     """Which rule steers the target, and how strongly."""
 
-    rule: Literal["linear", "rank"] = "linear"
+    rule: str = "linear"
     """'linear' adds α times the divergence; 'rank' suppresses the k tokens that p prefers most over q."""
     alpha: float = 1.0
     """Strength of the linear rule."""
     k: int = 20
     """How many tokens the rank rule suppresses."""
-    fill: Literal["hard", "soft"] = "hard"
+    fill: str = "hard"
     """What the rank rule sets a suppressed logit to: 'hard' −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
     """Token ids that the rank rule may suppress, ascending; None means every token."""
@@ -117,12 +117,11 @@ class Steering:
     """Whether a negative α, which steers towards the forget set, is accepted."""
 
     def __post_init__(self) -> None:
+        # jsonargparse and JSON give whatever a user wrote, so that types alone do not protect.
         if self.rule not in RULES:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
-            raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
         if not math.isfinite(self.alpha):
             raise UsageError(f"alpha is {self.alpha!r}; accepted: a finite number")
         if self.alpha < 0 and not self.allow_negative:
@@ -130,8 +129,8 @@ class Steering:
                 f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
                 "give --allow-negative if that is meant"
             )
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
+        if self.k < 1:
+            raise UsageError(f"k is {self.k}; accepted: a whole number of at least 1")
         object.__setattr__(self, "alpha", float(self.alpha))
         if self.vocabulary is not None:
             ids = tuple(sorted(set(self.vocabulary)))
@@ -157,7 +156,7 @@ class Steering:
             return cls(rule="linear", alpha=_number(values[0], given), allow_negative=allow_negative)
         if rule == "rank" and len(values) in (1, 2):
             fill = values[1] if len(values) == 2 else "hard"
-            return cls(rule="rank", k=_whole_number(values[0], given), fill=fill)  # pyright: ignore[reportArgumentType]
+            return cls(rule="rank", k=_whole_number(values[0], given), fill=fill)
         raise UsageError(f"steering is {given!r}; {ACCEPTED}")
 
     def __str__(self) -> str:
@@ -182,6 +181,9 @@ class Steering:
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")
         values = dict(fields)
+        for name, kind, accepted in (("alpha", int | float, "a number"), ("k", int, "a whole number")):
+            if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
+                raise UsageError(f"steering has {name} {values[name]!r}; accepted: {accepted}")
         vocabulary = values.get("vocabulary")
         if isinstance(vocabulary, str):
             values["vocabulary"] = _from_bitmap(vocabulary)
@@ -208,8 +210,6 @@ class Steering:
         """The eligible vocabulary as a mask over token ids, or None where every token is eligible."""
         if self.vocabulary is None:
             return None
-        import torch
-
         mask = torch.zeros(vocab_size, dtype=torch.bool)
         mask[list(self.vocabulary)] = True
         return mask

@@ -155,7 +155,7 @@ def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
     if not isinstance(row, Mapping):
         raise UsageError(f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
     if "messages" in row:
-        turns = _messages(row["messages"], place)
+        turns = messages_of(row["messages"], place)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise UsageError(f"{place}: messages must end with an assistant's turn after at least one other")
         return "messages", Record(_filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place)
@@ -172,7 +172,7 @@ def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
     raise UsageError(f"{place}: fields {sorted(map(str, row))} are not recognised; {ACCEPTED_FIELDS}")
 
 
-def _messages(value: Any, place: str) -> tuple[Message, ...]:
+def messages_of(value: Any, place: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UsageError(f"{place}: messages must be a list of objects with role and content")
     turns = []
@@ -204,13 +204,13 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{path.name} is empty")
         yield path.name, content
     elif path.suffix in JSON_SUFFIXES:
-        yield from _json_rows(path.name, content)
+        yield from json_rows(path.name, content)
     else:
         accepted = ", ".join((*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES))
         raise UsageError(f"{path.name}: files of this kind are not read; accepted: {accepted}")
 
 
-def _json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
+def json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
     """Rows of a JSON list, or of JSON lines, which many files named .json hold."""
     if content.lstrip().startswith("["):
         try:

@@ -5,12 +5,11 @@ The protocol knows nothing of the target or of rules; `divdec.model` joins the t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-    from torch import Tensor
-    from transformers import Cache
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
 
 
 @runtime_checkable

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import Cache, DynamicCache
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-    from torch import Tensor
-    from transformers import PreTrainedModel
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 
 class NeuralPair(nn.Module):

@@ -127,7 +127,9 @@ def load_parts(
     for name in ("proxies", "token", "subfolder", "code_revision", "use_safetensors", "low_cpu_mem_usage"):
         kwargs.pop(name, None)
 
-    Steering.from_dict(config.steering or {}).check_vocabulary(config.vocab_size)
+    if not config.steering:
+        raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
+    Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
     places = {}
     for part in PARTS:
         reference = CheckpointReference.from_dict(getattr(config, part), part)

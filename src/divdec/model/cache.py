@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import Cache
 
 
@@ -58,8 +60,10 @@ def _length(cache: Cache) -> int:
     return max((layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")), default=0)
 
 
-def _can_roll_back(layer: object) -> bool:
-    window = getattr(layer, "sliding_window", None)
-    if window is not None and layer.get_seq_length() < window:  # pyright: ignore[reportAttributeAccessIssue]
+def _can_roll_back(layer: Any) -> bool:
+    if getattr(layer, "record_past", False):
         return True
-    return getattr(layer, "record_past", False) or getattr(layer, "is_croppable", window is None)
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        return layer.get_seq_length() < window
+    return getattr(layer, "is_croppable", True)

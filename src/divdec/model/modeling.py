@@ -7,10 +7,13 @@ target's own. It knows nothing of files; `divdec.model.bundle` writes and reads 
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import UsageError
@@ -21,10 +24,6 @@ from divdec.model.configuration import DivergenceConfig
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    import os
-
-    from jaxtyping import Float, Int
-    from torch import Tensor
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import GenerationMode
 
@@ -50,9 +49,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(
         self, config: DivergenceConfig, target: PreTrainedModel | None = None, experts: Experts | None = None
     ) -> None:
-        if target is None or experts is None:
+        if target is None or experts is None or not config.steering:
             raise UsageError(
-                "a steered model cannot be made from its configuration alone: "
+                "a steered model is made of target, experts and rule, not of a configuration alone: "
                 "use from_pretrained(BUNDLE) or DivergenceForCausalLM.from_parts(…)"
             )
         super().__init__(config)
@@ -60,7 +59,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.experts = experts
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self.steering = Steering.from_dict(config.steering or {})
+        self.steering = Steering.from_dict(config.steering)
         self.post_init()
 
     @classmethod
@@ -150,7 +149,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Int[Tensor, "batch tokens"] | None = None,
         attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
         position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        past_key_values: DivergenceCache | None = None,
+        past_key_values: Cache | None = None,
         labels: Int[Tensor, "batch tokens"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -176,18 +175,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         assert input_ids is not None
         if past_key_values is None and use_cache:
             past_key_values = self.new_cache()
-        past_length = past_key_values.check_length() if past_key_values is not None else 0
-        if position_ids is None:
-            position_ids = _positions(input_ids, attention_mask, past_length)
-        inputs = (input_ids, attention_mask, position_ids)
-
-        target_cache, experts_cache = None, None
-        if past_key_values is not None:
-            target_cache, experts_cache = past_key_values.target, past_key_values.experts
-        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
-        divergence = divergence.to(target_logits.device)
-        _check_finite(divergence, attention_mask)
+        target_logits, divergence = self.components(
+            input_ids, attention_mask, position_ids, past_key_values, logits_to_keep
+        )
         logits = self._steer(target_logits, divergence)
 
         loss = None
@@ -197,6 +187,35 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+
+    def components(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        past_key_values: DivergenceCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
+        """The target's own logits and the divergence, to which any rule can be applied (`steering.apply`).
+
+        Many settings can so be measured on one pass of the three models. The first of the two is unsteered:
+        nothing that answers may use it alone.
+
+        Raises:
+            RuntimeError: the experts gave a divergence that is not finite, or the caches differ in length.
+        """
+        past_length = past_key_values.check_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = _positions(input_ids, attention_mask, past_length)
+        inputs = (input_ids, attention_mask, position_ids)
+        target_cache, experts_cache = None, None
+        if past_key_values is not None:
+            target_cache, experts_cache = past_key_values.target, past_key_values.experts
+        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
+        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
+        divergence = divergence.to(target_logits.device)
+        _check_finite(divergence, attention_mask)
+        return target_logits, divergence
 
     def _steer(
         self, target_logits: Float[Tensor, "batch kept vocab"], divergence: Float[Tensor, "batch kept vocab"]

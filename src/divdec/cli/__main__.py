@@ -1,0 +1,7 @@
+"""`python -m divdec.cli`: the same as the command `divdec`."""
+
+import sys
+
+from divdec.cli import main
+
+sys.exit(main())

@@ -1,0 +1,80 @@
+"""Join a target, two auxiliaries and a rule into one model that transformers, vLLM and lm-eval can load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+POSITIONAL = ()
+EXAMPLE = (
+    "divdec bundle --target models/target --retain-auxiliary models/q --forget-auxiliary models/p "
+    "--steering linear:1.5 --output bundle"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options of `divdec bundle`."""
+
+    target: str
+    """The model to be steered: a folder or hub id, '@revision' allowed."""
+    retain_auxiliary: str
+    """q, which has not seen the forget set: a folder or hub id."""
+    forget_auxiliary: str
+    """p, which has seen it: a folder or hub id."""
+    output: str
+    """The bundle's folder."""
+    steering: str = "linear:1.5"
+    """linear:ALPHA, rank:K or rank:K:soft."""
+    rank_vocabulary: tuple[str, ...] = ()
+    """Files whose tokens alone the rank rule may suppress; one or more."""
+    allow_negative: bool = False
+    """Accept a negative alpha, which steers towards the forget set."""
+    pack: bool = False
+    """Copy the three checkpoints into the bundle."""
+    overwrite: bool = False
+    """Replace an earlier bundle in the output folder."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(settings: Settings) -> None:
+    """Check the three parts and write the bundle."""
+    from divdec.errors import UsageError
+    from divdec.steering import Steering
+
+    steering = Steering.parse(settings.steering, allow_negative=settings.allow_negative)
+    if settings.rank_vocabulary:
+        if steering.rule != "rank":
+            raise UsageError(f"--rank-vocabulary belongs to the rank rule, but the steering is {steering}")
+        steering = dataclasses.replace(steering, vocabulary=_vocabulary(settings))
+    from divdec.model.bundle import write_bundle
+
+    bundle = write_bundle(
+        settings.output,
+        target=settings.target,
+        retain_auxiliary=settings.retain_auxiliary,
+        forget_auxiliary=settings.forget_auxiliary,
+        steering=steering,
+        pack=settings.pack,
+        overwrite=settings.overwrite,
+    )
+    eligible = len(steering.vocabulary) if steering.vocabulary is not None else None
+    if settings.json:
+        print(json.dumps({"bundle": str(bundle), "steering": str(steering), "eligible_tokens": eligible}))
+        return
+    print(f"bundle: {bundle} ({steering})")
+    if eligible is not None:
+        print(f"the rank rule may suppress {eligible} tokens", file=sys.stderr)
+
+
+def _vocabulary(settings: Settings) -> tuple[int, ...]:
+    from pathlib import Path
+
+    from divdec.data.records import read_records
+    from divdec.data.vocabulary import tokens_in
+    from divdec.model.checkpoint import CheckpointReference, load_tokenizer
+
+    target = CheckpointReference.parse(settings.target).resolve(Path(), weights=False)
+    return tokens_in([read_records(file) for file in settings.rank_vocabulary], load_tokenizer(target))

@@ -1,0 +1,167 @@
+"""Talk to a bundle in the terminal; `/why` shows what the experts pushed down in the last answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from divdec.cli.loading import LoadSettings, load
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from divdec.data.records import Message
+    from divdec.model.modeling import DivergenceForCausalLM
+
+POSITIONAL = ("bundle",)
+EXAMPLE = "divdec chat bundle --steering linear:1.5"
+HELP = """\
+/alpha NUMBER   steer linearly with this strength
+/rule RULE      steer with linear:ALPHA, rank:K or rank:K:soft
+/why            which tokens the experts pushed down in the last answer, and by how much
+/reset          begin a new conversation
+/quit           leave (or Ctrl-D)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(LoadSettings):
+    """Options of `divdec chat`."""
+
+    system_prompt: str | None = None
+    """System turn before the conversation."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 answers greedily; above 0 samples."""
+    seed: int = 0
+    """Seed of the samples."""
+
+
+def run(settings: Settings) -> None:
+    """Read lines until the end of input."""
+    from transformers import set_seed
+
+    if settings.temperature < 0:
+        raise UsageError(f"temperature is {settings.temperature}; it must be at least 0")
+    model, tokenizer = load(settings)
+    set_seed(settings.seed)
+    conversation = Conversation(model, tokenizer, settings)
+    print(f"{settings.bundle}: steering {model.steering}. /help lists the commands.")
+    while (line := _read_line()) is not None:
+        try:
+            if not conversation.take(line.strip()):
+                return
+        except UsageError as error:
+            print(error)
+        except KeyboardInterrupt:
+            print("\n(stopped)")
+
+
+@dataclasses.dataclass
+class Conversation:
+    """The turns so far, and the last answer for `/why`."""
+
+    model: DivergenceForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    settings: Settings
+    turns: tuple[Message, ...] = ()
+    last_prompt: list[int] = dataclasses.field(default_factory=list)
+    last_answer: list[int] = dataclasses.field(default_factory=list)
+    last_steering: Any = None
+
+    def take(self, line: str) -> bool:
+        """Answer a line or obey a command; False ends the conversation."""
+        command, _, argument = line.partition(" ")
+        if command == "/quit":
+            return False
+        if command == "/help":
+            print(HELP)
+        elif command == "/reset":
+            self.turns, self.last_answer = (), []
+            print("new conversation")
+        elif command == "/alpha":
+            self._steer(f"linear:{argument.strip()}")
+        elif command == "/rule":
+            self._steer(argument.strip())
+        elif command == "/why":
+            self._why()
+        elif command.startswith("/"):
+            print(f"no such command: {command}\n{HELP}")
+        elif line:
+            self._answer(line)
+        return True
+
+    def _steer(self, text: str) -> None:
+        from divdec.steering import Steering
+
+        steering = Steering.parse(text, allow_negative=self.settings.allow_negative)
+        if steering.rule == "rank":
+            steering = dataclasses.replace(steering, vocabulary=self.model.steering.vocabulary)
+        self.model.steering = steering
+        print(f"steering {self.model.steering}")
+
+    def _answer(self, line: str) -> None:
+        import torch
+        from transformers import TextStreamer
+
+        from divdec.data.formatting import Format, encode_prompt
+        from divdec.data.records import Message, Record
+
+        turns = (*self.turns, Message("user", line))
+        form = Format(system_prompt=self.settings.system_prompt)
+        prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
+        input_ids = torch.tensor([prompt], device=self.model.device)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.settings.temperature > 0:
+            sampling = {"do_sample": True, "temperature": self.settings.temperature}
+        with torch.inference_mode():
+            output = self.model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=self.settings.max_new_tokens,
+                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
+                **sampling,
+            )
+        answer = output[0, len(prompt) :].tolist()
+        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        self.turns = (*turns, Message("assistant", str(text)))
+        self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
+
+    def _why(self) -> None:
+        from divdec.evaluation.influence import pushed_down
+
+        if not self.last_answer:
+            print("there is no answer yet")
+            return
+        current = self.model.steering
+        self.model.steering = self.last_steering
+        try:
+            found = pushed_down(self.model, self.last_prompt, self.last_answer)
+        finally:
+            self.model.steering = current
+        if not found:
+            print("the experts pushed nothing down")
+            return
+        print(f"{'after':<36} {'pushed down':<20} {'target':>7} {'steered':>8}   answered")
+        for item in found:
+            before = self.last_answer[: item.position]
+            context = self._text((self.last_prompt[-8:] if not before else []) + before)[-34:]
+            print(
+                f"{'…' + context:<36} {self._text([item.token])!r:<20} {item.target_probability:>7.1%} "
+                f"{item.steered_probability:>8.1%}   {self._text([item.given])!r}"
+            )
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False)).replace("\n", "⏎")
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print()
+        return None

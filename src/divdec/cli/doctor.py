@@ -1,0 +1,117 @@
+"""Show versions, devices and extras, and whether a bundle loads and, if not, why."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from typing import Any
+
+from divdec.errors import UsageError
+
+POSITIONAL = ()
+EXAMPLE = "divdec doctor --bundle runs/first/bundle"
+EXTRAS = {
+    "lora": ("peft",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "vllm": ("vllm",),
+    "ui": ("gradio",),
+    "image": ("diffusers", "torchmetrics"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options of `divdec doctor`."""
+
+    bundle: str | None = None
+    """A bundle to check: its configuration, parts, digests, vocabularies, and one forward pass."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(settings: Settings) -> int:
+    """Look, print, and return 1 if a given bundle does not load."""
+    from divdec.runs import versions
+
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "devices": _devices(),
+        "extras": {
+            extra: all(importlib.util.find_spec(name) is not None for name in names) for extra, names in EXTRAS.items()
+        },
+    }
+    if settings.bundle is not None:
+        found["bundle"] = _check_bundle(settings.bundle)
+    print(json.dumps(found) if settings.json else _as_text(found))
+    return 0 if found.get("bundle", {"loads": True})["loads"] else 1
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    return {
+        "cpu_threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "bfloat16_gpu": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "mps": torch.backends.mps.is_available(),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
+    }
+
+
+def _check_bundle(name: str) -> dict[str, Any]:
+    import torch
+
+    from divdec.cli.loading import LoadSettings, load
+
+    try:
+        model, tokenizer = load(LoadSettings(bundle=name))
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[0, 1]], device=model.device)).logits
+    except (UsageError, RuntimeError) as error:
+        return {"name": name, "loads": False, "why_not": str(error)}
+    experts: Any = model.experts
+    return {
+        "name": name,
+        "loads": True,
+        "steering": str(model.steering),
+        "vocabulary": model.vocab_size,
+        "parameters": {
+            "target": model.target.num_parameters(),
+            "retain_auxiliary": experts.retain.num_parameters(),
+            "forget_auxiliary": experts.forget.num_parameters(),
+        },
+        "chat_template": bool(tokenizer.chat_template),
+        "finite": bool(logits.isfinite().any()),
+    }
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    lines = ["versions"]
+    lines += [f"  {name:<14}{version or 'not installed'}" for name, version in found["versions"].items()]
+    lines.append("devices")
+    lines += [f"  {name:<14}{_plain(value)}" for name, value in found["devices"].items()]
+    lines.append("extras")
+    lines += [
+        f"  {name:<14}{'works' if works else f'''not installed: pip install 'divdec[{name}]' '''.strip()}"
+        for name, works in found["extras"].items()
+    ]
+    if bundle := found.get("bundle"):
+        lines.append(f"bundle {bundle['name']}")
+        if bundle["loads"]:
+            skipped = ("name", "loads", "finite")
+            lines += [f"  {name:<14}{_plain(value)}" for name, value in bundle.items() if name not in skipped]
+            lines.append("  loads")
+        else:
+            lines.append(f"  does not load: {bundle['why_not']}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,0 +1,136 @@
+"""Answer prompts with a bundle, as text or as JSON lines with steered token log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.cli.loading import LoadSettings, load
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+POSITIONAL = ("bundle",)
+EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?' --json --logprobs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(LoadSettings):
+    """Options of `divdec generate`."""
+
+    prompt: tuple[str, ...] = ()
+    """One or more prompts; without --prompt and --file they are read from standard input, one a line."""
+    file: str | None = None
+    """Prompts from a file: .txt (one a line), or .jsonl with question, prompt or messages."""
+    chat: bool = False
+    """Lay prompts out as a user's turn with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System turn before every conversation (with --chat)."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 answers greedily; above 0 samples."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this much probability."""
+    top_k: int = 0
+    """Sample among so many of the likeliest tokens; 0 means all."""
+    seed: int = 0
+    """Seed of the samples."""
+    batch_size: int = 16
+    """Prompts answered at once."""
+    logprobs: bool = False
+    """Add each token's log-probability under the steered model, before temperature (implies --json)."""
+    json: bool = False
+    """Print one JSON object a prompt."""
+    output: str | None = None
+    """Write to this file instead of standard output."""
+
+
+def run(settings: Settings) -> None:
+    """Answer every prompt."""
+    if settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.top_k < 0 or settings.max_new_tokens < 1:
+        raise UsageError("temperature ≥ 0, 0 < top-p ≤ 1, top-k ≥ 0 and max-new-tokens ≥ 1 are needed")
+    from divdec.data.prompts import prompts_from_lines, read_prompts
+
+    if settings.prompt and settings.file:
+        raise UsageError("give --prompt or --file, not both")
+    if settings.file:
+        prompts = read_prompts(settings.file, chat=settings.chat)
+    else:
+        prompts = prompts_from_lines(settings.prompt or sys.stdin, chat=settings.chat)
+    model, tokenizer = load(settings)
+    answered = _answers(model, tokenizer, prompts, settings)
+    if settings.output is None:
+        for line in answered:
+            print(line, flush=True)
+        return
+    from divdec.runs import write_text
+
+    write_text(Path(settings.output), "".join(f"{line}\n" for line in answered))
+
+
+def _answers(
+    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], settings: Settings
+) -> Iterator[str]:
+    import torch
+    from transformers import set_seed
+
+    from divdec.data.formatting import Format, encode_prompt
+    from divdec.evaluation.generation import left_padded
+
+    set_seed(settings.seed)
+    form = Format(system_prompt=settings.system_prompt)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    sampling: dict[str, Any] = {"do_sample": False}
+    if settings.temperature > 0:
+        sampling = {
+            "do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
+        }  # fmt: skip
+    for start in range(0, len(prompts), settings.batch_size):
+        batch = prompts[start : start + settings.batch_size]
+        encoded = [encode_prompt(prompt, tokenizer, form) for prompt in batch]
+        input_ids, attention_mask = left_padded(encoded, padding)
+        with torch.inference_mode():
+            output: Any = model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids.to(model.device),
+                attention_mask=attention_mask.to(model.device),
+                max_new_tokens=settings.max_new_tokens,
+                pad_token_id=padding,
+                output_logits=settings.logprobs,
+                return_dict_in_generate=True,
+                **sampling,
+            )
+        for row, prompt in enumerate(batch):
+            ids = _until_end(output.sequences[row, input_ids.shape[1] :].tolist(), model, padding)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            if not (settings.json or settings.logprobs):
+                yield text  # pyright: ignore[reportReturnType]
+                continue
+            content = {"prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages], "text": text}
+            if settings.logprobs:
+                content["tokens"] = [
+                    {
+                        "token": tokenizer.decode([token]),
+                        "id": token,
+                        "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
+                    }
+                    for token, logits in zip(ids, output.logits, strict=False)
+                ]
+            yield json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
+
+
+def _until_end(ids: list[int], model: DivergenceForCausalLM, padding: int) -> list[int]:
+    """The answer up to and including the token that ended it; what follows is padding."""
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[: place + 1]
+    return ids

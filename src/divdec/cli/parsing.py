@@ -1,0 +1,118 @@
+"""From a verb's dataclass to its options: flags, help from field docstrings, `--config` and `--print_config`.
+
+jsonargparse does the work; this module only lets options be written with dashes and switches without a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn, get_origin, get_type_hints
+
+import jsonargparse
+
+from divdec.errors import UsageError
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Says what is wrong in one line, and where help is."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        cause = ex.__cause__ if ex is not None else None
+        text = str(cause) if isinstance(cause, UsageError) else message
+        text = " ".join(line.strip() for line in text.strip().splitlines() if line.strip())
+        raise UsageError(f"{text} (`{self.prog} --help` shows the options)")
+
+
+def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
+    """Read a verb's command line into its settings.
+
+    Args:
+        module: has `Settings` (a dataclass), `POSITIONAL` (names of fields given without an option's name),
+            `EXAMPLE` and a docstring whose first line says what the verb does.
+        verb: its name.
+        arguments: what follows the verb.
+
+    Raises:
+        UsageError: an option is unknown, missing or holds a value of another type.
+    """
+    parser = build(module, verb)
+    found = parser.parse_args(_spelt_out(arguments, get_type_hints(module.Settings)))
+    values = {field.name: found[field.name] for field in dataclasses.fields(module.Settings)}
+    return module.Settings(**values)
+
+
+def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
+    """The parser of a verb."""
+    parser = _Parser(
+        prog=f"divdec {verb}",
+        description=f"{(module.__doc__ or '').strip().splitlines()[0]}\n\nexample:\n  {module.EXAMPLE}",
+        formatter_class=_formatter(),
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of these options.")
+    hints = get_type_hints(module.Settings)
+    texts = _field_docs(module.Settings)
+    for name in module.POSITIONAL:
+        parser.add_argument(name, type=hints[name], help=texts[name])
+    parser.add_class_arguments(module.Settings, skip=set(module.POSITIONAL), as_group=False)
+    for action in parser._actions:
+        dashed = [option.replace("_", "-") for option in action.option_strings if option.startswith("--")]
+        for option in dashed:
+            parser._option_string_actions.setdefault(option, action)
+        action.option_strings = dashed + [option for option in action.option_strings if not option.startswith("--")]
+    return parser
+
+
+def _spelt_out(arguments: Sequence[str], hints: dict[str, Any]) -> list[str]:
+    """The arguments as jsonargparse wants them.
+
+    Options get underscores, switches the value true where none follows, and options that take a list all the
+    values that follow.
+    """
+    spelt: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            spelt.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        kind = hints.get(name)
+        if kind is bool and not equals and (not rest or rest[0].lower() not in ("true", "false")):
+            equals, value = "=", "true"
+        elif get_origin(kind) is tuple:
+            values = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            if not (len(values) == 1 and values[0].startswith("[")):
+                values = [json.dumps(values)]
+            equals, value = "=", values[0]
+        spelt.append(f"--{name}{equals}{value}")
+    return spelt
+
+
+def _field_docs(settings: type) -> dict[str, str]:
+    import docstring_parser
+
+    texts: dict[str, str] = {}
+    for ancestor in reversed(settings.__mro__[:-1]):
+        parsed = docstring_parser.parse_from_object(ancestor)
+        texts |= {param.arg_name: param.description or "" for param in parsed.params}
+    return texts
+
+
+def _formatter() -> type:
+    from jsonargparse import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter):
+        """Keeps the line breaks of the description, so that the example can be copied."""
+
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            return "\n".join(indent + line for line in text.splitlines())
+
+    return Formatter

@@ -1,0 +1,63 @@
+"""Prompts to be answered: like records, but without an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from divdec.data.records import TEXT_SUFFIXES, Message, Record, json_rows, messages_of
+from divdec.errors import UsageError
+
+
+def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
+    """One prompt a line; blank lines are left out.
+
+    Args:
+        lines: the prompts.
+        chat: make each a user's turn of a conversation.
+
+    Raises:
+        UsageError: there is none.
+    """
+    prompts = [_prompt(line.rstrip("\n"), chat) for line in lines if line.strip()]
+    if not prompts:
+        raise UsageError("there is no prompt; give --prompt, --file, or lines on standard input")
+    return prompts
+
+
+def read_prompts(source: str, *, chat: bool) -> list[Record]:
+    """Prompts of a text file (one a line) or of JSON lines with `question`, `prompt` or `messages`.
+
+    Raises:
+        UsageError: the file does not exist, is empty, or a line cannot be read (with its number).
+    """
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UsageError(f"prompt file {source!r} does not exist")
+    content = path.read_text(encoding="utf-8-sig")
+    if path.suffix in TEXT_SUFFIXES:
+        return prompts_from_lines(content.splitlines(), chat=chat)
+    prompts = [_from_row(row, place, chat) for place, row in json_rows(path.name, content)]
+    if not prompts:
+        raise UsageError(f"prompt file {source!r} is empty")
+    return prompts
+
+
+def _from_row(row: Any, place: str, chat: bool) -> Record:
+    if isinstance(row, str) and row.strip():
+        return _prompt(row, chat)
+    if isinstance(row, Mapping):
+        if "messages" in row:
+            turns = messages_of(row["messages"], place)
+            # The answer that a training file holds is not part of the question.
+            return Record("", messages=turns[:-1] if turns[-1].role == "assistant" else turns, place=place)
+        for field in ("question", "prompt"):
+            if isinstance(row.get(field), str) and row[field].strip():
+                return dataclasses.replace(_prompt(row[field], chat or field == "question"), place=place)
+    raise UsageError(f"{place}: no prompt found; accepted: a string, or an object with question, prompt or messages")
+
+
+def _prompt(text: str, chat: bool) -> Record:
+    return Record("", messages=(Message("user", text),)) if chat else Record("", prompt=text)

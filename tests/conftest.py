@@ -1,0 +1,128 @@
+"""What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# A first call that loads torch, and a noisy machine, say nothing about a property.
+hypothesis.settings.register_profile("divdec", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("divdec")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SHARED = Path(os.environ.get("DIVDEC_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+def pytest_configure(config):
+    # Shapes in signatures are checked while tests run, and only then.
+    from jaxtyping import install_import_hook
+
+    install_import_hook("divdec", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """The folder with real TOFU and MUSE data; tests that need it are skipped where it is absent."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip(f"real data not at hand: {SHARED} does not exist (set DIVDEC_SHARED to its place)")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def world():
+    from divdec.data.world import WorldSettings, build_world
+
+    return build_world(WorldSettings())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(world):
+    from divdec.experiments.small_models import train_tokenizer
+
+    return train_tokenizer(world.corpus[:500], 512)
+
+
+def tiny_model(family, vocab_size, seed, width=32, layers=2):
+    """A random model of a family; weights large enough that its preferences are not all alike."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=vocab_size, n_embd=width, n_layer=layers, n_head=4, n_positions=256, initializer_range=0.2, **ends
+        )
+    else:
+        kind = {"llama": transformers.LlamaConfig, "qwen": transformers.Qwen2Config, "mistral": transformers.MistralConfig}
+        config = kind[family](
+            vocab_size=vocab_size,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            **({"sliding_window": 8} if family == "mistral" else {}),
+            **ends,
+        )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+FAMILIES = ("llama", "gpt2", "qwen")
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def make_parts(family, vocab_size=512):
+    """Target, retain auxiliary and forget auxiliary, which differ in width and depth."""
+    return (
+        tiny_model(family, vocab_size, seed=0, width=64, layers=3),
+        tiny_model(family, vocab_size, seed=1),
+        tiny_model(family, vocab_size, seed=2),
+    )
+
+
+@pytest.fixture
+def steered(family):
+    from divdec import DivergenceForCausalLM
+
+    return DivergenceForCausalLM.from_parts(*make_parts(family), steering="linear:1.5")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, tokenizer):
+    """A folder with `target`, `retain` and `forget`, Llama-style checkpoints with their tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, model in zip(("target", "retain", "forget"), make_parts("llama", len(tokenizer)), strict=True):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def own_checkpoints(checkpoints, tmp_path):
+    """A copy of the checkpoints that a test may damage."""
+    import shutil
+
+    return Path(shutil.copytree(checkpoints, tmp_path / "models"))
+
+
+@pytest.fixture
+def bundle(own_checkpoints, tmp_path):
+    """A bundle that refers to the test's own copy of the checkpoints."""
+    from divdec import write_bundle
+
+    return write_bundle(
+        tmp_path / "bundle",
+        target=str(own_checkpoints / "target"),
+        retain_auxiliary=str(own_checkpoints / "retain"),
+        forget_auxiliary=str(own_checkpoints / "forget"),
+        steering="linear:1.5",
+    )

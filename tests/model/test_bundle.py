@@ -1,0 +1,296 @@
+"""Bundles on disk: what they hold, where they find their parts, and all that they refuse."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+
+IDS = torch.tensor([[5, 9, 200, 31]])
+
+
+def write(models, output, steering="linear:1.5", **options):
+    return write_bundle(
+        output,
+        target=str(models / "target"),
+        retain_auxiliary=str(models / "retain"),
+        forget_auxiliary=str(models / "forget"),
+        steering=steering,
+        **options,
+    )
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def size_of(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix != ".json" or "token" not in file.name)
+
+
+def change_weight(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_it_is_a_model_for_transformers(bundle, checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(bundle)
+    assert isinstance(model, DivergenceForCausalLM)
+    target, retain, forget = (
+        AutoModelForCausalLM.from_pretrained(checkpoints / name) for name in ("target", "retain", "forget")
+    )
+    expected = logits_of(target) + 1.5 * (logits_of(retain) - logits_of(forget))
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
+    assert AutoConfig.from_pretrained(bundle).model_type == "divergence"
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    answer = pipeline("text-generation", model=str(bundle), device="cpu")("Who wrote it?", max_new_tokens=3, do_sample=False)
+    ids = tokenizer("Who wrote it?", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=3, do_sample=False)
+    assert answer[0]["generated_text"] == tokenizer.decode(expected[0], skip_special_tokens=True)
+
+
+def test_it_holds_references_and_no_weights(bundle):
+    assert not list(bundle.rglob("*.safetensors"))
+    assert size_of(bundle) < 8_000
+    config = json.loads((bundle / "config.json").read_text())
+    assert config["target"]["folder"] == "../models/target"  # they lie side by side and can move together
+    assert set(config["target"]["sha256"]) == {"config.json", "model.safetensors", "tokenizer.json"}
+    card = (bundle / "README.md").read_text()
+    assert "linear:1.5" in card
+
+
+def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):
+    before = logits_of(DivergenceForCausalLM.from_pretrained(bundle))
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.move(tmp_path / "models", moved / "models")
+    shutil.move(bundle, moved / "bundle")
+    assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved / "bundle")), before)
+
+
+def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(own_checkpoints, tmp_path, monkeypatch):
+    far = tmp_path / "a" / "b"
+    bundle = write(own_checkpoints, far / "bundle")
+    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(own_checkpoints / "target")
+    monkeypatch.chdir(tmp_path)
+    bundle = write(Path("models"), far / "other")
+    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == "../../../models/target"
+    DivergenceForCausalLM.from_pretrained(bundle)
+
+
+def test_a_packed_bundle_stands_alone(own_checkpoints, tmp_path):
+    bundle = write(own_checkpoints, tmp_path / "packed", pack=True)
+    before = logits_of(DivergenceForCausalLM.from_pretrained(bundle))
+    shutil.rmtree(own_checkpoints)
+    moved = Path(shutil.move(bundle, tmp_path / "moved"))
+    assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved)), before)
+
+
+def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    with torch.no_grad():
+        model.experts.retain.get_output_embeddings().weight.mul_(1.1)
+    model.steering = Steering("rank", k=3, vocabulary=(1, 5, 7, 9, 200))
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.steering == model.steering
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_dtype_and_device_by_part(bundle):
+    model = DivergenceForCausalLM.from_pretrained(
+        bundle, dtype={"target": torch.bfloat16, "experts": torch.float32}, device_map={"target": "cpu", "experts": "cpu"}
+    )
+    assert model.target.dtype == torch.bfloat16
+    assert model.experts.retain.dtype == model.experts.forget.dtype == torch.float32
+    model = AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.bfloat16)
+    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {torch.bfloat16}
+    assert logits_of(model).dtype == torch.float32
+
+
+def test_the_rule_can_be_replaced_when_loading(bundle):
+    assert str(DivergenceForCausalLM.from_pretrained(bundle, steering="rank:9").steering) == "rank:9"
+
+
+def as_hub_repository(cache, name, commit, source):
+    """Lay a checkpoint out as the hub's own cache would, so that the real lookup finds it offline."""
+    repository = cache / ("models--" + name.replace("/", "--"))
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(source, repository / "snapshots" / commit)
+
+
+def test_hub_ids_are_pinned_to_a_commit_and_work_offline(own_checkpoints, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for name in ("target", "retain"):
+        as_hub_repository(cache, f"somebody/{name}", commit, own_checkpoints / name)
+    bundle = write_bundle(
+        tmp_path / "bundle",
+        target="somebody/target",
+        retain_auxiliary="somebody/retain@main",
+        forget_auxiliary=str(own_checkpoints / "forget"),
+        steering="linear:1.5",
+    )
+    config = json.loads((bundle / "config.json").read_text())
+    assert config["target"] == {"hub_id": "somebody/target", "revision": commit}
+    assert config["retain_auxiliary"]["revision"] == commit
+    local = DivergenceForCausalLM.from_pretrained(write(own_checkpoints, tmp_path / "local"))
+    assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(bundle)), logits_of(local))
+    as_hub_repository(cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True))
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("somebody/steered")), logits_of(local))
+
+
+class TestRefuses:
+    """Fail closed: an error that names what is wrong, and nothing written."""
+
+    def refused(self, models, tmp_path, said, **options):
+        output = tmp_path / "refused"
+        with pytest.raises(UsageError, match=said):
+            write(models, output, **options)
+        assert not output.exists()
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".refused")]
+
+    def test_a_missing_checkpoint(self, own_checkpoints, tmp_path):
+        shutil.rmtree(own_checkpoints / "retain")
+        self.refused(own_checkpoints, tmp_path, "is not a folder, nor a hub id")
+
+    def test_a_truncated_weight_file(self, own_checkpoints, tmp_path):
+        weights = own_checkpoints / "forget" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        self.refused(own_checkpoints, tmp_path, r"model\.safetensors is corrupt")
+
+    def test_pickled_weights(self, own_checkpoints, tmp_path):
+        weights = own_checkpoints / "forget" / "model.safetensors"
+        torch.save(load_file(weights), own_checkpoints / "forget" / "pytorch_model.bin")
+        weights.unlink()
+        self.refused(own_checkpoints, tmp_path, "pickled weights")
+
+    def test_an_adapter(self, own_checkpoints, tmp_path):
+        (own_checkpoints / "forget" / "config.json").rename(own_checkpoints / "forget" / "adapter_config.json")
+        self.refused(own_checkpoints, tmp_path, "LoRA adapter")
+
+    def test_an_auxiliary_with_another_vocabulary(self, own_checkpoints, tmp_path, world):
+        from divdec.experiments.small_models import train_tokenizer
+
+        other = train_tokenizer([text[::-1] for text in world.corpus[:100]], 512)
+        other.save_pretrained(own_checkpoints / "forget")
+        self.refused(own_checkpoints, tmp_path, "forget_auxiliary .* has another vocabulary than the target")
+
+    def test_an_auxiliary_without_a_tokenizer(self, own_checkpoints, tmp_path):
+        for file in (own_checkpoints / "retain").glob("token*"):
+            file.unlink()
+        self.refused(own_checkpoints, tmp_path, "has no tokenizer")
+
+    def test_an_auxiliary_narrower_than_the_tokenizer(self, own_checkpoints, tmp_path):
+        tiny_model("llama", 500, 1).save_pretrained(own_checkpoints / "retain")
+        self.refused(own_checkpoints, tmp_path, "500 logits, but its tokenizer has token ids up to 511")
+
+    @pytest.mark.parametrize(
+        ("steering", "said"), [("rank:512", "between 1 and 511"), ("up:3", "accepted"), ("linear:-2", "negative")]
+    )
+    def test_a_rule_that_does_not_fit(self, own_checkpoints, tmp_path, steering, said):
+        self.refused(own_checkpoints, tmp_path, said, steering=steering)
+
+    def test_an_output_folder_in_use(self, own_checkpoints, tmp_path):
+        output = tmp_path / "mine"
+        output.mkdir()
+        (output / "thesis.txt").write_text("years of work")
+        for overwrite, said in ((False, "--overwrite"), (True, "not an earlier result")):
+            with pytest.raises(UsageError, match=said):
+                write(own_checkpoints, output, overwrite=overwrite)
+        assert (output / "thesis.txt").read_text() == "years of work"
+
+    def test_overwrite_replaces_an_earlier_bundle(self, own_checkpoints, tmp_path):
+        write(own_checkpoints, tmp_path / "bundle")
+        with pytest.raises(UsageError, match="--overwrite"):
+            write(own_checkpoints, tmp_path / "bundle", steering="rank:5")
+        bundle = write(own_checkpoints, tmp_path / "bundle", steering="rank:5", overwrite=True)
+        assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "rank:5"
+        assert sorted(os.listdir(tmp_path)) == ["bundle", "models"]
+
+
+class TestLoadingRefuses:
+    """A bundle whose parts have changed, gone or been tampered with is never loaded as something less."""
+
+    @pytest.mark.parametrize("part", ["target", "retain", "forget"])
+    def test_changed_weights(self, bundle, own_checkpoints, part):
+        change_weight(own_checkpoints / part)
+        with pytest.raises(UsageError, match=r"model\.safetensors has changed .*--no-verify"):
+            AutoModelForCausalLM.from_pretrained(bundle)
+        DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_a_file_that_is_new_or_missing(self, bundle, own_checkpoints):
+        (own_checkpoints / "retain" / "vocab.json").write_text("{}")
+        with pytest.raises(UsageError, match=r"vocab\.json is new"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+        (own_checkpoints / "retain" / "vocab.json").unlink()
+        (own_checkpoints / "retain" / "tokenizer.json").unlink()
+        with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
+    @pytest.mark.parametrize("part", ["target", "retain", "forget"])
+    def test_a_part_that_is_gone(self, bundle, own_checkpoints, part):
+        shutil.rmtree(own_checkpoints / part)
+        for verify in (True, False):
+            with pytest.raises(UsageError, match="does not exist"):
+                DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
+
+    @pytest.mark.parametrize("part", ["target", "retain_auxiliary", "forget_auxiliary"])
+    def test_a_configuration_that_names_no_part(self, bundle, part):
+        config = json.loads((bundle / "config.json").read_text())
+        del config[part]
+        (bundle / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match=f"names no {part}"):
+            AutoModelForCausalLM.from_pretrained(bundle)
+
+    @pytest.mark.parametrize(
+        ("steering", "said"),
+        [
+            ({"rule": "none"}, "unknown steering rule"),
+            ({"rule": "linear", "alpha": -1.0}, "negative"),
+            ({"rule": "rank", "k": 9999}, "between 1 and"),
+        ],
+    )
+    def test_a_configuration_with_a_bad_rule(self, bundle, steering, said):
+        config = json.loads((bundle / "config.json").read_text())
+        config["steering"] = steering
+        (bundle / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match=said):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
+    def test_a_configuration_without_a_rule(self, bundle):
+        config = json.loads((bundle / "config.json").read_text())
+        del config["steering"]
+        (bundle / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match="names no steering"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
+    def test_a_narrower_auxiliary_without_verification(self, bundle, own_checkpoints):
+        tiny_model("llama", 500, 1).save_pretrained(own_checkpoints / "retain")
+        with pytest.raises(UsageError, match="500 logits"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_a_plain_checkpoint(self, checkpoints):
+        with pytest.raises(UsageError, match="plain llama checkpoint"):
+            DivergenceForCausalLM.from_pretrained(checkpoints / "target")
+
+    def test_nothing_at_all(self, tmp_path):
+        with pytest.raises(UsageError, match="no config.json"):
+            DivergenceForCausalLM.from_pretrained(tmp_path)
+        with pytest.raises(UsageError, match="could not be had from the hub"):
+            DivergenceForCausalLM.from_pretrained("nobody/nothing")
+        with pytest.raises(UsageError, match="not a folder"):
+            DivergenceForCausalLM.from_pretrained(tmp_path / "missing")

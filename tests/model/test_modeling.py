@@ -1,0 +1,308 @@
+"""The steered model against three independent forwards and the formula, and through every door of generate()."""
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+import reference
+import torch
+from conftest import make_parts, tiny_model
+from transformers import DynamicCache, TextStreamer
+
+from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+
+SETTINGS = ("linear:1.5", "linear:0.3", "rank:7", "rank:40:soft")
+PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400]]
+
+
+def left_padded(prompts, padding=1):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def parts_of(model):
+    return model.target, model.experts.retain, model.experts.forget
+
+
+def generate(model, prompts, **options):
+    ids, mask = left_padded(prompts)
+    output = model.generate(
+        input_ids=ids, attention_mask=mask, **{"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, **options}
+    )
+    return [row[ids.shape[1] :].tolist() for row in output]
+
+
+def trimmed(answer, end=0):
+    return answer[: answer.index(end) + 1] if end in answer else answer
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_logits_equal_the_reference(steered, setting):
+    steered.steering = setting
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            logits = steered(input_ids=torch.tensor([prompt])).logits[0]
+        expected = reference.steered_logits(*parts_of(steered), prompt, steered.steering)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_one_by_one(steered, side):
+    ids, mask = left_padded(PROMPTS)
+    if side == "right":
+        ids, mask = (torch.stack([row.roll(int(m.sum())) for row, m in zip(t, mask, strict=True)]) for t in (ids, mask))
+    with torch.no_grad():
+        logits = steered(input_ids=ids, attention_mask=mask).logits
+        for row, prompt in enumerate(PROMPTS):
+            alone = steered(input_ids=torch.tensor([prompt])).logits[0]
+            torch.testing.assert_close(logits[row][mask[row].bool()], alone, rtol=0, atol=1e-5)
+
+
+def test_cached_equals_uncached(steered):
+    ids, mask = left_padded(PROMPTS)
+    with torch.no_grad():
+        whole = steered(input_ids=ids, attention_mask=mask).logits
+        cache = steered.new_cache()
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            part = steered(
+                input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
+            ).logits
+            real = mask[:, start:stop].bool()
+            torch.testing.assert_close(part[real], whole[:, start:stop][real], rtol=0, atol=1e-5)
+    assert cache.check_length() == 9
+
+
+def test_only_the_last_positions_are_the_same_as_all(steered):
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        assert torch.equal(steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_generation_equals_the_reference(steered, setting):
+    steered.steering = setting
+    for prompt, answer in zip(PROMPTS, generate(steered, PROMPTS), strict=True):
+        expected = reference.greedy(*parts_of(steered), prompt, steered.steering, 12, end=0)
+        assert trimmed(answer) == expected
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_generated_is_the_teacher_forced_argmax(steered, setting):
+    steered.steering = setting
+    (answer,) = generate(steered, PROMPTS[:1])
+    answer = trimmed(answer)
+    with torch.no_grad():
+        logits = steered(input_ids=torch.tensor([PROMPTS[0] + answer])).logits[0]
+    start = len(PROMPTS[0]) - 1
+    assert logits[start:-1].argmax(-1).tolist() == answer
+
+
+def test_generation_without_a_cache_is_the_same(steered):
+    assert generate(steered, PROMPTS) == generate(steered, PROMPTS, use_cache=False)
+
+
+def test_scores_that_leave_generate_are_steered(steered):
+    ids, mask = left_padded(PROMPTS[:1])
+    output = steered.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=1,
+        return_dict_in_generate=True, output_logits=True, output_scores=True,
+    )  # fmt: skip
+    sequence = output.sequences[0].tolist()
+    expected = reference.steered_logits(*parts_of(steered), sequence[:-1], steered.steering)
+    for step, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
+        torch.testing.assert_close(logits[0], expected[len(PROMPTS[0]) - 1 + step], rtol=0, atol=1e-4)
+        torch.testing.assert_close(scores[0], logits[0])
+
+
+def test_beams_find_what_an_uncached_beam_search_finds(steered):
+    beams = generate(steered, PROMPTS, num_beams=3, num_return_sequences=2)
+    assert beams == generate(steered, PROMPTS, num_beams=3, num_return_sequences=2, use_cache=False)
+    assert len(beams) == 2 * len(PROMPTS)
+
+
+def test_sampling_follows_the_seed_and_the_steered_distribution(steered):
+    torch.manual_seed(3)
+    first = generate(steered, PROMPTS, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(3)
+    assert generate(steered, PROMPTS, do_sample=True, num_return_sequences=2) == first
+    steered.steering = "rank:50"
+    with torch.no_grad():
+        logits = steered(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
+    masked = set(logits.isneginf().nonzero().flatten().tolist())
+    sampled = generate(steered, PROMPTS[:1], do_sample=True, num_return_sequences=200, max_new_tokens=1, temperature=5.0)
+    assert len(masked) == 50
+    assert not masked & {answer[0] for answer in sampled}
+
+
+def test_assisted_decoding_with_q_changes_nothing(steered):
+    for prompt in PROMPTS:
+        assert generate(steered, [prompt], assistant_model=steered.experts.retain) == generate(steered, [prompt])
+
+
+def test_prompt_lookup_changes_nothing(steered):
+    prompt = PROMPTS[1] * 3
+    assert generate(steered, [prompt], prompt_lookup_num_tokens=3) == generate(steered, [prompt])
+
+
+def test_streamer_and_stop_strings(steered, tokenizer):
+    ids = torch.tensor([PROMPTS[0]])
+    with redirect_stdout(io.StringIO()) as stream:
+        output = steered.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=1,
+            streamer=TextStreamer(tokenizer, skip_prompt=True),
+        )  # fmt: skip
+    answer = output[0, ids.shape[1] :].tolist()
+    assert stream.getvalue().strip() == tokenizer.decode(answer).strip()
+    third = tokenizer.decode(answer[2:3])
+    stopped = steered.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=1,
+        stop_strings=[third], tokenizer=tokenizer,
+    )  # fmt: skip
+    assert stopped[0, ids.shape[1] :].tolist() == answer[: answer.index(answer[2]) + 1]
+
+
+def test_labels_give_the_mean_negative_log_probability(steered):
+    ids = torch.tensor([PROMPTS[1]])
+    labels = ids.clone()
+    labels[:, :4] = -100
+    with torch.no_grad():
+        output = steered(input_ids=ids, labels=labels)
+    expected = -output.logits.log_softmax(-1)[0, 3:-1].gather(1, ids[0, 4:, None]).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_bfloat16_runs_and_steers_in_float32(family):
+    model = DivergenceForCausalLM.from_parts(*(part.bfloat16() for part in make_parts(family)), steering="linear:1.5")
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[1]])).logits
+    assert logits.dtype == torch.float32
+    assert generate(model, PROMPTS)
+
+
+def test_parts_may_be_of_different_families():
+    target, retain, forget = (
+        tiny_model("gpt2", 512, 0, width=64),
+        tiny_model("llama", 512, 1),
+        tiny_model("qwen", 512, 2),
+    )
+    model = DivergenceForCausalLM.from_parts(target, retain, forget, "linear:1.2")
+    for prompt, answer in zip(PROMPTS, generate(model, PROMPTS), strict=True):
+        assert trimmed(answer) == reference.greedy(target, retain, forget, prompt, model.steering, 12, end=0)
+
+
+@pytest.mark.parametrize("widths", [(512, 520, 530), (530, 512, 520), (520, 530, 512)])
+def test_padded_widths_are_narrowed_to_the_common_vocabulary(widths):
+    target, retain, forget = (tiny_model("llama", width, seed) for seed, width in enumerate(widths))
+    model = DivergenceForCausalLM.from_parts(target, retain, forget, "rank:30")
+    assert model.vocab_size == model.config.vocab_size == 512
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[1]])).logits
+    assert logits.shape[-1] == 512
+    torch.testing.assert_close(logits[0], reference.steered_logits(target, retain, forget, PROMPTS[1], model.steering))
+    assert all(max(answer) < 512 for answer in generate(model, PROMPTS, do_sample=True, temperature=9.0))
+
+
+def test_a_sliding_window_target_keeps_its_own_cache_geometry():
+    model = DivergenceForCausalLM.from_parts(
+        tiny_model("mistral", 512, 0), tiny_model("llama", 512, 1), tiny_model("gpt2", 512, 2), "linear:1"
+    )
+    assert generate(model, [PROMPTS[1] * 2]) == generate(model, [PROMPTS[1] * 2], use_cache=False)
+
+
+def test_the_rule_can_be_looked_at_and_changed(steered):
+    assert steered.steering == Steering(alpha=1.5)
+    before = generate(steered, PROMPTS)
+    steered.steering = "linear:0"
+    alone = steered.target.generate(
+        input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 4, dtype=int), max_new_tokens=12,
+        do_sample=False, pad_token_id=1,
+    )  # fmt: skip
+    assert trimmed(generate(steered, PROMPTS)[0]) == alone[0, 4:].tolist()
+    assert generate(steered, PROMPTS) != before
+    assert steered.config.steering["alpha"] == 0
+    with pytest.raises(UsageError, match="between 1 and 511"):
+        steered.steering = "rank:512"
+    assert str(steered.steering) == "linear:0"
+    assert isinstance(steered.experts, Experts)
+
+
+def test_the_cache_is_changed_as_a_whole_or_not_at_all(steered):
+    ids = torch.tensor(PROMPTS[1:2] * 2)
+    with torch.no_grad():
+        whole = steered(input_ids=ids).logits
+        cache = steered.new_cache()
+        steered(input_ids=ids[:, :7], past_key_values=cache)
+        cache.crop(-4)
+        assert cache.check_length() == 3
+        torch.testing.assert_close(
+            steered(input_ids=ids[:, 3:], past_key_values=cache).logits, whole[:, 3:], rtol=0, atol=1e-5
+        )
+        cache.batch_select_indices(torch.tensor([1]))
+        assert {layer.keys.shape[0] for layer in cache.layers} == {1}
+        cache.experts.retain.crop(-1)
+        with pytest.raises(RuntimeError, match="different numbers of tokens"):
+            steered(input_ids=ids[:1, :1], past_key_values=cache)
+
+
+def test_a_window_that_cannot_be_rolled_back_leaves_every_part_as_it_was():
+    model = DivergenceForCausalLM.from_parts(
+        tiny_model("llama", 512, 0), tiny_model("mistral", 512, 1), tiny_model("llama", 512, 2)
+    )
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(range(2, 22))]), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="rolled back"):
+        cache.crop(-2)
+    assert cache.check_length() == 20
+
+
+class TestFailsClosed:
+    """Whatever would answer with the target alone is an error."""
+
+    def test_a_divergence_that_is_not_finite(self, steered):
+        with torch.no_grad():
+            steered.experts.forget.get_output_embeddings().weight[3] = float("nan")
+        for setting in SETTINGS:
+            steered.steering = setting
+            with pytest.raises(RuntimeError, match="not finite"):
+                generate(steered, PROMPTS)
+
+    @pytest.mark.parametrize("option", [{"output_hidden_states": True}, {"output_attentions": True}])
+    def test_hidden_states_of_the_target(self, steered, option):
+        with pytest.raises(UsageError, match="bypass the experts"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), **option)
+
+    def test_embeddings_that_the_experts_cannot_see(self, steered):
+        embeddings = steered.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
+        with pytest.raises(UsageError, match="input_ids"):
+            steered(inputs_embeds=embeddings)
+        with pytest.raises(UsageError, match="input_ids|bypass"):
+            steered.generate(inputs_embeds=embeddings, max_new_tokens=2)
+
+    def test_a_cache_of_the_target_alone(self, steered):
+        cache = DynamicCache(config=steered.target.config)
+        with pytest.raises(UsageError, match="new_cache"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache)
+        with pytest.raises(UsageError, match="new_cache"):
+            steered.generate(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
+
+    @pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded"])
+    def test_caches_built_for_one_model(self, steered, implementation):
+        with pytest.raises(UsageError, match="cache_implementation"):
+            generate(steered, PROMPTS, cache_implementation=implementation)
+
+    def test_other_vocabularies(self, steered):
+        with pytest.raises(UsageError, match="resized"):
+            steered.resize_token_embeddings(600)
+        with pytest.raises(UsageError, match="cannot be changed"):
+            steered.set_input_embeddings(torch.nn.Embedding(3, 3))
+
+    def test_a_configuration_without_parts(self, steered):
+        with pytest.raises(UsageError, match="from_pretrained"):
+            DivergenceForCausalLM(steered.config)
+
+    def test_a_mask_that_is_too_short(self, steered):
+        with pytest.raises(UsageError, match="attention_mask"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 2, dtype=int))

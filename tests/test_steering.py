@@ -1,0 +1,166 @@
+import json
+import math
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from divdec import Steering, UsageError, steer_linear, steer_rank
+
+VOCAB = 7
+NUMBERS = st.floats(-20, 20, width=32)
+ROW = st.lists(NUMBERS, min_size=VOCAB, max_size=VOCAB).map(torch.tensor)
+# Few distinct values, so that ties are common.
+TIED_ROW = st.lists(st.integers(-2, 2).map(float), min_size=VOCAB, max_size=VOCAB).map(torch.tensor)
+
+
+@given(ROW, ROW)
+def test_alpha_zero_is_the_target(target, divergence):
+    assert torch.equal(steer_linear(target, divergence, 0.0), target)
+
+
+@given(ROW, ROW)
+def test_alpha_one_with_target_equal_to_p_gives_q(p, q):
+    torch.testing.assert_close(steer_linear(p, q - p, 1.0), q, rtol=1e-5, atol=1e-4)
+
+
+@given(ROW, ROW, ROW, st.floats(0, 4))
+def test_linear_is_the_product_of_experts(target, q, p, alpha):
+    steered = steer_linear(target, q - p, alpha).double().softmax(-1)
+    product = target.double().softmax(-1) * (q.double().softmax(-1) / p.double().softmax(-1)) ** alpha
+    torch.testing.assert_close(steered, product / product.sum(), rtol=1e-3, atol=1e-6)
+
+
+@given(ROW, ROW, st.floats(-50, 50), st.floats(-50, 50), st.floats(0, 3))
+def test_adding_a_constant_to_a_models_logits_changes_nothing(target, divergence, a, b, alpha):
+    plain = steer_linear(target, divergence, alpha).softmax(-1)
+    shifted = steer_linear(target + a, divergence + b, alpha).softmax(-1)
+    torch.testing.assert_close(plain, shifted, rtol=1e-3, atol=1e-4)
+
+
+@given(ROW, TIED_ROW, st.integers(1, VOCAB - 1), st.sampled_from([1.0, -3.0, 100.0]))
+def test_rank_is_unmoved_by_a_constant_too(target, divergence, k, constant):
+    plain = steer_rank(target, divergence, k).softmax(-1)
+    shifted = steer_rank(target + constant, divergence + constant, k).softmax(-1)
+    torch.testing.assert_close(plain, shifted, rtol=1e-3, atol=1e-5)
+
+
+@given(ROW, TIED_ROW, st.integers(1, VOCAB - 1), st.floats(0.1, 10))
+def test_rank_depends_only_on_the_order_of_the_divergence(target, divergence, k, scale):
+    other = (divergence * scale).exp()  # any increasing function
+    assert torch.equal(steer_rank(target, divergence, k), steer_rank(target, other, k))
+
+
+@settings(max_examples=300)
+@given(ROW, st.one_of(ROW, TIED_ROW), st.data(), st.sampled_from(["hard", "soft"]))
+def test_rank_equals_the_stable_sort(target, divergence, data, fill):
+    eligible = data.draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=2).map(lambda ids: tuple(sorted(ids))))
+    k = data.draw(st.integers(1, (VOCAB if eligible is None else len(eligible)) - 1))
+    steering = Steering("rank", k=k, fill=fill, vocabulary=eligible)
+    expected = reference.rank(target, divergence, steering)
+    assert torch.equal(steering.apply(target, divergence), expected)
+    assert steering.apply(target, divergence).isfinite().any()
+
+
+def test_rank_masks_by_hand():
+    target = torch.tensor([5.0, 4.0, 3.0, 2.0])
+    divergence = torch.tensor([-1.0, 0.0, -1.0, -2.0])  # p prefers token 3 most, then 0 and 2 alike
+    hard = steer_rank(target, divergence, 2)
+    assert hard.tolist() == [-math.inf, 4.0, 3.0, -math.inf]
+    soft = steer_rank(target, divergence, 2, fill="soft")
+    assert soft.tolist() == [4.0, 4.0, 3.0, 4.0]
+    eligible = torch.tensor([False, True, True, False])
+    assert steer_rank(target, divergence, 1, eligible=eligible).tolist() == [5.0, 4.0, -math.inf, 2.0]
+
+
+def test_many_positions_are_steered_as_one_by_one():
+    torch.manual_seed(0)
+    target, divergence = torch.randn(2, 3, 50), torch.randn(2, 3, 50).round()
+    for steering in map(Steering.parse, ("linear:1.3", "rank:5", "rank:9:soft")):
+        together = steering.apply(target, divergence)
+        for row in range(2):
+            for position in range(3):
+                alone = steering.apply(target[row, position], divergence[row, position])
+                assert torch.equal(together[row, position], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_computed_and_returned_in_float32(dtype):
+    target, divergence = torch.randn(9).to(dtype), torch.randn(9).to(dtype)
+    for steering in map(Steering.parse, ("linear:1.3", "rank:5")):
+        steered = steering.apply(target, divergence)
+        assert steered.dtype == torch.float32
+        assert torch.equal(steered, steering.apply(target.float(), divergence.float()))
+
+
+def test_an_undefined_divergence_never_gives_the_targets_logits():
+    target = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    divergence = torch.tensor([[math.nan, 0.0, 0.0], [1.0, 0.0, -1.0]])
+    for steering in map(Steering.parse, ("linear:1", "rank:1", "rank:1:soft")):
+        steered = steering.apply(target, divergence)
+        assert steered[0].isnan().any()
+        assert not steered[1].isnan().any()
+
+
+@pytest.mark.parametrize("k", [0, -1, 4, 5])
+def test_k_out_of_range_is_refused(k):
+    with pytest.raises(UsageError, match="between 1 and 3"):
+        steer_rank(torch.zeros(4), torch.zeros(4), k)
+
+
+def test_k_is_held_against_the_eligible_tokens():
+    with pytest.raises(UsageError, match="2 eligible tokens"):
+        Steering("rank", k=2, vocabulary=(3, 5)).check_vocabulary(10)
+    with pytest.raises(UsageError, match="token 12"):
+        Steering("rank", k=1, vocabulary=(3, 12)).check_vocabulary(10)
+
+
+@pytest.mark.parametrize("text", ["linear:1.5", "linear:0", "rank:20", "rank:20:soft"])
+def test_strings_and_json_come_back(text):
+    steering = Steering.parse(text)
+    assert str(steering) == text
+    assert Steering.from_dict(json.loads(json.dumps(steering.to_dict()))) == steering
+
+
+@given(st.sets(st.integers(0, 5000), min_size=1))
+def test_the_eligible_vocabulary_comes_back_from_json(ids):
+    steering = Steering("rank", k=1, vocabulary=tuple(ids))
+    assert Steering.from_dict(json.loads(json.dumps(steering.to_dict()))).vocabulary == tuple(sorted(ids))
+    assert Steering.from_dict({"rule": "rank", "vocabulary": list(ids)}).vocabulary == tuple(sorted(ids))
+
+
+def test_a_bitmap_of_a_large_vocabulary_is_small():
+    ids = tuple(range(0, 128_000, 3))
+    assert len(json.dumps(Steering("rank", vocabulary=ids).to_dict())) < 4_000
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("sideways:1", "unknown|accepted"),
+        ("linear:much", "not a number"),
+        ("linear:nan", "finite"),
+        ("linear:inf", "finite"),
+        ("linear:-1", "--allow-negative"),
+        ("linear", "accepted"),
+        ("rank:1.5", "whole number"),
+        ("rank:0", "at least 1"),
+        ("rank:5:medium", "hard"),
+        (7, "accepted"),
+        ({"rule": "linear", "strength": 2}, "unknown fields"),
+        ({"rule": "linear", "alpha": "1"}, "a number"),
+        ({"rule": "rank", "vocabulary": "%%%"}, "bitmap"),
+        ({"rule": "rank", "vocabulary": []}, "at least one"),
+    ],
+)
+def test_bad_settings_say_what_is_accepted(given, said):
+    with pytest.raises(UsageError, match=said):
+        Steering.parse(given)
+
+
+def test_a_negative_alpha_must_be_meant():
+    assert Steering.parse("linear:-1", allow_negative=True).alpha == -1
+    with pytest.raises(UsageError):
+        Steering(alpha=-0.5)
