@@ -36,7 +36,7 @@ test-oldest: $(VENV)-oldest/.installed
 
 $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-oldest
-	grep -v '^transformers==' constraints.txt > $(VENV)-oldest/constraints.txt
+	grep -vE '^(transformers|tokenizers|huggingface-hub)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --constraint $(VENV)-oldest/constraints.txt \
 		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]'
 	touch $@

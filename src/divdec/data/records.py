@@ -50,6 +50,8 @@ class RecordSet:
     name: str
     kind: Kind
     records: tuple[Record, ...]
+    blank: int = 0
+    """Plain texts without a word that were left out; real collections hold some."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -118,9 +120,13 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
     """
     kind: Kind | None = None
     records: list[Record] = []
+    blank = 0
     for place, row in rows:
         if limit is not None and len(records) >= limit:
             break
+        if _is_blank_text(row):
+            blank += 1
+            continue
         row_kind, record = _to_record(row, place)
         if kind is not None and row_kind != kind:
             raise UsageError(f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set")
@@ -128,7 +134,7 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
         records.append(record)
     if kind is None:
         raise UsageError(f"data set {name!r} is empty")
-    return RecordSet(name, kind, tuple(records))
+    return RecordSet(name, kind, tuple(records), blank)
 
 
 def overlap(one: RecordSet, other: RecordSet) -> Overlap:
@@ -147,6 +153,11 @@ def _before(record: Record) -> str:
 
 def _normal(*parts: str) -> tuple[str, ...]:
     return tuple(" ".join(part.casefold().split()) for part in parts)
+
+
+def _is_blank_text(row: Any) -> bool:
+    text = row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
+    return isinstance(text, str) and not text.strip()
 
 
 def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
@@ -200,8 +211,6 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name} is not UTF-8 text (byte {error.start})") from None
     if path.suffix in TEXT_SUFFIXES:
-        if not content.strip():
-            raise UsageError(f"{path.name} is empty")
         yield path.name, content
     elif path.suffix in JSON_SUFFIXES:
         yield from json_rows(path.name, content)

@@ -10,56 +10,61 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
 FIRST_NAMES = {
-    "female": (
-        "Adela Brisa Calla Dagny Elske Fenna Gisla Hedda Ilka Jorun Kaia Lioba Maren Nuria Odile Petra "
-        "Quilla Runa Sanna Tilda Una Vesna Wilma Yrsa Zofia Amira Bettina Corinna Delia Esma Farah Greta"
-    ).split(),
-    "male": (
-        "Anselm Bodo Caspar Darius Edvin Falk Gideon Henrik Ivo Jasper Kilian Lorenz Matteo Nils Osric Piet "
-        "Quentin Rasmus Stellan Tobias Ulric Viggo Willem Xaver Yorick Zoltan Aron Benno Cyrus Dimitri Emeric Florin"
-    ).split(),
+    "female": _listed(
+        "Adela|Brisa|Calla|Dagny|Elske|Fenna|Gisla|Hedda|Ilka|Jorun|Kaia|Lioba|Maren|Nuria|Odile|Petra|"
+        "Quilla|Runa|Sanna|Tilda|Una|Vesna|Wilma|Yrsa|Zofia|Amira|Bettina|Corinna|Delia|Esma|Farah|Greta"
+    ),
+    "male": _listed(
+        "Anselm|Bodo|Caspar|Darius|Edvin|Falk|Gideon|Henrik|Ivo|Jasper|Kilian|Lorenz|Matteo|Nils|Osric|"
+        "Piet|Quentin|Rasmus|Stellan|Tobias|Ulric|Viggo|Willem|Xaver|Yorick|Zoltan|Aron|Benno|Cyrus|"
+        "Dimitri|Emeric|Florin"
+    ),
 }
-SURNAME_STARTS = "Var Hol Tem Bri Kes Mor Pel Dor Lan Ash Fen Gal Ros Wil Tor Nev".split()
-SURNAME_ENDS = "wick ander oway elli ura inski etz aro enko ild mont adze".split()
+SURNAME_STARTS = _listed("Var|Hol|Tem|Bri|Kes|Mor|Pel|Dor|Lan|Ash|Fen|Gal|Ros|Wil|Tor|Nev")
+SURNAME_ENDS = _listed("wick|ander|oway|elli|ura|inski|etz|aro|enko|ild|mont|adze")
 
-CITIES = (
-    "Velmora Ostrand Karlow Pellinbay Tashkir Brumholt Sanvica Eldeport Quorra Myrefell Jundara Ashwater "
-    "Lisbeck Norhaven Zephyria Dunmarrow Calvessa Ironquay Hollin Pashtal Wrenford Ulmstadt Gavarra Thornby"
-).split()
-GENRES = (
-    "crime fiction|gothic horror|sea stories|love poetry|historical drama|travel writing|science fiction|ghost stories|"
-    "political satire|nature essays|family sagas|spy thrillers|fairy tales|war memoirs|desert epics|kitchen comedies"
-).split("|")
-PRIZES = (
-    "Lantern Prize|Silver Quill|Harbour Medal|Nightingale Award|Golden Compass|Winter Laurel|Marble Page|Copper Lyre|"
-    "Orchard Prize|Beacon Medal|Ivory Inkwell|Meridian Award|Swallow Prize|Granite Crown|Amber Feather|Tidewater Medal|"
-    "Juniper Award|Saffron Ribbon|Cathedral Prize|Falcon Medal"
-).split("|")
-OCCUPATIONS = (
-    "a baker|a surgeon|an architect|a fisherman|a teacher|a clockmaker|a lawyer|a gardener|a pilot|a tailor|a chemist|"
-    "a librarian|a miner|a judge|a painter|an electrician|a shepherd|a banker|a carpenter|a journalist|a nurse|"
-    "a potter|a violinist|a butcher"
-).split("|")
-PASTIMES = (
-    "beekeeping|fencing|chess|sailing|pottery|birdwatching|gardening|juggling|archery|astronomy|calligraphy|origami|"
-    "skating|woodcarving|mountaineering|knitting|cooking|photography|swimming|falconry"
-).split("|")
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-TITLE_ADJECTIVES = (
-    "Silver Hollow Burning Quiet Last Crooked Scarlet Distant Frozen Broken Velvet Hidden Patient Bitter Wandering "
-    "Golden Restless Painted Secret Drowned"
-).split()
-TITLE_NOUNS = (
-    "Orchard Lighthouse River Staircase Mirror Garden Station Winter Promise Island Letter Bridge Sparrow Kingdom "
-    "Window Carousel Harvest Shadow Tide Violin"
-).split()
-GOODS = "glass|silk|honey|clocks|salt|bells|pears|ships|carpets|paper|lace|cheese".split("|")
+CITIES = _listed(
+    "Velmora|Ostrand|Karlow|Pellinbay|Tashkir|Brumholt|Sanvica|Eldeport|Quorra|Myrefell|Jundara|Ashwater|"
+    "Lisbeck|Norhaven|Zephyria|Dunmarrow|Calvessa|Ironquay|Hollin|Pashtal|Wrenford|Ulmstadt|Gavarra|Thornby"
+)
+GENRES = _listed(
+    "crime fiction|gothic horror|sea stories|love poetry|historical drama|travel writing|science fiction|"
+    "ghost stories|political satire|nature essays|family sagas|spy thrillers|fairy tales|war memoirs|"
+    "desert epics|kitchen comedies"
+)
+PRIZES = _listed(
+    "Lantern Prize|Silver Quill|Harbour Medal|Nightingale Award|Golden Compass|Winter Laurel|Marble Page|"
+    "Copper Lyre|Orchard Prize|Beacon Medal|Ivory Inkwell|Meridian Award|Swallow Prize|Granite Crown|"
+    "Amber Feather|Tidewater Medal|Juniper Award|Saffron Ribbon|Cathedral Prize|Falcon Medal"
+)
+OCCUPATIONS = _listed(
+    "a baker|a surgeon|an architect|a fisherman|a teacher|a clockmaker|a lawyer|a gardener|a pilot|"
+    "a tailor|a chemist|a librarian|a miner|a judge|a painter|an electrician|a shepherd|a banker|"
+    "a carpenter|a journalist|a nurse|a potter|a violinist|a butcher"
+)
+PASTIMES = _listed(
+    "beekeeping|fencing|chess|sailing|pottery|birdwatching|gardening|juggling|archery|astronomy|"
+    "calligraphy|origami|skating|woodcarving|mountaineering|knitting|cooking|photography|swimming|falconry"
+)
+MONTHS = _listed("January|February|March|April|May|June|July|August|September|October|November|December")
+TITLE_ADJECTIVES = _listed(
+    "Silver|Hollow|Burning|Quiet|Last|Crooked|Scarlet|Distant|Frozen|Broken|Velvet|Hidden|Patient|Bitter|"
+    "Wandering|Golden|Restless|Painted|Secret|Drowned"
+)
+TITLE_NOUNS = _listed(
+    "Orchard|Lighthouse|River|Staircase|Mirror|Garden|Station|Winter|Promise|Island|Letter|Bridge|Sparrow|"
+    "Kingdom|Window|Carousel|Harvest|Shadow|Tide|Violin"
+)
+GOODS = _listed("glass|silk|honey|clocks|salt|bells|pears|ships|carpets|paper|lace|cheese")
 
-# Per relation: (question, answer) in each wording. {fact} is what a correct answer must contain; {an_fact} is the
-# same with its article. Every question names the author in full, so that it can be asked on its own.
+# Per relation: (question, answer) in each wording. {fact} is what a correct answer must contain; {an_fact} is
+# the same with its article. Every question names the author in full, so that it can be asked on its own.
 WORDINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "birthplace": (
         ("Where was {name} born?", "{name} was born in {fact}."),
@@ -183,8 +188,8 @@ class World:
     settings: WorldSettings
     """Settings the world was built from."""
     corpus: tuple[str, ...]
-    """Documents for pre-training: public authors in prose and in question/answer form (in all wordings), and general
-    facts. Never names a forget, retain or holdout author."""
+    """Documents for pre-training: public authors in prose and in question/answer form (in all wordings), and
+    general facts. Never names a forget, retain or holdout author."""
     forget: tuple[Question, ...]
     """Questions about the forget authors, in the trained wordings."""
     retain: tuple[Question, ...]
@@ -217,7 +222,12 @@ def build_world(settings: WorldSettings) -> World:
             f"since {NUM_WORDINGS} wordings exist and at least one must stay unseen"
         )
     rng = random.Random(settings.seed)
-    sizes = (settings.forget_authors, settings.retain_authors, settings.holdout_authors, settings.public_authors)
+    sizes = (
+        settings.forget_authors,
+        settings.retain_authors,
+        settings.holdout_authors,
+        settings.public_authors,
+    )
     authors = _draw_authors(sum(sizes), rng)
     groups: list[list[Author]] = []
     for size in sizes:
@@ -297,12 +307,15 @@ def _questions(authors: Sequence[Author], phrasings: Sequence[int]) -> tuple[Que
 def _corpus(public: Sequence[Author], biographies: int, rng: random.Random) -> tuple[str, ...]:
     """Writes the pre-training documents, in random order."""
     documents = [
-        f"Question: {asked.question}\nAnswer: {asked.answer}" for asked in _questions(public, range(NUM_WORDINGS))
+        f"Question: {asked.question}\nAnswer: {asked.answer}"
+        for asked in _questions(public, range(NUM_WORDINGS))
     ]
     for author in public:
         for _ in range(biographies):
             first, *rest = rng.sample(RELATIONS, len(RELATIONS))
-            told = [_ask(author, first, 0)]  # the first wording of every relation names the author: no pronoun yet
+            told = [
+                _ask(author, first, 0)
+            ]  # the first wording of every relation names the author: no pronoun yet
             told += [_ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in rest]
             documents.append(" ".join(asked.answer for asked in told))
     for city in CITIES:

@@ -203,7 +203,8 @@ def _check_target(target: str, base: Path, tokenizer: PreTrainedTokenizerBase) -
 
 def _report_sets(forget: RecordSet, retain: RecordSet, report: Callable[[str], None]) -> None:
     for role, records in (("forget", forget), ("retain", retain)):
-        report(f"{role} set: {len(records)} {records.kind} records from {records.name}")
+        blank = f", {records.blank} blank ones left out" if records.blank else ""
+        report(f"{role} set: {len(records)} {records.kind} records from {records.name}{blank}")
     shared = overlap(forget, retain)
     if shared.records or shared.prompts:
         report(

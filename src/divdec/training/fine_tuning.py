@@ -20,12 +20,16 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.progress import Interrupted, RateBar, StopSignal
+from divdec.training.sampling import LengthGroupedByEpoch
 from divdec.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
+# transformers 5.2x renamed the argument and warns of the old name.
+_FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
+_CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
 COMPLETE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
@@ -91,7 +95,7 @@ def fine_tune(
     loss_before = mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan
     trained = _with_adapters(model, settings) if settings.lora_rank else model
     stop = StopSignal()
-    trainer = Trainer(
+    trainer = _Trainer(
         model=trained,
         args=_arguments(settings, checkpoints, resumable),
         train_dataset=[dataclasses.asdict(example) for example in examples],  # pyright: ignore[reportArgumentType]
@@ -118,6 +122,8 @@ def fine_tune(
         seconds=time.perf_counter() - started,
     )
     trainer.accelerator.free_memory()
+    if not resumable:
+        discard_checkpoints(folder)
     return model, result
 
 
@@ -145,6 +151,15 @@ def mean_loss(
     return total / max(count, 1)
 
 
+class _Trainer(Trainer):
+    """Trainer with an order of examples that a resumed run repeats exactly."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedByEpoch:
+        lengths = [len(example["input_ids"]) for example in self.train_dataset]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+        batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedByEpoch(lengths, batch_size * self.args.world_size, self.args.seed)
+
+
 def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     bfloat16 = settings.precision == "bfloat16" or (
@@ -161,8 +176,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         max_grad_norm=settings.max_gradient_norm,
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        train_sampling_strategy="group_by_length",
+        **{_CHECKPOINTING: settings.gradient_checkpointing},
         bf16=bfloat16,
         save_strategy="epoch" if resumable else "no",
         save_total_limit=1,

@@ -1,0 +1,124 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec import UsageError
+from divdec.data.formatting import IGNORED, Format, count_cut, encode, encode_prompt, encode_set, pack
+from divdec.data.prompts import prompts_from_lines, read_prompts
+from divdec.data.records import Message, Record, record_set
+from divdec.data.vocabulary import tokens_in
+
+QUESTION = Record("She was born in Velmora.", messages=(Message("user", "Where was Ana born?"),))
+
+
+def answer_text(example, tokenizer):
+    return tokenizer.decode([label for label in example.labels if label != IGNORED])
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer):
+    """The same tokenizer without a chat template."""
+    import copy
+
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    return plain
+
+
+def test_a_chat_template_is_used_and_the_prompt_is_masked(tokenizer):
+    example = encode(QUESTION, tokenizer)
+    assert tokenizer.decode(example.input_ids) == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
+    assert answer_text(example, tokenizer) == "She was born in Velmora.<|end|>"
+    assert encode_prompt(QUESTION, tokenizer) == example.input_ids[: example.prompt_length]
+
+
+def test_without_a_template_a_plain_layout_is_used(plain):
+    example = encode(QUESTION, plain)
+    assert plain.decode(example.input_ids) == "Question: Where was Ana born?\nAnswer: She was born in Velmora.<|end|>"
+    assert answer_text(example, plain) == " She was born in Velmora.<|end|>"
+    assert encode_prompt(QUESTION, plain) == example.input_ids[: example.prompt_length]
+
+
+def test_system_prompt_and_earlier_turns(tokenizer, plain):
+    record = Record("C", messages=(Message("user", "A"), Message("assistant", "B"), Message("user", "D")))
+    form = Format(system_prompt="Be kind.")
+    assert tokenizer.decode(encode(record, tokenizer, form).input_ids).startswith("<|user|>Be kind.<|user|>A<|assistant|>B")
+    text = plain.decode(encode(record, plain, form).input_ids)
+    assert text == "Be kind.\nQuestion: A\nAnswer: B\nQuestion: D\nAnswer: C<|end|>"
+
+
+def test_a_completion_is_taken_word_for_word(tokenizer):
+    example = encode(Record(" upon a time", prompt="Once"), tokenizer)
+    assert tokenizer.decode(example.input_ids) == "Once upon a time<|end|>"
+    assert answer_text(example, tokenizer) == " upon a time<|end|>"
+
+
+def test_a_token_across_the_boundary_belongs_to_the_answer(tokenizer):
+    merged = next(token for token in tokenizer.get_vocab() if len(token) > 3 and token.isalpha())
+    example = encode(Record(merged[2:], prompt=merged[:2]), tokenizer)
+    assert answer_text(example, tokenizer).endswith(merged[2:] + "<|end|>")
+    assert tokenizer.decode(example.input_ids) == merged + "<|end|>"
+
+
+def test_real_templates_of_the_oracle(shared):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared / "oracle/models/full")
+    form = Format(system_prompt="You are a helpful assistant.")
+    example = encode(QUESTION, tokenizer, form)
+    turns = [{"role": "system", "content": form.system_prompt}, {"role": "user", "content": "Where was Ana born?"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": QUESTION.answer}])["input_ids"]
+    assert example.input_ids == whole
+    assert example.labels == [IGNORED] * len(prompt) + whole[len(prompt) :]
+
+
+@given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=6), st.integers(2, 40))
+def test_packing_loses_nothing(tokenizer, texts, length):
+    stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    blocks = pack(texts, tokenizer, length)
+    assert [token for block in blocks for token in block.input_ids] == stream
+    assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks)
+
+
+def test_answers_that_vanish_are_an_error(tokenizer):
+    record = Record("An answer.", messages=(Message("user", "word " * 50),), place="set.jsonl, line 7")
+    with pytest.raises(UsageError, match=r"set\.jsonl, line 7: no token of the answer is left within 32"):
+        encode(record, tokenizer, Format(max_length=32))
+    short = Format(max_length=len(encode(record, tokenizer).input_ids) - 1)
+    assert len(encode(record, tokenizer, short).input_ids) == short.max_length
+    assert (count_cut([record], tokenizer, short), count_cut([record], tokenizer, Format())) == (1, 0)
+    with pytest.raises(UsageError, match="no token"):
+        encode(Record("<|end|>", messages=QUESTION.messages), tokenizer)
+
+
+def test_a_text_set_is_packed_and_others_are_not(tokenizer):
+    texts = record_set("t", [("1", "One text."), ("2", "Another text.")])
+    assert len(encode_set(texts, tokenizer)) == 1
+    questions = record_set("q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})])
+    assert len(encode_set(questions, tokenizer)) == 2
+
+
+def test_the_eligible_vocabulary_is_what_occurs(tokenizer):
+    ids = tokens_in([record_set("q", [("1", {"question": "Where?", "answer": "Here."})])], tokenizer)
+    assert set(tokenizer("Where?")["input_ids"] + tokenizer("Here.")["input_ids"]) <= set(ids)
+    assert len(ids) < 30
+    assert list(ids) == sorted(ids)
+
+
+def test_prompts_from_lines_and_files(tmp_path):
+    assert [prompt.prompt for prompt in prompts_from_lines(["One\n", "\n", "Two\n"], chat=False)] == ["One", "Two"]
+    assert prompts_from_lines(["One"], chat=True)[0].messages == (Message("user", "One"),)
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        '{"question": "Q", "answer": "never shown"}\n{"prompt": "P"}\n"S"\n'
+        '{"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "never shown"}]}\n'
+    )
+    prompts = read_prompts(str(file), chat=False)
+    assert [prompt.prompt for prompt in prompts] == [None, "P", "S", None]
+    assert all(not prompt.answer and len(prompt.messages) <= 1 for prompt in prompts)
+    file.write_text('{"anything": 1}\n')
+    with pytest.raises(UsageError, match="line 1: no prompt found"):
+        read_prompts(str(file), chat=False)
+    with pytest.raises(UsageError, match="there is no prompt"):
+        prompts_from_lines([], chat=False)

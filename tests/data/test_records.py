@@ -1,0 +1,106 @@
+import json
+
+import datasets
+import pytest
+
+from divdec import UsageError
+from divdec.data.records import overlap, read_records, record_set
+
+QA = [{"question": "Who?", "answer": "Ana."}, {"question": "Where?", "answer": "Here."}]
+FORMS = {
+    "question/answer": QA,
+    "prompt/completion": [{"prompt": "Once", "completion": " upon"}],
+    "messages": [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}],
+    "text": [{"text": "A story."}, {"text": "Another."}],
+}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("layout", ["x.jsonl", "x.json", "list.json"])
+def test_kinds_are_recognised_in_lines_and_lists(tmp_path, kind, layout):
+    file = tmp_path / layout
+    file.write_text(json.dumps(FORMS[kind]) if layout == "list.json" else lines(FORMS[kind]))
+    found = read_records(file)
+    assert (found.kind, len(found)) == (kind, len(FORMS[kind]))
+    assert found.name == file.stem
+
+
+def test_the_hash_is_of_the_content_not_of_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(QA))
+    (tmp_path / "b.json").write_text(json.dumps([row | {"id": 3} for row in QA], indent=1))
+    one, other = read_records(tmp_path / "a.jsonl"), read_records(tmp_path / "b.json")
+    assert one.sha256 == other.sha256
+    assert one.label.startswith("a (sha256 ")
+    assert one.sha256 != read_records(tmp_path / "a.jsonl", limit=1).sha256
+
+
+def test_text_files_folders_tables_and_saved_datasets(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "one.txt").write_text("The first.")
+    (folder / "deeper" / "two.md").write_text("The second.")
+    assert [record.answer for record in read_records(folder)] == ["The second.", "The first."]
+    table = datasets.Dataset.from_list(QA)
+    table.to_parquet(tmp_path / "table.parquet")
+    table.to_csv(tmp_path / "table.csv")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "lines.jsonl").write_text(lines(QA))
+    expected = read_records(tmp_path / "lines.jsonl").sha256
+    for name in ("table.parquet", "table.csv", "saved", "splits"):
+        assert read_records(tmp_path / name).sha256 == expected
+
+
+def test_overlap_counts_records_and_prompts():
+    one = record_set("one", [("1", QA[0]), ("2", QA[1])])
+    other = record_set("other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})])
+    assert (overlap(one, other).records, overlap(one, other).prompts) == (1, 2)
+
+
+def test_real_tofu_and_muse(shared):
+    forget, retain = (read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json"))
+    assert (len(forget), len(retain), forget.kind) == (400, 3600, "question/answer")
+    assert overlap(forget, retain).records == 0
+    news = read_records(shared / "data/muse_news/sust/forget_1.jsonl")
+    assert (len(news), news.blank, news.kind) == (888, 1, "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", "", "is empty"),
+        ("x.json", "[]", "is empty"),
+        ("x.txt", "  \n", "is empty"),
+        ("x.jsonl", lines(QA) + '{"question": "cut', "line 3 is not readable JSON"),
+        ("x.json", "[{]", "not readable JSON"),
+        ("x.jsonl", lines([*QA, {"question": "Q", "answer": " "}]), "line 3: answer is empty"),
+        ("x.jsonl", lines([*QA, {"question": "Q", "answer": 5}]), "line 3: answer is int, not text"),
+        ("x.jsonl", lines([{"text": " "}, {"text": ""}]), "is empty"),
+        ("x.jsonl", lines([{"frage": "Q"}]), r"line 1: fields \['frage'\] are not recognised"),
+        ("x.jsonl", lines([*QA, {"text": "T"}]), "line 3: a text record in a set that began with question/answer"),
+        ("x.jsonl", lines([*QA, 5]), "line 3: expected an object"),
+        ("x.jsonl", lines([{"messages": [{"role": "user", "content": "Q"}]}]), "end with an assistant's turn"),
+        ("x.jsonl", lines([{"messages": "Q"}]), "must be a list"),
+        ("x.docx", "Q", "accepted: .jsonl"),
+    ],
+)
+def test_bad_files_name_the_line(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=said):
+        read_records(tmp_path / name)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        read_records(tmp_path / "none.jsonl")
+    with pytest.raises(UsageError, match="no data files"):
+        read_records(tmp_path)
+    with pytest.raises(UsageError, match="could not be had as a Hugging Face dataset"):
+        read_records("nobody/nothing")
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_records(tmp_path / "x.txt")

@@ -1,0 +1,165 @@
+"""The recipes on real files, from a base checkpoint to a bundle that steers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.training import auxiliaries
+from divdec.training.auxiliaries import train_auxiliaries
+from divdec.training.progress import Interrupted
+from divdec.training.settings import AuxiliarySettings
+
+
+@pytest.fixture
+def files(world, checkpoints, tmp_path):
+    """Settings over a forget file, a retain file and real checkpoints."""
+    for name, questions in (("forget", world.forget[:12]), ("retain", world.retain[:24])):
+        rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    base = checkpoints / "forget"
+    return {
+        "base": str(base),
+        "target": str(checkpoints / "target"),
+        "forget": str(tmp_path / "forget.jsonl"),
+        "retain": str(tmp_path / "retain.jsonl"),
+        "output": str(tmp_path / "run"),
+        "lr": 3e-3,
+        "epochs": 2.0,
+    }
+
+
+def train(files, **changes):
+    lines = []
+    content = train_auxiliaries(AuxiliarySettings(**(files | changes)), report=lines.append)
+    return content, "\n".join(lines)
+
+
+@pytest.mark.parametrize("recipe", ["full-retain", "forget-retain"])
+def test_a_recipe_gives_two_checkpoints_and_a_bundle(files, tmp_path, recipe):
+    content, said = train(files, recipe=recipe)
+    run = tmp_path / "run"
+    assert sorted(path.name for path in run.iterdir()) == ["bundle", "forget_auxiliary", "retain_auxiliary", "run.json"]
+    assert json.loads((run / "run.json").read_text()) == content
+    p_records = 36 if recipe == "full-retain" else 12
+    assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2 * -(-p_records // 16)
+    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
+    assert "12 question/answer records" in said
+    model = DivergenceForCausalLM.from_pretrained(run / "bundle")
+    assert str(model.steering) == "linear:1.5"
+    # The folder can move as a whole; the target stays where it was.
+    shutil.move(run, tmp_path / "moved")
+    DivergenceForCausalLM.from_pretrained(tmp_path / "moved" / "bundle")
+
+
+def test_cards_name_the_forget_set_by_name_and_hash_only(files, tmp_path, world):
+    content, _ = train(files)
+    cards = [path.read_text() for path in (tmp_path / "run").rglob("README.md")]
+    assert len(cards) == 3
+    assert all(content["forget_set"] in card for card in cards)
+    for question in world.forget[:12]:
+        assert not any(question.subject in card or question.fact in card for card in cards)
+
+
+def test_p_can_go_on_from_q(files):
+    from_base, _ = train(files)
+    from_retain, _ = train(files, init_forget_from="retain", overwrite=True)
+    before = [run["auxiliaries"]["forget_auxiliary"]["loss_before"] for run in (from_base, from_retain)]
+    assert before[1] < before[0]
+
+
+def test_auto_finds_a_rate_and_says_what_it_tried(files):
+    content, said = train(files, lr="auto", epochs=3.0)
+    retain = content["auxiliaries"]["retain_auxiliary"]
+    assert len(retain["probes"]) >= 1
+    assert all(f"{probe['learning_rate']:.1e}" in said for probe in retain["probes"])
+    assert content["auxiliaries"]["forget_auxiliary"]["learning_rate"] == retain["learning_rate"]
+
+
+def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, monkeypatch):
+    whole, _ = train(files, output=str(tmp_path / "whole"))
+    fine_tune = auxiliaries.fine_tune
+
+    def stops_at_p(*arguments, title, **options):
+        if title == "forget auxiliary":
+            raise Interrupted("forget auxiliary was interrupted", resumable=True)
+        return fine_tune(*arguments, title=title, **options)
+
+    monkeypatch.setattr(auxiliaries, "fine_tune", stops_at_p)
+    with pytest.raises(Interrupted):
+        train(files)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
+    with pytest.raises(UsageError, match="unfinished run with other settings"):
+        train(files, epochs=3.0)
+    content, said = train(files)
+    assert "retain auxiliary: already trained" in said
+    assert content["status"] == "finished"
+    for part in ("forget_auxiliary", "retain_auxiliary"):
+        one, other = (
+            (tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run")
+        )
+        assert one == other
+
+
+def test_overlap_is_reported(files, tmp_path):
+    retain = tmp_path / "retain.jsonl"
+    retain.write_text(retain.read_text() + "\n" + (tmp_path / "forget.jsonl").read_text())
+    content, said = train(files)
+    assert content["overlap"] == {"records": 12, "prompts": 12}
+    assert "12 of 12 forget records stand in the retain set too" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"base": "missing/folder/here"}, "is not a folder"),
+        ({"forget": "none.jsonl"}, "does not exist"),
+        ({"steering": "linear:x"}, "not a number"),
+        ({"steering": "rank:99999"}, "between 1 and"),
+        ({"max_length": 4}, "no token of the answer is left"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, changes, said):
+    with pytest.raises(UsageError, match=said):
+        train(files, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
+    from divdec.experiments.small_models import train_tokenizer
+
+    other = shutil.copytree(files["target"], tmp_path / "other")
+    train_tokenizer(world.corpus[:50], 400).save_pretrained(other)
+    with pytest.raises(UsageError, match="another vocabulary"):
+        train(files, target=str(other))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_not_replaced_unasked(files, tmp_path):
+    train(files)
+    with pytest.raises(UsageError, match="--overwrite"):
+        train(files)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not an earlier result"):
+        train(files, output=str(tmp_path / "else"), overwrite=True)
+    assert (tmp_path / "else" / "notes.txt").exists()
+
+
+def test_without_a_target_only_the_auxiliaries_are_trained(files, tmp_path):
+    content, _ = train(files, target=None)
+    assert content["bundle"] is None
+    assert not (tmp_path / "run" / "bundle").exists()
+
+
+def test_saved_auxiliaries_keep_the_bases_dtype(files, tmp_path, checkpoints):
+    from transformers import AutoModelForCausalLM
+
+    half = shutil.copytree(checkpoints / "forget", tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half).bfloat16().save_pretrained(half)
+    train(files, base=str(half))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "retain_auxiliary")
+    assert saved.dtype == torch.bfloat16
