@@ -53,10 +53,20 @@ def tiny_model(family, vocab_size, seed, width=32, layers=2):
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     if family == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=vocab_size, n_embd=width, n_layer=layers, n_head=4, n_positions=256, initializer_range=0.2, **ends
+            vocab_size=vocab_size,
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            n_positions=256,
+            initializer_range=0.2,
+            **ends,
         )
     else:
-        kind = {"llama": transformers.LlamaConfig, "qwen": transformers.Qwen2Config, "mistral": transformers.MistralConfig}
+        kind = {
+            "llama": transformers.LlamaConfig,
+            "qwen": transformers.Qwen2Config,
+            "mistral": transformers.MistralConfig,
+        }
         config = kind[family](
             vocab_size=vocab_size,
             hidden_size=width,

@@ -27,14 +27,20 @@ def plain(tokenizer):
 
 def test_a_chat_template_is_used_and_the_prompt_is_masked(tokenizer):
     example = encode(QUESTION, tokenizer)
-    assert tokenizer.decode(example.input_ids) == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
+    assert (
+        tokenizer.decode(example.input_ids)
+        == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
+    )
     assert answer_text(example, tokenizer) == "She was born in Velmora.<|end|>"
     assert encode_prompt(QUESTION, tokenizer) == example.input_ids[: example.prompt_length]
 
 
 def test_without_a_template_a_plain_layout_is_used(plain):
     example = encode(QUESTION, plain)
-    assert plain.decode(example.input_ids) == "Question: Where was Ana born?\nAnswer: She was born in Velmora.<|end|>"
+    assert (
+        plain.decode(example.input_ids)
+        == "Question: Where was Ana born?\nAnswer: She was born in Velmora.<|end|>"
+    )
     assert answer_text(example, plain) == " She was born in Velmora.<|end|>"
     assert encode_prompt(QUESTION, plain) == example.input_ids[: example.prompt_length]
 
@@ -42,7 +48,9 @@ def test_without_a_template_a_plain_layout_is_used(plain):
 def test_system_prompt_and_earlier_turns(tokenizer, plain):
     record = Record("C", messages=(Message("user", "A"), Message("assistant", "B"), Message("user", "D")))
     form = Format(system_prompt="Be kind.")
-    assert tokenizer.decode(encode(record, tokenizer, form).input_ids).startswith("<|user|>Be kind.<|user|>A<|assistant|>B")
+    assert tokenizer.decode(encode(record, tokenizer, form).input_ids).startswith(
+        "<|user|>Be kind.<|user|>A<|assistant|>B"
+    )
     text = plain.decode(encode(record, plain, form).input_ids)
     assert text == "Be kind.\nQuestion: A\nAnswer: B\nQuestion: D\nAnswer: C<|end|>"
 
@@ -66,9 +74,14 @@ def test_real_templates_of_the_oracle(shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "oracle/models/full")
     form = Format(system_prompt="You are a helpful assistant.")
     example = encode(QUESTION, tokenizer, form)
-    turns = [{"role": "system", "content": form.system_prompt}, {"role": "user", "content": "Where was Ana born?"}]
+    turns = [
+        {"role": "system", "content": form.system_prompt},
+        {"role": "user", "content": "Where was Ana born?"},
+    ]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
-    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": QUESTION.answer}])["input_ids"]
+    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": QUESTION.answer}])[
+        "input_ids"
+    ]
     assert example.input_ids == whole
     assert example.labels == [IGNORED] * len(prompt) + whole[len(prompt) :]
 
@@ -78,7 +91,9 @@ def test_packing_loses_nothing(tokenizer, texts, length):
     stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     blocks = pack(texts, tokenizer, length)
     assert [token for block in blocks for token in block.input_ids] == stream
-    assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks)
+    assert all(
+        block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks
+    )
 
 
 def test_answers_that_vanish_are_an_error(tokenizer):
@@ -95,7 +110,9 @@ def test_answers_that_vanish_are_an_error(tokenizer):
 def test_a_text_set_is_packed_and_others_are_not(tokenizer):
     texts = record_set("t", [("1", "One text."), ("2", "Another text.")])
     assert len(encode_set(texts, tokenizer)) == 1
-    questions = record_set("q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})])
+    questions = record_set(
+        "q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})]
+    )
     assert len(encode_set(questions, tokenizer)) == 2
 
 
@@ -107,7 +124,10 @@ def test_the_eligible_vocabulary_is_what_occurs(tokenizer):
 
 
 def test_prompts_from_lines_and_files(tmp_path):
-    assert [prompt.prompt for prompt in prompts_from_lines(["One\n", "\n", "Two\n"], chat=False)] == ["One", "Two"]
+    assert [prompt.prompt for prompt in prompts_from_lines(["One\n", "\n", "Two\n"], chat=False)] == [
+        "One",
+        "Two",
+    ]
     assert prompts_from_lines(["One"], chat=True)[0].messages == (Message("user", "One"),)
     file = tmp_path / "p.jsonl"
     file.write_text(

@@ -57,12 +57,16 @@ def test_text_files_folders_tables_and_saved_datasets(tmp_path):
 
 def test_overlap_counts_records_and_prompts():
     one = record_set("one", [("1", QA[0]), ("2", QA[1])])
-    other = record_set("other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})])
+    other = record_set(
+        "other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})]
+    )
     assert (overlap(one, other).records, overlap(one, other).prompts) == (1, 2)
 
 
 def test_real_tofu_and_muse(shared):
-    forget, retain = (read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json"))
+    forget, retain = (
+        read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json")
+    )
     assert (len(forget), len(retain), forget.kind) == (400, 3600, "question/answer")
     assert overlap(forget, retain).records == 0
     news = read_records(shared / "data/muse_news/sust/forget_1.jsonl")
@@ -81,9 +85,17 @@ def test_real_tofu_and_muse(shared):
         ("x.jsonl", lines([*QA, {"question": "Q", "answer": 5}]), "line 3: answer is int, not text"),
         ("x.jsonl", lines([{"text": " "}, {"text": ""}]), "is empty"),
         ("x.jsonl", lines([{"frage": "Q"}]), r"line 1: fields \['frage'\] are not recognised"),
-        ("x.jsonl", lines([*QA, {"text": "T"}]), "line 3: a text record in a set that began with question/answer"),
+        (
+            "x.jsonl",
+            lines([*QA, {"text": "T"}]),
+            "line 3: a text record in a set that began with question/answer",
+        ),
         ("x.jsonl", lines([*QA, 5]), "line 3: expected an object"),
-        ("x.jsonl", lines([{"messages": [{"role": "user", "content": "Q"}]}]), "end with an assistant's turn"),
+        (
+            "x.jsonl",
+            lines([{"messages": [{"role": "user", "content": "Q"}]}]),
+            "end with an assistant's turn",
+        ),
         ("x.jsonl", lines([{"messages": "Q"}]), "must be a list"),
         ("x.docx", "Q", "accepted: .jsonl"),
     ],

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
 
 IDS = torch.tensor([[5, 9, 200, 31]])
@@ -33,7 +33,11 @@ def logits_of(model):
 
 
 def size_of(folder):
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix != ".json" or "token" not in file.name)
+    return sum(
+        file.stat().st_size
+        for file in folder.rglob("*")
+        if file.suffix != ".json" or "token" not in file.name
+    )
 
 
 def change_weight(folder):
@@ -52,7 +56,9 @@ def test_it_is_a_model_for_transformers(bundle, checkpoints):
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
     assert AutoConfig.from_pretrained(bundle).model_type == "divergence"
     tokenizer = AutoTokenizer.from_pretrained(bundle)
-    answer = pipeline("text-generation", model=str(bundle), device="cpu")("Who wrote it?", max_new_tokens=3, do_sample=False)
+    answer = pipeline("text-generation", model=str(bundle), device="cpu")(
+        "Who wrote it?", max_new_tokens=3, do_sample=False
+    )
     ids = tokenizer("Who wrote it?", return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=3, do_sample=False)
     assert answer[0]["generated_text"] == tokenizer.decode(expected[0], skip_special_tokens=True)
@@ -77,10 +83,14 @@ def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved / "bundle")), before)
 
 
-def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(own_checkpoints, tmp_path, monkeypatch):
+def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(
+    own_checkpoints, tmp_path, monkeypatch
+):
     far = tmp_path / "a" / "b"
     bundle = write(own_checkpoints, far / "bundle")
-    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(own_checkpoints / "target")
+    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(
+        own_checkpoints / "target"
+    )
     monkeypatch.chdir(tmp_path)
     bundle = write(Path("models"), far / "other")
     assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == "../../../models/target"
@@ -108,12 +118,16 @@ def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
 
 def test_dtype_and_device_by_part(bundle):
     model = DivergenceForCausalLM.from_pretrained(
-        bundle, dtype={"target": torch.bfloat16, "experts": torch.float32}, device_map={"target": "cpu", "experts": "cpu"}
+        bundle,
+        dtype={"target": torch.bfloat16, "experts": torch.float32},
+        device_map={"target": "cpu", "experts": "cpu"},
     )
     assert model.target.dtype == torch.bfloat16
     assert model.experts.retain.dtype == model.experts.forget.dtype == torch.float32
     model = AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.bfloat16)
-    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {torch.bfloat16}
+    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {
+        torch.bfloat16
+    }
     assert logits_of(model).dtype == torch.float32
 
 
@@ -149,7 +163,9 @@ def test_hub_ids_are_pinned_to_a_commit_and_work_offline(own_checkpoints, tmp_pa
     assert config["retain_auxiliary"]["revision"] == commit
     local = DivergenceForCausalLM.from_pretrained(write(own_checkpoints, tmp_path / "local"))
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(bundle)), logits_of(local))
-    as_hub_repository(cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True))
+    as_hub_repository(
+        cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True)
+    )
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("somebody/steered")), logits_of(local))
 
 
@@ -179,7 +195,9 @@ class TestRefuses:
         self.refused(own_checkpoints, tmp_path, "pickled weights")
 
     def test_an_adapter(self, own_checkpoints, tmp_path):
-        (own_checkpoints / "forget" / "config.json").rename(own_checkpoints / "forget" / "adapter_config.json")
+        (own_checkpoints / "forget" / "config.json").rename(
+            own_checkpoints / "forget" / "adapter_config.json"
+        )
         self.refused(own_checkpoints, tmp_path, "LoRA adapter")
 
     def test_an_auxiliary_with_another_vocabulary(self, own_checkpoints, tmp_path, world):
@@ -199,7 +217,8 @@ class TestRefuses:
         self.refused(own_checkpoints, tmp_path, "500 logits, but its tokenizer has token ids up to 511")
 
     @pytest.mark.parametrize(
-        ("steering", "said"), [("rank:512", "between 1 and 511"), ("up:3", "accepted"), ("linear:-2", "negative")]
+        ("steering", "said"),
+        [("rank:512", "between 1 and 511"), ("up:3", "accepted"), ("linear:-2", "negative")],
     )
     def test_a_rule_that_does_not_fit(self, own_checkpoints, tmp_path, steering, said):
         self.refused(own_checkpoints, tmp_path, said, steering=steering)

@@ -4,11 +4,11 @@ import io
 from contextlib import redirect_stdout
 
 import pytest
-import reference
 import torch
-from conftest import make_parts, tiny_model
 from transformers import DynamicCache, TextStreamer
 
+import reference
+from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 
 SETTINGS = ("linear:1.5", "linear:0.3", "rank:7", "rank:40:soft")
@@ -29,7 +29,9 @@ def parts_of(model):
 def generate(model, prompts, **options):
     ids, mask = left_padded(prompts)
     output = model.generate(
-        input_ids=ids, attention_mask=mask, **{"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, **options}
+        input_ids=ids,
+        attention_mask=mask,
+        **{"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, **options},
     )
     return [row[ids.shape[1] :].tolist() for row in output]
 
@@ -52,7 +54,9 @@ def test_logits_equal_the_reference(steered, setting):
 def test_a_padded_batch_equals_one_by_one(steered, side):
     ids, mask = left_padded(PROMPTS)
     if side == "right":
-        ids, mask = (torch.stack([row.roll(int(m.sum())) for row, m in zip(t, mask, strict=True)]) for t in (ids, mask))
+        ids, mask = (
+            torch.stack([row.roll(int(m.sum())) for row, m in zip(t, mask, strict=True)]) for t in (ids, mask)
+        )
     with torch.no_grad():
         logits = steered(input_ids=ids, attention_mask=mask).logits
         for row, prompt in enumerate(PROMPTS):
@@ -77,7 +81,9 @@ def test_cached_equals_uncached(steered):
 def test_only_the_last_positions_are_the_same_as_all(steered):
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
-        assert torch.equal(steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:])
+        assert torch.equal(
+            steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:]
+        )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -131,14 +137,18 @@ def test_sampling_follows_the_seed_and_the_steered_distribution(steered):
     with torch.no_grad():
         logits = steered(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
     masked = set(logits.isneginf().nonzero().flatten().tolist())
-    sampled = generate(steered, PROMPTS[:1], do_sample=True, num_return_sequences=200, max_new_tokens=1, temperature=5.0)
+    sampled = generate(
+        steered, PROMPTS[:1], do_sample=True, num_return_sequences=200, max_new_tokens=1, temperature=5.0
+    )
     assert len(masked) == 50
     assert not masked & {answer[0] for answer in sampled}
 
 
 def test_assisted_decoding_with_q_changes_nothing(steered):
     for prompt in PROMPTS:
-        assert generate(steered, [prompt], assistant_model=steered.experts.retain) == generate(steered, [prompt])
+        assert generate(steered, [prompt], assistant_model=steered.experts.retain) == generate(
+            steered, [prompt]
+        )
 
 
 def test_prompt_lookup_changes_nothing(steered):
@@ -174,7 +184,9 @@ def test_labels_give_the_mean_negative_log_probability(steered):
 
 
 def test_bfloat16_runs_and_steers_in_float32(family):
-    model = DivergenceForCausalLM.from_parts(*(part.bfloat16() for part in make_parts(family)), steering="linear:1.5")
+    model = DivergenceForCausalLM.from_parts(
+        *(part.bfloat16() for part in make_parts(family)), steering="linear:1.5"
+    )
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPTS[1]])).logits
     assert logits.dtype == torch.float32
@@ -200,7 +212,9 @@ def test_padded_widths_are_narrowed_to_the_common_vocabulary(widths):
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPTS[1]])).logits
     assert logits.shape[-1] == 512
-    torch.testing.assert_close(logits[0], reference.steered_logits(target, retain, forget, PROMPTS[1], model.steering))
+    torch.testing.assert_close(
+        logits[0], reference.steered_logits(target, retain, forget, PROMPTS[1], model.steering)
+    )
     assert all(max(answer) < 512 for answer in generate(model, PROMPTS, do_sample=True, temperature=9.0))
 
 

@@ -41,7 +41,12 @@ def train(files, **changes):
 def test_a_recipe_gives_two_checkpoints_and_a_bundle(files, tmp_path, recipe):
     content, said = train(files, recipe=recipe)
     run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["bundle", "forget_auxiliary", "retain_auxiliary", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "bundle",
+        "forget_auxiliary",
+        "retain_auxiliary",
+        "run.json",
+    ]
     assert json.loads((run / "run.json").read_text()) == content
     p_records = 36 if recipe == "full-retain" else 12
     assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2 * -(-p_records // 16)

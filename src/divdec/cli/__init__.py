@@ -23,7 +23,8 @@ VERBS = (
     ("chat", "divdec.cli.chat", "talk to a bundle in the terminal and see what the experts push down"),
     ("doctor", "divdec.cli.doctor", "show versions, devices and extras, and whether a bundle loads"),
 )
-DISK_FULL = "no space left"
+# How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
+DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,9 +79,7 @@ def _stopped(error: Exception) -> str | None:
         again = "; the same command goes on from there" if error.resumable else ""  # pyright: ignore[reportAttributeAccessIssue]
         return f"{error}{again}"
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    # torch and safetensors wrap the system's error in their own.
-    wrapped = DISK_FULL in str(error).lower() or "PytorchStreamWriter failed" in str(error)
-    if full or wrapped:
+    if full or any(words in str(error).lower() for words in DISK_FULL):
         return "the disk is full; make room and give the same command again: finished parts are kept"
     return None
 

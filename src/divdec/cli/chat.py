@@ -6,7 +6,8 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import LoadSettings, load
+from divdec.cli.loading import load
+from divdec.cli.settings import ChatSettings as Settings
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,20 +24,6 @@ HELP = """\
 /why            which tokens the experts pushed down in the last answer, and by how much
 /reset          begin a new conversation
 /quit           leave (or Ctrl-D)"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings(LoadSettings):
-    """Options of `divdec chat`."""
-
-    system_prompt: str | None = None
-    """System turn before the conversation."""
-    max_new_tokens: int = 256
-    """Longest answer, in tokens."""
-    temperature: float = 0.0
-    """0 answers greedily; above 0 samples."""
-    seed: int = 0
-    """Seed of the samples."""
 
 
 def run(settings: Settings) -> None:

@@ -39,7 +39,8 @@ def run(settings: Settings) -> int:
         "versions": versions(),
         "devices": _devices(),
         "extras": {
-            extra: all(importlib.util.find_spec(name) is not None for name in names) for extra, names in EXTRAS.items()
+            extra: all(importlib.util.find_spec(name) is not None for name in names)
+            for extra, names in EXTRAS.items()
         },
     }
     if settings.bundle is not None:
@@ -64,7 +65,8 @@ def _devices() -> dict[str, Any]:
 def _check_bundle(name: str) -> dict[str, Any]:
     import torch
 
-    from divdec.cli.loading import LoadSettings, load
+    from divdec.cli.loading import load
+    from divdec.cli.settings import LoadSettings
 
     try:
         model, tokenizer = load(LoadSettings(bundle=name))

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import LoadSettings, load
+from divdec.cli.loading import load
+from divdec.cli.settings import GenerateSettings as Settings
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,41 +22,14 @@ POSITIONAL = ("bundle",)
 EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?' --json --logprobs"
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(LoadSettings):
-    """Options of `divdec generate`."""
-
-    prompt: tuple[str, ...] = ()
-    """One or more prompts; without --prompt and --file they are read from standard input, one a line."""
-    file: str | None = None
-    """Prompts from a file: .txt (one a line), or .jsonl with question, prompt or messages."""
-    chat: bool = False
-    """Lay prompts out as a user's turn with the tokenizer's chat template."""
-    system_prompt: str | None = None
-    """System turn before every conversation (with --chat)."""
-    max_new_tokens: int = 128
-    """Longest answer, in tokens."""
-    temperature: float = 0.0
-    """0 answers greedily; above 0 samples."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that hold this much probability."""
-    top_k: int = 0
-    """Sample among so many of the likeliest tokens; 0 means all."""
-    seed: int = 0
-    """Seed of the samples."""
-    batch_size: int = 16
-    """Prompts answered at once."""
-    logprobs: bool = False
-    """Add each token's log-probability under the steered model, before temperature (implies --json)."""
-    json: bool = False
-    """Print one JSON object a prompt."""
-    output: str | None = None
-    """Write to this file instead of standard output."""
-
-
 def run(settings: Settings) -> None:
     """Answer every prompt."""
-    if settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.top_k < 0 or settings.max_new_tokens < 1:
+    if (
+        settings.temperature < 0
+        or not 0 < settings.top_p <= 1
+        or settings.top_k < 0
+        or settings.max_new_tokens < 1
+    ):
         raise UsageError("temperature ≥ 0, 0 < top-p ≤ 1, top-k ≥ 0 and max-new-tokens ≥ 1 are needed")
     from divdec.data.prompts import prompts_from_lines, read_prompts
 
@@ -113,7 +87,10 @@ def _answers(
             if not (settings.json or settings.logprobs):
                 yield text  # pyright: ignore[reportReturnType]
                 continue
-            content = {"prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages], "text": text}
+            content = {
+                "prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages],
+                "text": text,
+            }
             if settings.logprobs:
                 content["tokens"] = [
                     {

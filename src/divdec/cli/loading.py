@@ -1,32 +1,16 @@
-"""Loading a bundle for a verb, with the options that several verbs share."""
+"""Loading a bundle for a verb."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from divdec.cli.settings import LoadSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadSettings:
-    """Options of every verb that answers with a bundle."""
-
-    bundle: str
-    """The bundle: a folder or hub id."""
-    steering: str | None = None
-    """Another rule than the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
-    allow_negative: bool = False
-    """Accept a negative alpha, which steers towards the forget set."""
-    no_verify: bool = False
-    """Load although a weight file has changed since the bundle was written."""
-    device: str = "auto"
-    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; 'auto' takes what the checkpoints hold."""
 
 
 def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:

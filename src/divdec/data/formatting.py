@@ -46,7 +46,9 @@ class Example:
 
 
 def encode_set(
-    records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()  # noqa: B008
+    records: RecordSet,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format = Format(),
 ) -> list[Example]:
     """Lay a whole set out: one example a record, or packed blocks of `max_length` tokens for plain text.
 
@@ -58,7 +60,7 @@ def encode_set(
     return [encode(record, tokenizer, form) for record in records]
 
 
-def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> Example:  # noqa: B008
+def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> Example:
     """Lay one record out as prompt and answer; only the answer and the token that ends it are labelled.
 
     Raises:
@@ -80,7 +82,9 @@ def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Fo
 
 
 def encode_prompt(
-    record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()  # noqa: B008
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format = Format(),
 ) -> list[int]:
     """The tokens before the answer, ready to be continued by generation."""
     if record.messages and tokenizer.chat_template:
@@ -146,7 +150,11 @@ def _turns(record: Record, form: Format) -> list[dict[str, str]]:
 
 
 def _template(
-    turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, form: Format, *, add_generation_prompt: bool
+    turns: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format,
+    *,
+    add_generation_prompt: bool,
 ) -> list[int]:
     options: dict[str, Any] = {"date_string": form.date} if form.date else {}
     text = tokenizer.apply_chat_template(
@@ -167,5 +175,6 @@ def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
     )

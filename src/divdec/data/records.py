@@ -101,7 +101,9 @@ def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
     elif path.is_file():
         name, rows = path.stem, _file_rows(path)
     elif _looks_like_path(str(source)):
-        raise UsageError(f"data {str(source)!r} does not exist; give a file, a folder or a Hugging Face dataset id")
+        raise UsageError(
+            f"data {str(source)!r} does not exist; give a file, a folder or a Hugging Face dataset id"
+        )
     else:
         name, rows = str(source), _hub_rows(str(source))
     return record_set(name, rows, limit=limit)
@@ -129,7 +131,9 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
             continue
         row_kind, record = _to_record(row, place)
         if kind is not None and row_kind != kind:
-            raise UsageError(f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set")
+            raise UsageError(
+                f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set"
+            )
         kind = row_kind
         records.append(record)
     if kind is None:
@@ -156,7 +160,9 @@ def _normal(*parts: str) -> tuple[str, ...]:
 
 
 def _is_blank_text(row: Any) -> bool:
-    text = row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
+    text = (
+        row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
+    )
     return isinstance(text, str) and not text.strip()
 
 
@@ -164,15 +170,21 @@ def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise UsageError(f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
+        raise UsageError(
+            f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}"
+        )
     if "messages" in row:
         turns = messages_of(row["messages"], place)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise UsageError(f"{place}: messages must end with an assistant's turn after at least one other")
-        return "messages", Record(_filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place)
+        return "messages", Record(
+            _filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place
+        )
     if {"question", "answer"} <= row.keys():
         question = Message("user", _filled(row["question"], "question", place))
-        return "question/answer", Record(_filled(row["answer"], "answer", place), messages=(question,), place=place)
+        return "question/answer", Record(
+            _filled(row["answer"], "answer", place), messages=(question,), place=place
+        )
     if {"prompt", "completion"} <= row.keys():
         prompt = _filled(row["prompt"], "prompt", place)
         return "prompt/completion", Record(
@@ -290,7 +302,9 @@ def _one_split(loaded: Mapping[Any, Any], source: str) -> Any:
         return loaded["train"]
     if len(loaded) == 1:
         return next(iter(loaded.values()))
-    raise UsageError(f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'")
+    raise UsageError(
+        f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'"
+    )
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -70,7 +70,10 @@ def score(
     scores: dict[int, ItemScore] = {}
     with torch.inference_mode():
         for places, batch in _batches(examples, batch_size, title):
-            logits = model(input_ids=batch["input_ids"].to(model.device), attention_mask=batch["attention_mask"].to(model.device)).logits
+            logits = model(
+                input_ids=batch["input_ids"].to(model.device),
+                attention_mask=batch["attention_mask"].to(model.device),
+            ).logits
             _read(logits, batch["labels"], places, scores)
     return [scores[place] for place in range(len(examples))]
 

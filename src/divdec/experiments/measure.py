@@ -144,5 +144,28 @@ def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[s
     return Figures(
         probability=statistics.fmean(item.probability for item in items),
         accuracy=accuracy,
-        rouge=statistics.fmean(rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)),
+        rouge=statistics.fmean(
+            rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)
+        ),
     )
+
+
+def recommend(rows: Sequence[Row], target: Row, keep: float = 0.97, slack: float = 0.02) -> Row:
+    """The mildest setting that forgets about as much as any that keeps what is to be kept.
+
+    No retrained model is looked at, so the choice can be made where there is none: among the settings that keep
+    `keep` of the target's retain accuracy, the least forget accuracy is found, and of those within `slack` of it the
+    first in the order of `rows` is taken, which list the linear rule before the rank rule and mild before strong.
+    If none keeps that much, the setting that keeps most is taken.
+
+    Args:
+        rows: steered settings, the mildest first.
+        target: the unsteered target's row.
+        keep: least share of the target's retain accuracy.
+        slack: difference in forget accuracy that counts as none.
+    """
+    kept = [row for row in rows if retain_kept(row, target) >= keep]
+    if not kept:
+        return max(rows, key=lambda row: retain_kept(row, target))
+    least = min(row.figures["forget"].accuracy for row in kept)
+    return next(row for row in kept if row.figures["forget"].accuracy <= least + slack)

@@ -58,7 +58,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int = 512) -> PreTrainedModel:
+def new_model(
+    shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int = 512
+) -> PreTrainedModel:
     """A Llama-style model with random weights, in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 

@@ -93,7 +93,10 @@ def write_bundle(
                 # A branch may move on; the commit that was looked at is the snapshot's folder name.
                 references[part] = dataclasses.replace(reference, revision=places[part].name)
         config = DivergenceConfig.from_parts(
-            configs, steering, vocab_size, {part: reference.to_dict() for part, reference in references.items()}
+            configs,
+            steering,
+            vocab_size,
+            {part: reference.to_dict() for part, reference in references.items()},
         )
         config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
@@ -122,7 +125,14 @@ def load_parts(
     if not isinstance(config, DivergenceConfig):
         config = read_config(folder)
     # What the Auto classes add; the parts are never loaded with code of their own.
-    for name in ("trust_remote_code", "_from_auto", "_commit_hash", "adapter_kwargs", "cache_dir", "force_download"):
+    for name in (
+        "trust_remote_code",
+        "_from_auto",
+        "_commit_hash",
+        "adapter_kwargs",
+        "cache_dir",
+        "force_download",
+    ):
         kwargs.pop(name, None)
     for name in ("proxies", "token", "subfolder", "code_revision", "use_safetensors", "low_cpu_mem_usage"):
         kwargs.pop(name, None)
@@ -140,7 +150,9 @@ def load_parts(
     return config, *(_load_part(part, places[part], config, kwargs) for part in PARTS)  # pyright: ignore[reportReturnType]
 
 
-def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
+def find_bundle(
+    name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any
+) -> Path:
     """The folder of a bundle given by its folder or hub id.
 
     Raises:

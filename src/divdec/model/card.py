@@ -61,7 +61,9 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     for part in ("target", "retain_auxiliary", "forget_auxiliary"):
         reference = getattr(config, part) or {}
         place = reference.get("hub_id") or reference.get("folder") or "in memory"
-        rows[part.replace("_", " ")] = f"`{place}`" + (f" at {reference['revision']}" if "revision" in reference else "")
+        rows[part.replace("_", " ")] = f"`{place}`" + (
+            f" at {reference['revision']}" if "revision" in reference else ""
+        )
     return BUNDLE.format(rows=_rows(rows))
 
 

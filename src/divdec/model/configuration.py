@@ -14,7 +14,14 @@ from divdec.steering import Steering
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
 
 # What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
-TARGET_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "bos_token_id", "eos_token_id", "pad_token_id")
+TARGET_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 class DivergenceConfig(PreTrainedConfig):
@@ -72,7 +79,9 @@ class DivergenceConfig(PreTrainedConfig):
         target = texts["target"]
         fields = {name: value for name in TARGET_FIELDS if (value := getattr(target, name, None)) is not None}
         contexts = [
-            length for text in texts.values() if (length := getattr(text, "max_position_embeddings", None)) is not None
+            length
+            for text in texts.values()
+            if (length := getattr(text, "max_position_embeddings", None)) is not None
         ]
         return cls(
             **(references or {}),

@@ -277,11 +277,15 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
         """Refused: the three parts share one vocabulary."""
-        raise UsageError("the embeddings of a steered model cannot be changed: its parts share one vocabulary")
+        raise UsageError(
+            "the embeddings of a steered model cannot be changed: its parts share one vocabulary"
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
         """Refused: the three parts share one vocabulary."""
-        raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
+        raise UsageError(
+            "the vocabulary of a steered model cannot be resized: its parts share one vocabulary"
+        )
 
 
 def _positions(
@@ -310,6 +314,8 @@ def _check_finite(
         finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
     message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
     if divergence.device.type == "cuda":
-        torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
+        torch._assert_async(
+            finite.all(), message
+        )  # raises at the next synchronisation instead of forcing one
     elif not finite.all():
         raise RuntimeError(message)

@@ -28,7 +28,17 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_width,
 )
-from divdec.runs import RECORD, check_output, output_folder, read_json, read_record, record, settings_hash, write_json, write_text
+from divdec.runs import (
+    RECORD,
+    check_output,
+    output_folder,
+    read_json,
+    read_record,
+    record,
+    settings_hash,
+    write_json,
+    write_text,
+)
 from divdec.steering import Steering
 from divdec.training.fine_tuning import TrainingResult, discard_checkpoints, fine_tune
 from divdec.training.learning_rate import find_learning_rate
@@ -41,9 +51,7 @@ RETAIN, FORGET, BUNDLE = "retain_auxiliary", "forget_auxiliary", "bundle"
 RESULT = "training.json"
 
 
-def train_auxiliaries(
-    settings: AuxiliarySettings, report: Callable[[str], None] = print
-) -> dict[str, Any]:
+def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Train q and p, and write a bundle that steers the target with them.
 
     Args:
@@ -225,7 +233,11 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
     """Begin a new run in an empty folder, or go on with the same run that was stopped."""
     state = PartialState()
     earlier = read_record(output) if output.is_dir() else None
-    resumed = earlier is not None and earlier.get("status") == "running" and earlier.get("fingerprint") == fingerprint
+    resumed = (
+        earlier is not None
+        and earlier.get("status") == "running"
+        and earlier.get("fingerprint") == fingerprint
+    )
     if not resumed:
         if earlier is not None and earlier.get("status") == "running" and not settings.overwrite:
             raise UsageError(
@@ -237,7 +249,9 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
     if not resumed and state.is_main_process:
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
-        write_json(output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"})
+        write_json(
+            output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"}
+        )
     state.wait_for_everyone()
 
 
@@ -256,5 +270,12 @@ def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering,
     )
 
 
-def _as_json(rate: float, result: TrainingResult, probes: Sequence[dict[str, float]] | None) -> dict[str, Any]:
-    return {"learning_rate": rate, **dataclasses.asdict(result), "loss_ratio": result.loss_ratio, "probes": probes}
+def _as_json(
+    rate: float, result: TrainingResult, probes: Sequence[dict[str, float]] | None
+) -> dict[str, Any]:
+    return {
+        "learning_rate": rate,
+        **dataclasses.asdict(result),
+        "loss_ratio": result.loss_ratio,
+        "probes": probes,
+    }

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 # transformers 5.2x renamed the argument and warns of the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
-_CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
+_CHECKPOINTING = (
+    "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
+)
 COMPLETE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
@@ -94,20 +96,20 @@ def fine_tune(
     sample = _sample(examples, 256, settings.seed)
     loss_before = mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan
     trained = _with_adapters(model, settings) if settings.lora_rank else model
-    stop = StopSignal()
+    stop, bar = StopSignal(), RateBar(title)
     trainer = _Trainer(
         model=trained,
         args=_arguments(settings, checkpoints, resumable),
         train_dataset=[dataclasses.asdict(example) for example in examples],  # pyright: ignore[reportArgumentType]
         data_collator=collator,
-        callbacks=[stop, RateBar(title)],
+        callbacks=[stop, bar],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if resumable and trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(checkpoints / "fingerprint.json", fingerprint)
-    with stop:
+    with stop, bar:
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
     if stop.came:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}", resumable=resumable)
@@ -196,7 +198,10 @@ def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
     except ImportError:
         raise UsageError("LoRA needs peft: pip install 'divdec[lora]'") from None
     adapters = LoraConfig(
-        r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=settings.lora_rank,
+        lora_alpha=2 * settings.lora_rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     torch.manual_seed(settings.seed)
     return get_peft_model(model, adapters)
@@ -206,7 +211,9 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
     """The last whole checkpoint; one that was cut off while it was written is removed."""
     if not checkpoints.is_dir():
         return None
-    if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
+    if (checkpoints / "fingerprint.json").is_file() and read_json(
+        checkpoints / "fingerprint.json"
+    ) != fingerprint:
         raise UsageError(
             f"{checkpoints} belongs to a run with other settings or data; "
             "repeat that run's settings to resume it, or give --overwrite to begin anew"

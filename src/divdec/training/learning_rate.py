@@ -78,7 +78,9 @@ def find_learning_rate(
 
     probes = search(try_rate)
     best = min(probes, key=lambda probe: abs(probe.loss_ratio - AIM))
-    report(f"chosen: {best.learning_rate:.1e} (loss falls to {best.loss_ratio:.0%}; the rule aims at {AIM:.0%})")
+    report(
+        f"chosen: {best.learning_rate:.1e} (loss falls to {best.loss_ratio:.0%}; the rule aims at {AIM:.0%})"
+    )
     return best.learning_rate, probes
 
 
@@ -117,7 +119,9 @@ def _between(low: Probe, high: Probe) -> float:
     )
 
 
-def _probe(examples: Sequence[Example], settings: TrainingSettings) -> tuple[Sequence[Example], TrainingSettings]:
+def _probe(
+    examples: Sequence[Example], settings: TrainingSettings
+) -> tuple[Sequence[Example], TrainingSettings]:
     share = max(1 / 8, 1 / settings.batch_size, SMALLEST_PROBE / len(examples))
     if share >= 1:
         return examples, settings

@@ -20,11 +20,20 @@ class Interrupted(Exception):
 
 
 class RateBar(TrainerCallback):
-    """A tqdm bar of steps with the latest loss; tqdm adds the rate and the time left."""
+    """A tqdm bar of steps; tqdm adds the rate and the time left. It is closed however the training ends."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> RateBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -32,7 +41,11 @@ class RateBar(TrainerCallback):
         """Open the bar, at the step that a resumed run begins with."""
         if state.is_world_process_zero:
             self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc=self.title, unit="step", dynamic_ncols=True
+                total=state.max_steps,
+                initial=state.global_step,
+                desc=self.title,
+                unit="step",
+                dynamic_ncols=True,
             )
 
     def on_step_end(
@@ -41,13 +54,6 @@ class RateBar(TrainerCallback):
         """Move the bar on."""
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the bar."""
-        if self.bar is not None:
-            self.bar.close()
 
 
 class StopSignal(TrainerCallback):

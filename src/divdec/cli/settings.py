@@ -1,0 +1,74 @@
+"""Options of the verbs that answer with a bundle.
+
+They stand apart from the verbs because jsonargparse imports all that a module imports for type checkers, and help
+must not load torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSettings:
+    """Options of every verb that answers with a bundle."""
+
+    bundle: str
+    """The bundle: a folder or hub id."""
+    steering: str | None = None
+    """Another rule than the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
+    allow_negative: bool = False
+    """Accept a negative alpha, which steers towards the forget set."""
+    no_verify: bool = False
+    """Load although a weight file has changed since the bundle was written."""
+    device: str = "auto"
+    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; 'auto' takes what the checkpoints hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateSettings(LoadSettings):
+    """Options of `divdec generate`."""
+
+    prompt: tuple[str, ...] = ()
+    """One or more prompts; without --prompt and --file they are read from standard input, one a line."""
+    file: str | None = None
+    """Prompts from a file: .txt (one a line), or .jsonl with question, prompt or messages."""
+    chat: bool = False
+    """Lay prompts out as a user's turn with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System turn before every conversation (with --chat)."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 answers greedily; above 0 samples."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this much probability."""
+    top_k: int = 0
+    """Sample among so many of the likeliest tokens; 0 means all."""
+    seed: int = 0
+    """Seed of the samples."""
+    batch_size: int = 16
+    """Prompts answered at once."""
+    logprobs: bool = False
+    """Add each token's log-probability under the steered model, before temperature (implies --json)."""
+    json: bool = False
+    """Print one JSON object a prompt."""
+    output: str | None = None
+    """Write to this file instead of standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings(LoadSettings):
+    """Options of `divdec chat`."""
+
+    system_prompt: str | None = None
+    """System turn before the conversation."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 answers greedily; above 0 samples."""
+    seed: int = 0
+    """Seed of the samples."""

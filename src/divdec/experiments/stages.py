@@ -1,0 +1,171 @@
+"""From texts to the five models of an experiment: target, retrain reference and the two auxiliaries, with a cache.
+
+Every stage is kept in the cache folder under a hash of all that decides it, and its training can be resumed, so that
+a second run takes seconds and a stopped one goes on. It knows nothing of what the texts are about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.data.formatting import Example, Format, encode_set
+from divdec.data.records import Record, RecordSet
+from divdec.experiments.small_models import Shape, new_model, train_tokenizer
+from divdec.runs import output_folder, record, settings_hash, write_json
+from divdec.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+STAGE_RECORD = "stage.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Sizes and training of the five models."""
+
+    vocab_size: int
+    target: Shape
+    auxiliary: Shape
+    target_pretraining: TrainingSettings
+    """The large base, on the corpus."""
+    auxiliary_pretraining: TrainingSettings
+    """The small base, on the corpus."""
+    target_tuning: TrainingSettings
+    """Target (forget + retain) and retrain reference (retain), from the large base."""
+    retain_tuning: TrainingSettings
+    """q on the retain set, from the small base."""
+    forget_tuning: TrainingSettings
+    """p on forget + retain, going on from q."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """What the models learn."""
+
+    corpus: Sequence[Record]
+    """What the bases learn, prompts included."""
+    forget: RecordSet
+    retain: RecordSet
+    form: Format = Format()  # noqa: RUF009
+
+    @property
+    def texts(self) -> list[str]:
+        """The corpus as text, for the tokenizer."""
+        return [
+            " ".join([*(turn.content for turn in record.messages), record.answer]) for record in self.corpus
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Where the models lie, and what they cost."""
+
+    target: Path
+    retrain: Path
+    retain_auxiliary: Path
+    forget_auxiliary: Path
+    seconds: dict[str, float]
+    """Training time by stage; that of the run that trained it, where it came from the cache."""
+
+
+def train_all(
+    material: Material, recipe: Recipe, seed: int, cache: Path, report: Callable[[str], None]
+) -> Trained:
+    """Train whatever the cache does not hold yet.
+
+    Args:
+        material: corpus, forget and retain set.
+        recipe: sizes and training.
+        seed: of initial weights and order.
+        cache: folder of finished stages.
+        report: told a line a stage.
+
+    Raises:
+        Interrupted: Ctrl-C; the same call goes on where it stopped.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(material.texts, recipe.vocab_size)
+    corpus = [_unmasked(example) for example in _encoded(material.corpus, tokenizer, material.form)]
+    forget = encode_set(material.forget, tokenizer, material.form)
+    retain = encode_set(material.retain, tokenizer, material.form)
+    stages = _Stages(cache, tokenizer, seed, report)
+
+    large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
+    target = stages.run("target", large, forget + retain, recipe.target_tuning)
+    retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
+    small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
+    q = stages.run("retain auxiliary", small, retain, recipe.retain_tuning)
+    p = stages.run("forget auxiliary", q, forget + retain, recipe.forget_tuning)
+    return Trained(target, retrain, q, p, stages.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stages:
+    cache: Path
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    report: Callable[[str], None]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def run(
+        self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings
+    ) -> Path:
+        """Train a stage from random weights or an earlier one, unless the cache holds it."""
+        from divdec.runs import read_json
+
+        settings = dataclasses.replace(settings, seed=self.seed)
+        origin = dataclasses.asdict(start) if isinstance(start, Shape) else start.name
+        key = settings_hash(
+            [
+                origin,
+                dataclasses.asdict(settings),
+                [[e.input_ids, e.labels] for e in examples],
+                len(self.tokenizer),
+            ]
+        )
+        folder = self.cache / f"{name.replace(' ', '-')}-{key}"
+        if (folder / STAGE_RECORD).is_file():
+            self.seconds[name] = read_json(folder / STAGE_RECORD)["seconds"]
+            self.report(f"{name}: in the cache")
+            return folder
+        from divdec.training.fine_tuning import fine_tune
+
+        work = self.cache / f"{folder.name}.work"
+        model, result = fine_tune(
+            self._initial(start), self.tokenizer, examples, settings, work, title=f"{name:<17}", measure=False
+        )
+        self.seconds[name] = round(result.seconds, 1)
+        with output_folder(folder) as temporary:
+            model.save_pretrained(temporary)
+            self.tokenizer.save_pretrained(temporary)
+            content: dict[str, Any] = {
+                "seconds": self.seconds[name],
+                "steps": result.steps,
+                "tokens": result.tokens,
+            }
+            write_json(temporary / STAGE_RECORD, record(name, settings, **content))
+        shutil.rmtree(work, ignore_errors=True)
+        return folder
+
+    def _initial(self, start: Shape | Path) -> PreTrainedModel:
+        if isinstance(start, Shape):
+            return new_model(start, self.tokenizer, self.seed)
+        from divdec.training.auxiliaries import load_for_training
+
+        return load_for_training(start)
+
+
+def _encoded(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:
+    from divdec.data.formatting import encode
+
+    return [encode(record, tokenizer, form) for record in records]
+
+
+def _unmasked(example: Example) -> Example:
+    """A base model learns to ask as well as to answer."""
+    return Example(example.input_ids, list(example.input_ids))

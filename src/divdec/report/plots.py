@@ -1,0 +1,68 @@
+"""Plots as SVG text, to be put into a page. They know only points and labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+
+COLOURS = {"linear": "#1f6feb", "rank": "#d9822b", "target": "#b3261e", "retrain": "#1a7f37"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A model in the plane of forgetting and keeping."""
+
+    series: str
+    label: str
+    forget: float
+    retain: float
+    recommended: bool = False
+
+
+def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
+    """Retain accuracy over forget accuracy: up and to the left is better, the retrain reference is the goal.
+
+    Returns:
+        An `<svg>` element.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "divdec", "font.size": 10}):
+        figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+        axes = figure.subplots()
+        for series in dict.fromkeys(point.series for point in points):
+            members = [point for point in points if point.series == series]
+            single = series in ("target", "retrain")
+            axes.plot(
+                [point.forget for point in members],
+                [point.retain for point in members],
+                marker="*" if single else "o",
+                markersize=15 if single else 6,
+                linestyle="none" if single else "-",
+                linewidth=1,
+                alpha=0.95,
+                color=COLOURS.get(series, "#57606a"),
+                label=series,
+                zorder=4 if single else 3,
+            )
+        for point in points:
+            if point.recommended:
+                axes.plot(
+                    point.forget, point.retain, "o", markersize=15, markerfacecolor="none",
+                    markeredgecolor="#24292f", label=f"recommended ({point.label})", zorder=5,
+                )  # fmt: skip
+        axes.set_xlabel(forget_label)
+        axes.set_ylabel(retain_label)
+        axes.set_xlim(-0.04, 1.04)
+        axes.set_ylim(-0.04, 1.08)
+        axes.grid(True, color="#d0d7de", linewidth=0.6)
+        axes.legend(frameon=False, loc="lower center", ncols=3)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # Only the element: a page is no place for an XML declaration.
+    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)

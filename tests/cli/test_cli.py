@@ -1,0 +1,338 @@
+"""The command line as a user meets it: real processes, exit codes, one clear line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def divdec(*arguments, stdin="", **options):
+    return subprocess.run(
+        [sys.executable, "-m", "divdec.cli", *map(str, arguments)],
+        input=stdin, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, **options,
+    )  # fmt: skip
+
+
+def main(*arguments):
+    """The same in this process, where nothing depends on the process itself."""
+    from divdec.cli import main
+
+    return main([str(argument) for argument in arguments])
+
+
+def parts(models):
+    return [
+        "--target",
+        models / "target",
+        "--retain-auxiliary",
+        models / "retain",
+        "--forget-auxiliary",
+        models / "forget",
+    ]
+
+
+def test_help_is_instant_and_lists_the_verbs():
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        result = divdec("--help")
+        times.append(time.perf_counter() - started)
+    assert result.returncode == 0
+    assert all(verb in result.stdout for verb in ("demo", "train", "bundle", "generate", "chat", "doctor"))
+    assert min(times) < 0.5
+
+
+def test_help_of_the_command_line_loads_no_torch():
+    code = (
+        "import sys; from divdec.cli import main; main(['--help'])\n"
+        "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor'): main([verb, '--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip().endswith("False"), result.stderr
+
+
+@pytest.mark.parametrize("verb", ["demo", "train", "bundle", "generate", "chat", "doctor"])
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    assert main(verb, "--help") == 0
+    text = capsys.readouterr().out
+    assert "example:" in text
+    assert f"divdec {verb}" in text
+    assert "--config" in text
+    assert main(verb, "--print-config") == 0
+    assert capsys.readouterr().out
+
+
+def test_a_bundle_is_written_and_answers(own_checkpoints, tmp_path):
+    result = divdec(
+        "bundle", *parts(own_checkpoints), "--steering", "linear:1.5", "--output", tmp_path / "b", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steering"] == "linear:1.5"
+    result = divdec(
+        "generate", tmp_path / "b", "--prompt", "Who was born?", "Where?", "--logprobs", "--max-new-tokens", 4
+    )
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["Who was born?", "Where?"]
+    assert_steered_log_probabilities(own_checkpoints, lines)
+
+
+def assert_steered_log_probabilities(models, lines):
+    """The printed log-probabilities are those of P + 1.5 (q − p), computed apart from our model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    P, q, p = (AutoModelForCausalLM.from_pretrained(models / name) for name in ("target", "retain", "forget"))
+    tokenizer = AutoTokenizer.from_pretrained(models / "target")
+    for line in lines:
+        prompt, answer = tokenizer(line["prompt"])["input_ids"], [token["id"] for token in line["tokens"]]
+        assert answer
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logits = P(ids).logits + 1.5 * (q(ids).logits - p(ids).logits)
+        steered = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = [steered[place, token].item() for place, token in enumerate(answer)]
+        assert [token["logprob"] for token in line["tokens"]] == pytest.approx(expected, abs=1e-4)
+        assert steered.argmax(-1).tolist() == answer
+
+
+def test_prompts_from_standard_input_and_from_a_file_are_answered_alike(bundle, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Who?\nWhere was she born?\n")
+    piped = divdec("generate", bundle, "--chat", "--max-new-tokens", 3, stdin="Who?\n\nWhere was she born?\n")
+    result = divdec(
+        "generate",
+        bundle,
+        "--chat",
+        "--max-new-tokens",
+        3,
+        "--file",
+        tmp_path / "prompts.txt",
+        "--output",
+        tmp_path / "out.txt",
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out.txt").read_text() == piped.stdout
+    assert piped.returncode == 0
+
+
+def test_a_seed_gives_the_same_samples(bundle, capsys):
+    options = ("generate", bundle, "--prompt", "Who?", "--temperature", 2, "--max-new-tokens", 6, "--seed")
+    texts = []
+    for seed in (5, 5, 6):
+        assert main(*options, seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_options_from_a_file_and_overridden(own_checkpoints, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"target: {own_checkpoints}/target\nretain_auxiliary: {own_checkpoints}/retain\n"
+        f"forget_auxiliary: {own_checkpoints}/forget\nsteering: rank:5\njson: true\n"
+    )
+    assert main("bundle", "--config", config, "--output", tmp_path / "b", "--steering", "rank:9") == 0
+    assert json.loads(capsys.readouterr().out)["steering"] == "rank:9"
+
+
+def test_the_rank_rules_vocabulary_is_kept_when_the_strength_changes(own_checkpoints, tmp_path, capsys):
+    for name, word in (("a", "Velmora"), ("b", "born")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": word}))
+    files = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert main("bundle", *parts(own_checkpoints), "--steering", "rank:2", "--rank-vocabulary", *files,
+                "--output", tmp_path / "b1", "--json") == 0  # fmt: skip
+    eligible = json.loads(capsys.readouterr().out)["eligible_tokens"]
+    assert 3 <= eligible < 20
+    assert main("generate", tmp_path / "b1", "--prompt", "x", "--steering", f"rank:{eligible}") == 2
+    assert f"{eligible} eligible tokens" in capsys.readouterr().err
+    assert main("bundle", *parts(own_checkpoints), "--steering", "linear:1", "--rank-vocabulary", *files,
+                "--output", tmp_path / "b2") == 2  # fmt: skip
+    assert "belongs to the rank rule" in capsys.readouterr().err
+
+
+def test_chat_answers_steers_and_explains(bundle):
+    commands = "Where was Ana born?\n/why\n/alpha 3\n/alpha much\n/rule rank:7\nAnd then?\n/why\n/nonsense\n/reset\n/quit\nnever read\n"
+    result = divdec("chat", bundle, "--max-new-tokens", 5, stdin=commands)
+    assert result.returncode == 0, result.stderr
+    said = result.stdout
+    assert "steering linear:1.5" in said
+    assert "steering linear:3" in said
+    assert "'linear:much' is not a number" in said
+    assert "steering rank:7" in said
+    assert said.count("pushed down") == 2 + said.count("which tokens the experts pushed down")
+    assert "no such command: /nonsense" in said
+    assert "new conversation" in said
+
+
+def test_doctor_says_whether_a_bundle_loads_and_why_not(bundle, own_checkpoints, capsys):
+    assert main("doctor", "--bundle", bundle, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bundle"]["loads"]
+    assert found["versions"]["torch"]
+    assert found["extras"]["lora"] in (True, False)
+    (own_checkpoints / "retain" / "model.safetensors").unlink()
+    assert main("doctor", "--bundle", bundle) == 1
+    assert "does not load" in capsys.readouterr().out
+
+
+class TestBadInput:
+    """One line that names what was wrong and what to do, exit code 2, nothing left behind."""
+
+    def refused(self, capsys, *arguments, says):
+        before = capsys.readouterr()
+        assert main(*arguments) == 2, before
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+        return error
+
+    @pytest.mark.parametrize(
+        ("steering", "says"),
+        [
+            ("sideways:1", "accepted: 'linear:ALPHA'"),
+            ("linear:abc", "is not a number"),
+            ("linear:-1", "--allow-negative"),
+            ("rank:0", "at least 1"),
+            ("rank:100000", "must lie between 1 and"),
+        ],
+    )
+    def test_steering(self, own_checkpoints, tmp_path, capsys, steering, says):
+        self.refused(
+            capsys,
+            "bundle",
+            *parts(own_checkpoints),
+            "--steering",
+            steering,
+            "--output",
+            tmp_path / "b",
+            says=says,
+        )
+        assert not (tmp_path / "b").exists()
+
+    def test_a_negative_alpha_that_is_meant(self, own_checkpoints, tmp_path, capsys):
+        arguments = ("bundle", *parts(own_checkpoints), "--steering", "linear:-1", "--output", tmp_path / "b")
+        assert main(*arguments, "--allow-negative") == 0
+        assert main("generate", tmp_path / "b", "--prompt", "x", "--max-new-tokens", 1) == 0
+
+    def test_verbs_and_options(self, capsys):
+        self.refused(capsys, "unlearn", says="no such verb")
+        self.refused(capsys, "bundle", "--sterring", "linear:1", says="--help")
+        self.refused(capsys, "train", "--base", "x", says="required")
+        self.refused(capsys, "generate", "b", "--temperature", "warm", "--prompt", "x", says="temperature")
+        self.refused(capsys, "generate", "b", "--top-p", "0", "--prompt", "x", says="top-p")
+
+    def test_checkpoints(self, own_checkpoints, tmp_path, capsys):
+        weights = own_checkpoints / "forget" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:200])
+        arguments = ("bundle", *parts(own_checkpoints), "--output", tmp_path / "b")
+        self.refused(capsys, *arguments, says="corrupt")
+        weights.rename(weights.with_name("pytorch_model.bin"))
+        self.refused(capsys, *arguments, says="pickled weights")
+        self.refused(capsys, "generate", own_checkpoints / "target", "--prompt", "x", says="not a bundle")
+        self.refused(capsys, "generate", tmp_path / "none", "--prompt", "x", says="is not a folder")
+
+    def test_changed_weights_unless_it_is_meant(self, bundle, own_checkpoints, capsys):
+        from safetensors.torch import load_file, save_file
+
+        weights = own_checkpoints / "retain" / "model.safetensors"
+        tensors = load_file(weights)
+        tensors["model.norm.weight"] *= 2
+        save_file(tensors, weights, metadata={"format": "pt"})
+        self.refused(capsys, "generate", bundle, "--prompt", "x", says="has changed")
+        self.refused(capsys, "chat", bundle, says="has changed")
+        assert main("generate", bundle, "--prompt", "x", "--no-verify", "--max-new-tokens", 1) == 0
+
+    def test_data_files(self, checkpoints, tmp_path, capsys):
+        def arguments(forget):
+            return (
+                "train", "--base", checkpoints / "forget", "--forget", forget, "--retain", tmp_path / "good.jsonl",
+                "--output", tmp_path / "run",
+            )  # fmt: skip
+
+        (tmp_path / "good.jsonl").write_text('{"question": "Q", "answer": "A"}\n')
+        (tmp_path / "empty.jsonl").write_text("")
+        (tmp_path / "bad.jsonl").write_text('{"question": "Q", "answer": "A"}\n{"question":\n')
+        self.refused(capsys, *arguments(tmp_path / "empty.jsonl"), says="is empty")
+        self.refused(capsys, *arguments(tmp_path / "bad.jsonl"), says="line 2")
+        self.refused(capsys, *arguments(tmp_path / "none.jsonl"), says="does not exist")
+        assert not (tmp_path / "run").exists()
+
+    def test_an_output_folder_that_is_not_empty(self, own_checkpoints, tmp_path, capsys):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").write_text("mine")
+        arguments = ("bundle", *parts(own_checkpoints), "--output", tmp_path / "full")
+        self.refused(capsys, *arguments, says="--overwrite")
+        self.refused(capsys, *arguments, "--overwrite", says="not an earlier result")
+        assert main("bundle", *parts(own_checkpoints), "--output", tmp_path / "b") == 0
+        self.refused(
+            capsys, "bundle", *parts(own_checkpoints), "--output", tmp_path / "b", says="--overwrite"
+        )
+        assert main("bundle", *parts(own_checkpoints), "--output", tmp_path / "b", "--overwrite") == 0
+
+
+@pytest.fixture
+def long_training(world, checkpoints, tmp_path):
+    """Arguments of a training run of some seconds."""
+    for name, questions in (("forget", world.forget[:16]), ("retain", world.retain[:32])):
+        rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return [
+        "train", "--base", checkpoints / "forget", "--forget", tmp_path / "forget.jsonl", "--retain",
+        tmp_path / "retain.jsonl", "--target", checkpoints / "target", "--lr", "1e-3", "--epochs", "60",
+        "--batch-size", "4",
+    ]  # fmt: skip
+
+
+def test_ctrl_c_during_training_loses_nothing(long_training, tmp_path):
+    arguments = [*long_training, "--output", tmp_path / "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "divdec.cli", *map(str, arguments)],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: list((tmp_path / "run").glob("work/retain/checkpoints/checkpoint-*/trainer_state.json")))
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 2, error
+    assert "interrupted at step" in error.splitlines()[-1]
+    assert "the same command goes on from there" in error.splitlines()[-1]
+    result = divdec(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["auxiliaries"]["retain_auxiliary"]["steps"] == 60 * 8
+    whole = divdec(*long_training, "--output", tmp_path / "whole")
+    assert whole.returncode == 0
+    for part in ("retain_auxiliary", "forget_auxiliary"):
+        assert (tmp_path / "run" / part / "model.safetensors").read_bytes() == (
+            tmp_path / "whole" / part / "model.safetensors"
+        ).read_bytes()
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_a_full_disk_during_training_loses_nothing(long_training, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", small], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    arguments = [*long_training, "--output", small / "run"]
+    try:
+        result = divdec(*arguments)
+        assert result.returncode == 2, result.stderr
+        assert "the disk is full" in result.stderr.splitlines()[-1]
+        subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
+        again = divdec(*arguments)
+        assert again.returncode == 0, again.stderr
+    finally:
+        subprocess.run(["umount", small], check=True)
