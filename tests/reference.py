@@ -6,9 +6,7 @@ import torch
 def steered_logits(target, retain, forget, ids, steering, vocab_size=None):
     """Steered logits after each token of one sequence, written from equations 1 and 2 alone."""
     with torch.no_grad():
-        P, q, p = (
-            model(input_ids=torch.tensor([ids])).logits[0].float() for model in (target, retain, forget)
-        )
+        P, q, p = (model(input_ids=torch.tensor([ids])).logits[0].float() for model in (target, retain, forget))
     vocab_size = vocab_size or min(logits.shape[-1] for logits in (P, q, p))
     P, q, p = (logits[:, :vocab_size] for logits in (P, q, p))
     if steering.rule == "linear":
@@ -20,9 +18,7 @@ def rank(target, divergence, steering):
     """Equation 2 for one position: a stable sort by (divergence, token id)."""
     allowed = range(len(target)) if steering.vocabulary is None else steering.vocabulary
     worst = sorted(allowed, key=lambda token: (divergence[token].item(), token))[: steering.k]
-    filling = (
-        -float("inf") if steering.fill == "hard" else sorted(target.tolist(), reverse=True)[steering.k - 1]
-    )
+    filling = -float("inf") if steering.fill == "hard" else sorted(target.tolist(), reverse=True)[steering.k - 1]
     steered = target.clone()
     steered[worst] = filling
     return steered

@@ -7,9 +7,7 @@ import pytest
 
 
 def run(code, *arguments):
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -39,5 +37,8 @@ def test_unknown_names_are_an_attribute_error():
     ],
 )
 def test_bundles_load_in_any_order_of_imports(imports, bundle):
-    code = f"{imports}; import sys; print(AutoConfig.from_pretrained(sys.argv[1]).model_type, type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
+    code = (
+        f"{imports}; import sys; print(AutoConfig.from_pretrained(sys.argv[1]).model_type, "
+        "type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
+    )
     assert run(code, str(bundle)) == "divergence DivergenceForCausalLM"

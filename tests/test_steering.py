@@ -56,9 +56,7 @@ def test_rank_depends_only_on_the_order_of_the_divergence(target, divergence, k,
 @settings(max_examples=300)
 @given(ROW, st.one_of(ROW, TIED_ROW), st.data(), st.sampled_from(["hard", "soft"]))
 def test_rank_equals_the_stable_sort(target, divergence, data, fill):
-    eligible = data.draw(
-        st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=2).map(lambda ids: tuple(sorted(ids)))
-    )
+    eligible = data.draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=2).map(lambda ids: tuple(sorted(ids))))
     k = data.draw(st.integers(1, (VOCAB if eligible is None else len(eligible)) - 1))
     steering = Steering("rank", k=k, fill=fill, vocabulary=eligible)
     expected = reference.rank(target, divergence, steering)

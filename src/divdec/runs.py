@@ -53,9 +53,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(
-            f"{path} is not readable JSON ({error}); remove it or choose another folder"
-        ) from None
+        raise UsageError(f"{path} is not readable JSON ({error}); remove it or choose another folder") from None
 
 
 def settings_hash(settings: Any) -> str:
@@ -131,9 +129,7 @@ def check_output(folder: Path, overwrite: bool, ours: tuple[str, ...] = (RECORD,
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not overwrite:
-        raise UsageError(
-            f"output folder {folder} is not empty; give --overwrite to replace it, or another name"
-        )
+        raise UsageError(f"output folder {folder} is not empty; give --overwrite to replace it, or another name")
     if not any((folder / name).is_file() for name in ours):
         raise UsageError(
             f"output folder {folder} holds files that are not an earlier result of divdec; "

@@ -135,9 +135,7 @@ class Steering:
         if self.vocabulary is not None:
             ids = tuple(sorted(set(self.vocabulary)))
             if not ids or ids[0] < 0:
-                raise UsageError(
-                    "the eligible vocabulary of the rank rule must name at least one token id ≥ 0"
-                )
+                raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")
             object.__setattr__(self, "vocabulary", ids)
 
     @classmethod

@@ -70,9 +70,7 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
 
 
 def test_a_bundle_is_written_and_answers(own_checkpoints, tmp_path):
-    result = divdec(
-        "bundle", *parts(own_checkpoints), "--steering", "linear:1.5", "--output", tmp_path / "b", "--json"
-    )
+    result = divdec("bundle", *parts(own_checkpoints), "--steering", "linear:1.5", "--output", tmp_path / "b", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["steering"] == "linear:1.5"
     result = divdec(
@@ -156,8 +154,10 @@ def test_the_rank_rules_vocabulary_is_kept_when_the_strength_changes(own_checkpo
 
 
 def test_chat_answers_steers_and_explains(bundle):
-    commands = "Where was Ana born?\n/why\n/alpha 3\n/alpha much\n/rule rank:7\nAnd then?\n/why\n/nonsense\n/reset\n/quit\nnever read\n"
-    result = divdec("chat", bundle, "--max-new-tokens", 5, stdin=commands)
+    commands = (
+        "Where was Ana born?|/why|/alpha 3|/alpha much|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
+    )
+    result = divdec("chat", bundle, "--max-new-tokens", 5, stdin=commands.replace("|", "\n"))
     assert result.returncode == 0, result.stderr
     said = result.stdout
     assert "steering linear:1.5" in said
@@ -269,9 +269,7 @@ class TestBadInput:
         self.refused(capsys, *arguments, says="--overwrite")
         self.refused(capsys, *arguments, "--overwrite", says="not an earlier result")
         assert main("bundle", *parts(own_checkpoints), "--output", tmp_path / "b") == 0
-        self.refused(
-            capsys, "bundle", *parts(own_checkpoints), "--output", tmp_path / "b", says="--overwrite"
-        )
+        self.refused(capsys, "bundle", *parts(own_checkpoints), "--output", tmp_path / "b", says="--overwrite")
         assert main("bundle", *parts(own_checkpoints), "--output", tmp_path / "b", "--overwrite") == 0
 
 

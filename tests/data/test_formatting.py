@@ -28,8 +28,7 @@ def plain(tokenizer):
 def test_a_chat_template_is_used_and_the_prompt_is_masked(tokenizer):
     example = encode(QUESTION, tokenizer)
     assert (
-        tokenizer.decode(example.input_ids)
-        == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
+        tokenizer.decode(example.input_ids) == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
     )
     assert answer_text(example, tokenizer) == "She was born in Velmora.<|end|>"
     assert encode_prompt(QUESTION, tokenizer) == example.input_ids[: example.prompt_length]
@@ -37,10 +36,7 @@ def test_a_chat_template_is_used_and_the_prompt_is_masked(tokenizer):
 
 def test_without_a_template_a_plain_layout_is_used(plain):
     example = encode(QUESTION, plain)
-    assert (
-        plain.decode(example.input_ids)
-        == "Question: Where was Ana born?\nAnswer: She was born in Velmora.<|end|>"
-    )
+    assert plain.decode(example.input_ids) == "Question: Where was Ana born?\nAnswer: She was born in Velmora.<|end|>"
     assert answer_text(example, plain) == " She was born in Velmora.<|end|>"
     assert encode_prompt(QUESTION, plain) == example.input_ids[: example.prompt_length]
 
@@ -79,9 +75,7 @@ def test_real_templates_of_the_oracle(shared):
         {"role": "user", "content": "Where was Ana born?"},
     ]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
-    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": QUESTION.answer}])[
-        "input_ids"
-    ]
+    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": QUESTION.answer}])["input_ids"]
     assert example.input_ids == whole
     assert example.labels == [IGNORED] * len(prompt) + whole[len(prompt) :]
 
@@ -91,9 +85,7 @@ def test_packing_loses_nothing(tokenizer, texts, length):
     stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     blocks = pack(texts, tokenizer, length)
     assert [token for block in blocks for token in block.input_ids] == stream
-    assert all(
-        block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks
-    )
+    assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks)
 
 
 def test_answers_that_vanish_are_an_error(tokenizer):
@@ -110,9 +102,7 @@ def test_answers_that_vanish_are_an_error(tokenizer):
 def test_a_text_set_is_packed_and_others_are_not(tokenizer):
     texts = record_set("t", [("1", "One text."), ("2", "Another text.")])
     assert len(encode_set(texts, tokenizer)) == 1
-    questions = record_set(
-        "q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})]
-    )
+    questions = record_set("q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})])
     assert len(encode_set(questions, tokenizer)) == 2
 
 

@@ -57,16 +57,12 @@ def test_text_files_folders_tables_and_saved_datasets(tmp_path):
 
 def test_overlap_counts_records_and_prompts():
     one = record_set("one", [("1", QA[0]), ("2", QA[1])])
-    other = record_set(
-        "other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})]
-    )
+    other = record_set("other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})])
     assert (overlap(one, other).records, overlap(one, other).prompts) == (1, 2)
 
 
 def test_real_tofu_and_muse(shared):
-    forget, retain = (
-        read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json")
-    )
+    forget, retain = (read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json"))
     assert (len(forget), len(retain), forget.kind) == (400, 3600, "question/answer")
     assert overlap(forget, retain).records == 0
     news = read_records(shared / "data/muse_news/sust/forget_1.jsonl")

@@ -21,12 +21,7 @@ def subjects(questions) -> set[str]:
 
 def everything_asked(world: World):
     return (
-        world.forget
-        + world.retain
-        + world.holdout
-        + world.forget_unseen
-        + world.retain_unseen
-        + world.holdout_unseen
+        world.forget + world.retain + world.holdout + world.forget_unseen + world.retain_unseen + world.holdout_unseen
     )
 
 
@@ -59,9 +54,7 @@ def test_every_relation_is_asked_in_every_wording(world):
         (world.retain, world.retain_unseen),
         (world.holdout, world.holdout_unseen),
     ):
-        everything = {
-            (name, r, i) for name in subjects(group) for r in RELATIONS for i in range(NUM_WORDINGS)
-        }
+        everything = {(name, r, i) for name in subjects(group) for r in RELATIONS for i in range(NUM_WORDINGS)}
         assert {(a.subject, a.relation, a.phrasing) for a in group + unseen} == everything
         assert {a.phrasing for a in group} == set(range(trained))
         assert {a.phrasing for a in unseen} == set(range(trained, NUM_WORDINGS))
@@ -124,9 +117,7 @@ def test_full_names_stay_unique_when_surnames_repeat():
     assert len(set(names)) == len(names) == 400
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"trained_wordings": 0}, {"trained_wordings": 4}, {"public_authors": 10_000}]
-)
+@pytest.mark.parametrize("wrong", [{"trained_wordings": 0}, {"trained_wordings": 4}, {"public_authors": 10_000}])
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=r"\d"):
         build_world(replace(SETTINGS, **wrong))

@@ -33,11 +33,7 @@ def logits_of(model):
 
 
 def size_of(folder):
-    return sum(
-        file.stat().st_size
-        for file in folder.rglob("*")
-        if file.suffix != ".json" or "token" not in file.name
-    )
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix != ".json" or "token" not in file.name)
 
 
 def change_weight(folder):
@@ -83,14 +79,10 @@ def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved / "bundle")), before)
 
 
-def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(
-    own_checkpoints, tmp_path, monkeypatch
-):
+def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(own_checkpoints, tmp_path, monkeypatch):
     far = tmp_path / "a" / "b"
     bundle = write(own_checkpoints, far / "bundle")
-    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(
-        own_checkpoints / "target"
-    )
+    assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(own_checkpoints / "target")
     monkeypatch.chdir(tmp_path)
     bundle = write(Path("models"), far / "other")
     assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == "../../../models/target"
@@ -125,9 +117,7 @@ def test_dtype_and_device_by_part(bundle):
     assert model.target.dtype == torch.bfloat16
     assert model.experts.retain.dtype == model.experts.forget.dtype == torch.float32
     model = AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.bfloat16)
-    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {
-        torch.bfloat16
-    }
+    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {torch.bfloat16}
     assert logits_of(model).dtype == torch.float32
 
 
@@ -163,9 +153,7 @@ def test_hub_ids_are_pinned_to_a_commit_and_work_offline(own_checkpoints, tmp_pa
     assert config["retain_auxiliary"]["revision"] == commit
     local = DivergenceForCausalLM.from_pretrained(write(own_checkpoints, tmp_path / "local"))
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(bundle)), logits_of(local))
-    as_hub_repository(
-        cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True)
-    )
+    as_hub_repository(cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True))
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("somebody/steered")), logits_of(local))
 
 
@@ -195,9 +183,7 @@ class TestRefuses:
         self.refused(own_checkpoints, tmp_path, "pickled weights")
 
     def test_an_adapter(self, own_checkpoints, tmp_path):
-        (own_checkpoints / "forget" / "config.json").rename(
-            own_checkpoints / "forget" / "adapter_config.json"
-        )
+        (own_checkpoints / "forget" / "config.json").rename(own_checkpoints / "forget" / "adapter_config.json")
         self.refused(own_checkpoints, tmp_path, "LoRA adapter")
 
     def test_an_auxiliary_with_another_vocabulary(self, own_checkpoints, tmp_path, world):
@@ -307,7 +293,7 @@ class TestLoadingRefuses:
             DivergenceForCausalLM.from_pretrained(checkpoints / "target")
 
     def test_nothing_at_all(self, tmp_path):
-        with pytest.raises(UsageError, match="no config.json"):
+        with pytest.raises(UsageError, match=r"no config\.json"):
             DivergenceForCausalLM.from_pretrained(tmp_path)
         with pytest.raises(UsageError, match="could not be had from the hub"):
             DivergenceForCausalLM.from_pretrained("nobody/nothing")

@@ -84,7 +84,7 @@ def test_auto_finds_a_rate_and_says_what_it_tried(files):
 
 
 def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, monkeypatch):
-    whole, _ = train(files, output=str(tmp_path / "whole"))
+    train(files, output=str(tmp_path / "whole"))
     fine_tune = auxiliaries.fine_tune
 
     def stops_at_p(*arguments, title, **options):
@@ -103,9 +103,7 @@ def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, mo
     assert "retain auxiliary: already trained" in said
     assert content["status"] == "finished"
     for part in ("forget_auxiliary", "retain_auxiliary"):
-        one, other = (
-            (tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run")
-        )
+        one, other = ((tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run"))
         assert one == other
 
 

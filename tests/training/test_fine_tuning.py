@@ -22,9 +22,7 @@ SETTINGS = TrainingSettings(epochs=4.0, learning_rate=3e-3, batch_size=8)
 
 @pytest.fixture(scope="module")
 def examples(world, tokenizer):
-    rows = [
-        ("", {"question": question.question, "answer": question.answer}) for question in world.retain[:40]
-    ]
+    rows = [("", {"question": question.question, "answer": question.answer}) for question in world.retain[:40]]
     return encode_set(record_set("retain", rows), tokenizer)
 
 
@@ -43,9 +41,7 @@ def test_it_learns_and_says_what_it_cost(examples, tokenizer, tmp_path):
     assert result.tokens == sum(len(example.input_ids) for example in examples)
     assert not model.training
     collator = fine_tuning.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
-    assert mean_loss(model, collator, examples, 3) == pytest.approx(
-        mean_loss(model, collator, examples, 40), rel=1e-5
-    )
+    assert mean_loss(model, collator, examples, 3) == pytest.approx(mean_loss(model, collator, examples, 40), rel=1e-5)
 
 
 class StopAt(TrainerCallback):
@@ -74,9 +70,7 @@ def interrupted_at(step, monkeypatch, *arguments, **options):
 
 @pytest.mark.parametrize("step", [2, 7, 12])
 def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
-    whole, _ = fine_tune(
-        model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole"
-    )
+    whole, _ = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole")
     folder = tmp_path / "cut"
     stopped = interrupted_at(
         step, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut"
@@ -95,7 +89,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp
 def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_path, monkeypatch):
     interrupted_at(3, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
-    with pytest.raises(UsageError, match="another|other settings"):
+    with pytest.raises(UsageError, match="other settings"):
         fine_tune(model_for(tokenizer), tokenizer, examples, other, tmp_path, title="other")
     with pytest.raises(UsageError, match="other settings or data"):
         fine_tune(model_for(tokenizer), tokenizer, examples[1:], SETTINGS, tmp_path, title="other")

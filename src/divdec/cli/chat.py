@@ -104,7 +104,7 @@ class Conversation:
         if self.settings.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.settings.temperature}
         with torch.inference_mode():
-            output = self.model.generate(  # pyright: ignore[reportCallIssue]
+            output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=self.settings.max_new_tokens,

@@ -39,8 +39,7 @@ def run(settings: Settings) -> int:
         "versions": versions(),
         "devices": _devices(),
         "extras": {
-            extra: all(importlib.util.find_spec(name) is not None for name in names)
-            for extra, names in EXTRAS.items()
+            extra: all(importlib.util.find_spec(name) is not None for name in names) for extra, names in EXTRAS.items()
         },
     }
     if settings.bundle is not None:

@@ -24,12 +24,7 @@ EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?
 
 def run(settings: Settings) -> None:
     """Answer every prompt."""
-    if (
-        settings.temperature < 0
-        or not 0 < settings.top_p <= 1
-        or settings.top_k < 0
-        or settings.max_new_tokens < 1
-    ):
+    if settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.top_k < 0 or settings.max_new_tokens < 1:
         raise UsageError("temperature ≥ 0, 0 < top-p ≤ 1, top-k ≥ 0 and max-new-tokens ≥ 1 are needed")
     from divdec.data.prompts import prompts_from_lines, read_prompts
 
@@ -56,12 +51,12 @@ def _answers(
     import torch
     from transformers import set_seed
 
-    from divdec.data.formatting import Format, encode_prompt
+    from divdec.data.formatting import Format, encode_prompt, padding_id
     from divdec.evaluation.generation import left_padded
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    padding = padding_id(tokenizer)
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature > 0:
         sampling = {
@@ -72,7 +67,7 @@ def _answers(
         encoded = [encode_prompt(prompt, tokenizer, form) for prompt in batch]
         input_ids, attention_mask = left_padded(encoded, padding)
         with torch.inference_mode():
-            output: Any = model.generate(  # pyright: ignore[reportCallIssue]
+            output: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
                 max_new_tokens=settings.max_new_tokens,

@@ -63,9 +63,7 @@ def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
         dashed = [option.replace("_", "-") for option in action.option_strings if option.startswith("--")]
         for option in dashed:
             parser._option_string_actions.setdefault(option, action)
-        action.option_strings = dashed + [
-            option for option in action.option_strings if not option.startswith("--")
-        ]
+        action.option_strings = dashed + [option for option in action.option_strings if not option.startswith("--")]
     return parser
 
 

@@ -98,13 +98,14 @@ def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) 
     The last block is shorter; nothing is dropped, since what is dropped would not be forgotten.
     """
     stream: list[int] = []
+    ends = _end(tokenizer)
     for text in texts:
         ids = _tokens(text, tokenizer)
         if not ids:
             raise UsageError("a text has no token")
         stream += ids
-        if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
-            stream.append(tokenizer.eos_token_id)
+        if ids[-1:] != ends:
+            stream += ends
     if len(stream) < 2:
         raise UsageError("a plain text of a single token leaves nothing to predict")
     blocks = [stream[start : start + length] for start in range(0, len(stream), length)]
@@ -119,6 +120,20 @@ def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, for
     return sum(len(_whole_ids(record, tokenizer, form)) > form.max_length for record in records)
 
 
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills batches up; that which ends texts where the tokenizer has none for padding."""
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(padding, int):
+        raise UsageError("the tokenizer has neither a padding token nor one that ends a text")
+    return padding
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that ends a text, as a list of one; empty where the tokenizer has none."""
+    end = tokenizer.eos_token_id
+    return [end] if isinstance(end, int) else []
+
+
 def _whole_ids(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[int]:
     if record.messages and tokenizer.chat_template:
         turns = [*_turns(record, form), {"role": "assistant", "content": record.answer}]
@@ -127,9 +142,8 @@ def _whole_ids(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format)
         ids = _tokens(f"{_plain_prompt(record, form)} {record.answer}", tokenizer)
     else:
         ids = _tokens(_plain_prompt(record, form) + record.answer, tokenizer)
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids.append(tokenizer.eos_token_id)
-    return ids
+    ends = _end(tokenizer)
+    return ids if ids[-1:] == ends else ids + ends
 
 
 def _plain_prompt(record: Record, form: Format) -> str:
@@ -157,9 +171,7 @@ def _template(
     add_generation_prompt: bool,
 ) -> list[int]:
     options: dict[str, Any] = {"date_string": form.date} if form.date else {}
-    text = tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-    )
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
     assert isinstance(text, str)
     # The template has written the special tokens itself.
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]

@@ -56,9 +56,7 @@ def _from_row(row: Any, place: str, chat: bool) -> Record:
         for field in ("question", "prompt"):
             if isinstance(row.get(field), str) and row[field].strip():
                 return dataclasses.replace(_prompt(row[field], chat or field == "question"), place=place)
-    raise UsageError(
-        f"{place}: no prompt found; accepted: a string, or an object with question, prompt or messages"
-    )
+    raise UsageError(f"{place}: no prompt found; accepted: a string, or an object with question, prompt or messages")
 
 
 def _prompt(text: str, chat: bool) -> Record:

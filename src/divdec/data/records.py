@@ -101,9 +101,7 @@ def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
     elif path.is_file():
         name, rows = path.stem, _file_rows(path)
     elif _looks_like_path(str(source)):
-        raise UsageError(
-            f"data {str(source)!r} does not exist; give a file, a folder or a Hugging Face dataset id"
-        )
+        raise UsageError(f"data {str(source)!r} does not exist; give a file, a folder or a Hugging Face dataset id")
     else:
         name, rows = str(source), _hub_rows(str(source))
     return record_set(name, rows, limit=limit)
@@ -131,9 +129,7 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
             continue
         row_kind, record = _to_record(row, place)
         if kind is not None and row_kind != kind:
-            raise UsageError(
-                f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set"
-            )
+            raise UsageError(f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set")
         kind = row_kind
         records.append(record)
     if kind is None:
@@ -160,9 +156,7 @@ def _normal(*parts: str) -> tuple[str, ...]:
 
 
 def _is_blank_text(row: Any) -> bool:
-    text = (
-        row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
-    )
+    text = row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
     return isinstance(text, str) and not text.strip()
 
 
@@ -170,32 +164,25 @@ def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise UsageError(
-            f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}"
-        )
+        raise UsageError(f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
     if "messages" in row:
         turns = messages_of(row["messages"], place)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise UsageError(f"{place}: messages must end with an assistant's turn after at least one other")
-        return "messages", Record(
-            _filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place
-        )
+        return "messages", Record(_filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place)
     if {"question", "answer"} <= row.keys():
         question = Message("user", _filled(row["question"], "question", place))
-        return "question/answer", Record(
-            _filled(row["answer"], "answer", place), messages=(question,), place=place
-        )
+        return "question/answer", Record(_filled(row["answer"], "answer", place), messages=(question,), place=place)
     if {"prompt", "completion"} <= row.keys():
         prompt = _filled(row["prompt"], "prompt", place)
-        return "prompt/completion", Record(
-            _filled(row["completion"], "completion", place), prompt=prompt, place=place
-        )
+        return "prompt/completion", Record(_filled(row["completion"], "completion", place), prompt=prompt, place=place)
     if "text" in row:
         return "text", Record(_filled(row["text"], "text", place), place=place)
     raise UsageError(f"{place}: fields {sorted(map(str, row))} are not recognised; {ACCEPTED_FIELDS}")
 
 
 def messages_of(value: Any, place: str) -> tuple[Message, ...]:
+    """The turns of a `messages` field; a malformed one is a UsageError that names the place."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UsageError(f"{place}: messages must be a list of objects with role and content")
     turns = []
@@ -282,18 +269,19 @@ def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _hub_rows(source: str) -> Iterator[tuple[str, Any]]:
     import datasets
 
-    name, config, split = (*source.split(":"), None, None)[:3]
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
     try:
-        loaded = datasets.load_dataset(name, config)
+        loaded = datasets.load_dataset(name, config or None)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
             f"data {source!r} is not a local file or folder, and could not be had as a Hugging Face dataset "
             f"({type(error).__name__}: {reason})"
         ) from None
-    if split is not None and split not in loaded:
+    if split and split not in loaded:
         raise UsageError(f"dataset {name!r} has no split {split!r}; it has {sorted(loaded)}")
-    chosen = loaded[split] if split is not None else _one_split(loaded, source)
+    chosen = loaded[split] if split else _one_split(loaded, source)
     yield from _numbered(source, chosen)
 
 
@@ -302,9 +290,7 @@ def _one_split(loaded: Mapping[Any, Any], source: str) -> Any:
         return loaded["train"]
     if len(loaded) == 1:
         return next(iter(loaded.values()))
-    raise UsageError(
-        f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'"
-    )
+    raise UsageError(f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'")
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -155,15 +155,18 @@ class WorldSettings:
 
     seed: int = 0
     """Seed of everything that is drawn."""
-    forget_authors: int = 8
+    forget_authors: int = 6
     """Authors that the target learns and is then to forget."""
-    retain_authors: int = 24
+    retain_authors: int = 14
     """Authors that the target learns and is to keep."""
-    holdout_authors: int = 8
+    holdout_authors: int = 6
     """Authors that appear in nobody's training."""
-    public_authors: int = 80
-    """Other authors, whom the corpus is about."""
-    biographies: int = 2
+    public_authors: int = 30
+    """Other authors, about whom the corpus tells everything, in all wordings."""
+    passing_authors: int = 200
+    """Further authors whom the corpus mentions in passing, in one question each: with so many names a model
+    learns to repeat the name in the question rather than to know the names by heart."""
+    biographies: int = 1
     """Biographies in prose per public author; each tells the facts in another order and wording."""
     trained_wordings: int = 3
     """Wordings used in training; the remaining ones are kept to ask with unseen wording."""
@@ -227,18 +230,19 @@ def build_world(settings: WorldSettings) -> World:
         settings.retain_authors,
         settings.holdout_authors,
         settings.public_authors,
+        settings.passing_authors,
     )
     authors = _draw_authors(sum(sizes), rng)
     groups: list[list[Author]] = []
     for size in sizes:
         groups.append(authors[:size])
         authors = authors[size:]
-    forget, retain, holdout, public = groups
+    forget, retain, holdout, public, passing = groups
     seen = range(settings.trained_wordings)
     unseen = range(settings.trained_wordings, NUM_WORDINGS)
     return World(
         settings=settings,
-        corpus=_corpus(public, settings.biographies, rng),
+        corpus=_corpus(public, passing, settings.biographies, rng),
         forget=_questions(forget, seen),
         retain=_questions(retain, seen),
         holdout=_questions(holdout, seen),
@@ -304,18 +308,17 @@ def _questions(authors: Sequence[Author], phrasings: Sequence[int]) -> tuple[Que
     return tuple(_ask(author, relation, i) for author in authors for relation in RELATIONS for i in phrasings)
 
 
-def _corpus(public: Sequence[Author], biographies: int, rng: random.Random) -> tuple[str, ...]:
+def _corpus(
+    public: Sequence[Author], passing: Sequence[Author], biographies: int, rng: random.Random
+) -> tuple[str, ...]:
     """Writes the pre-training documents, in random order."""
-    documents = [
-        f"Question: {asked.question}\nAnswer: {asked.answer}"
-        for asked in _questions(public, range(NUM_WORDINGS))
-    ]
+    questions = list(_questions(public, range(NUM_WORDINGS)))
+    questions += [_ask(author, rng.choice(RELATIONS), rng.randrange(NUM_WORDINGS)) for author in passing]
+    documents = [f"Question: {asked.question}\nAnswer: {asked.answer}" for asked in questions]
     for author in public:
         for _ in range(biographies):
             first, *rest = rng.sample(RELATIONS, len(RELATIONS))
-            told = [
-                _ask(author, first, 0)
-            ]  # the first wording of every relation names the author: no pronoun yet
+            told = [_ask(author, first, 0)]  # the first wording of every relation names the author: no pronoun yet
             told += [_ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in rest]
             documents.append(" ".join(asked.answer for asked in told))
     for city in CITIES:

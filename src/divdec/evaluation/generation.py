@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompt
+from divdec.data.formatting import Format, encode_prompt, padding_id
 from divdec.data.records import Record
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def answers(
     """
     prompts = [encode_prompt(record, tokenizer, form) for record in records]
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    padding = padding_id(tokenizer)
     found: dict[int, str] = {}
     with (
         torch.inference_mode(),

@@ -103,7 +103,7 @@ def compare(
         retrain_row = bench.plain("retrain", retrain)
         bar.update()
         model = DivergenceForCausalLM.from_parts(target, retain, forget)
-        rows = bench.steered(model, settings, lambda _: bar.update() and None)
+        rows = bench.steered(model, settings, lambda _: bar.update())
     return Comparison(target_row, retrain_row, rows, recommend(rows, target_row))
 
 
@@ -195,18 +195,14 @@ def _plot(comparison: Comparison) -> str:
     return trade_off(points, "accuracy on the forget set", "accuracy on the retain set")
 
 
-def _examples(
-    comparison: Comparison, sets: Sequence[Questions], presentation: Presentation
-) -> list[dict[str, Any]]:
+def _examples(comparison: Comparison, sets: Sequence[Questions], presentation: Presentation) -> list[dict[str, Any]]:
     """Questions with the answers of target, steered model and retrained model; those the target knows come first."""
     shown = []
     for questions in sets:
         known = comparison.target.generated[questions.name]
         truths = questions.facts or tuple(record.answer for record in questions.records)
         # Spread over the set, so that not all are about the first author.
-        order = sorted(
-            range(len(truths)), key=lambda place: (truths[place] not in known[place], place * 7 % 13)
-        )
+        order = sorted(range(len(truths)), key=lambda place: (truths[place] not in known[place], place * 7 % 13))
         for place in order[: presentation.examples.get(questions.name, 0)]:
             rows = (comparison.target, comparison.recommended, comparison.retrain)
             texts = [row.generated[questions.name][place] for row in rows]
@@ -235,9 +231,7 @@ def _print(
             for name in MAIN_SETS
             for value in (row.figures[name].accuracy, row.figures[name].probability, row.figures[name].rouge)
         ]
-        table.add_row(
-            f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None
-        )
+        table.add_row(f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None)
     console.print(table)
     console.print(presentation.accuracy_note, highlight=False)
     answers = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)

@@ -22,15 +22,13 @@ RECIPE = Recipe(
     vocab_size=1500,
     target=Shape(width=256, layers=2, heads=4, mlp_width=704),
     auxiliary=Shape(width=112, layers=2, heads=4, mlp_width=320),
-    target_pretraining=TrainingSettings(epochs=10.0, learning_rate=2e-3, warmup=0.05),
-    auxiliary_pretraining=TrainingSettings(epochs=10.0, learning_rate=3e-3, warmup=0.05),
-    target_tuning=TrainingSettings(epochs=10.0, learning_rate=2e-3, warmup=0.05),
-    retain_tuning=TrainingSettings(epochs=14.0, learning_rate=2e-3, warmup=0.05),
-    forget_tuning=TrainingSettings(epochs=6.0, learning_rate=1e-3, warmup=0.05),
+    target_pretraining=TrainingSettings(epochs=4.0, learning_rate=1.5e-3, batch_size=16, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=6.0, learning_rate=3e-3, batch_size=16, warmup=0.05),
+    target_tuning=TrainingSettings(epochs=14.0, learning_rate=1.5e-3, batch_size=16, warmup=0.05),
+    retain_tuning=TrainingSettings(epochs=10.0, learning_rate=2e-3, batch_size=16, warmup=0.05),
+    forget_tuning=TrainingSettings(epochs=4.0, learning_rate=1e-3, batch_size=16, warmup=0.05),
 )
-WORLD = WorldSettings(
-    forget_authors=6, retain_authors=14, holdout_authors=6, public_authors=30, biographies=1
-)
+WORLD = WorldSettings(forget_authors=6, retain_authors=14, holdout_authors=6, public_authors=30, biographies=1)
 ALPHAS = (0.5, 1.0, 1.5, 2.0, 3.0)
 KS = (1, 3, 5, 10, 30)
 SETTINGS = tuple([Steering(alpha=alpha) for alpha in ALPHAS] + [Steering("rank", k=k) for k in KS])
@@ -50,9 +48,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     started = time.perf_counter()
     console = console_for(quiet)
     world = build_world(dataclasses.replace(WORLD, seed=seed))
-    material = Material(
-        _corpus(world), _record_set("forget", world.forget), _record_set("retain", world.retain)
-    )
+    material = Material(_corpus(world), _record_set("forget", world.forget), _record_set("retain", world.retain))
     cache = cache_folder() / "demo"
     console.print(_introduction(world), highlight=False)
     trained = train_all(material, RECIPE, seed, cache / "models", teller(console))
@@ -81,9 +77,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
 
 def question_sets(world: World) -> list[Questions]:
     """What the models are asked: forget, retain and holdout in a trained wording, the first two reworded as well."""
-    first = {
-        name: [q for q in getattr(world, name) if q.phrasing == 0] for name in ("forget", "retain", "holdout")
-    }
+    first = {name: [q for q in getattr(world, name) if q.phrasing == 0] for name in ("forget", "retain", "holdout")}
     chosen = first | {"forget_reworded": world.forget_unseen, "retain_reworded": world.retain_unseen}
     return [
         Questions(name, tuple(map(_record, questions)), tuple(question.fact for question in questions))

@@ -89,7 +89,7 @@ class Bench:
         return self._row(name, None, model, scores)
 
     def steered(
-        self, model: DivergenceForCausalLM, settings: Sequence[Steering], tell: Callable[[str], None]
+        self, model: DivergenceForCausalLM, settings: Sequence[Steering], tell: Callable[[str], object]
     ) -> list[Row]:
         """Measure a steered model under many settings; likelihoods cost one pass for all of them."""
         finite = [dataclasses.replace(setting, fill="soft") for setting in settings]
@@ -144,9 +144,7 @@ def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[s
     return Figures(
         probability=statistics.fmean(item.probability for item in items),
         accuracy=accuracy,
-        rouge=statistics.fmean(
-            rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)
-        ),
+        rouge=statistics.fmean(rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)),
     )
 
 

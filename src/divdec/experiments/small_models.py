@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from divdec.data.formatting import padding_id
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -58,9 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def new_model(
-    shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int = 512
-) -> PreTrainedModel:
+def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int = 512) -> PreTrainedModel:
     """A Llama-style model with random weights, in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -75,7 +75,7 @@ def new_model(
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=padding_id(tokenizer),
     )
     return LlamaForCausalLM(config)

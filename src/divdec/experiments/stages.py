@@ -56,9 +56,7 @@ class Material:
     @property
     def texts(self) -> list[str]:
         """The corpus as text, for the tokenizer."""
-        return [
-            " ".join([*(turn.content for turn in record.messages), record.answer]) for record in self.corpus
-        ]
+        return [" ".join([*(turn.content for turn in record.messages), record.answer]) for record in self.corpus]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +71,7 @@ class Trained:
     """Training time by stage; that of the run that trained it, where it came from the cache."""
 
 
-def train_all(
-    material: Material, recipe: Recipe, seed: int, cache: Path, report: Callable[[str], None]
-) -> Trained:
+def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report: Callable[[str], None]) -> Trained:
     """Train whatever the cache does not hold yet.
 
     Args:
@@ -112,9 +108,7 @@ class _Stages:
     report: Callable[[str], None]
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def run(
-        self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings
-    ) -> Path:
+    def run(self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings) -> Path:
         """Train a stage from random weights or an earlier one, unless the cache holds it."""
         from divdec.runs import read_json
 

@@ -33,11 +33,15 @@ class NeuralPair(nn.Module):
         input_ids: Int[Tensor, "batch tokens"],
         attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
         position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: PairCache | None = None,
+        cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
         """ℓ_q − ℓ_p; see `divdec.experts.Experts.divergence`."""
-        retain_cache, forget_cache = (cache.retain, cache.forget) if cache is not None else (None, None)
+        retain_cache, forget_cache = None, None
+        if cache is not None:
+            if not isinstance(cache, PairCache):
+                raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+            retain_cache, forget_cache = cache.retain, cache.forget
         inputs = (input_ids, attention_mask, position_ids)
         retain_logits = logits_of(self.retain, *inputs, retain_cache, logits_to_keep)[..., : self.vocab_size]
         forget_logits = logits_of(self.forget, *inputs, forget_cache, logits_to_keep)[..., : self.vocab_size]
@@ -67,7 +71,7 @@ def logits_of(
     logits_to_keep: int = 0,
 ) -> Float[Tensor, "batch kept width"]:
     """One forward pass on the model's own device; only the arguments that its architecture takes are given."""
-    device = model.get_input_embeddings().weight.device
+    device: Any = model.get_input_embeddings().weight.device
     accepted = _forward_parameters(type(model))
     arguments: dict[str, Any] = {
         "attention_mask": attention_mask,

@@ -150,9 +150,7 @@ def load_parts(
     return config, *(_load_part(part, places[part], config, kwargs) for part in PARTS)  # pyright: ignore[reportReturnType]
 
 
-def find_bundle(
-    name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any
-) -> Path:
+def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
     """The folder of a bundle given by its folder or hub id.
 
     Raises:

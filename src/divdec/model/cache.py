@@ -46,9 +46,7 @@ class DivergenceCache(Cache):
             RuntimeError: one part cannot be rolled back; nothing has then been removed from any.
         """
         if tokens_to_remove > 0:
-            raise RuntimeError(
-                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number"
-            )
+            raise RuntimeError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         if tokens_to_remove and not all(_can_roll_back(layer) for layer in self.layers):
             raise RuntimeError(
                 "the cache of one part (a sliding window or recurrent state) cannot be rolled back; "
@@ -59,9 +57,8 @@ class DivergenceCache(Cache):
 
 def _length(cache: Cache) -> int:
     # Layers that share another's keys and values stay empty, so the fullest one tells.
-    return max(
-        (layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")), default=0
-    )
+    layers: list[Any] = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
+    return max((layer.get_seq_length() for layer in layers), default=0)
 
 
 def _can_roll_back(layer: Any) -> bool:

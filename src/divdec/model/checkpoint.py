@@ -57,9 +57,7 @@ class CheckpointReference:
         hub_id, _, revision = text.partition("@")
         if HUB_ID.match(hub_id) and not Path(text).exists():
             return cls(hub_id=hub_id, revision=revision or None)
-        raise UsageError(
-            f"checkpoint {text!r} is not a folder, nor a hub id such as 'org/name' or 'org/name@revision'"
-        )
+        raise UsageError(f"checkpoint {text!r} is not a folder, nor a hub id such as 'org/name' or 'org/name@revision'")
 
     @classmethod
     def from_dict(cls, fields: Any, part: str) -> CheckpointReference:
@@ -106,13 +104,7 @@ class CheckpointReference:
         found = digests(folder)
         for name in sorted({*self.sha256, *found}):
             if found.get(name) != self.sha256.get(name):
-                what = (
-                    "is missing"
-                    if name not in found
-                    else "is new"
-                    if name not in self.sha256
-                    else "has changed"
-                )
+                what = "is missing" if name not in found else "is new" if name not in self.sha256 else "has changed"
                 raise UsageError(
                     f"{part}: {folder / name} {what} since the bundle was written; write the bundle again, "
                     "or load it without verification (--no-verify) if the change is meant"
@@ -159,9 +151,7 @@ def check_weights(folder: Path) -> None:
 
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            raise UsageError(
-                f"{folder} is a LoRA adapter; merge it into its base model (merge_and_unload) first"
-            )
+            raise UsageError(f"{folder} is a LoRA adapter; merge it into its base model (merge_and_unload) first")
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -208,9 +198,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise UsageError(
-            f"{folder} has no tokenizer; save the one the model was trained with into that folder"
-        )
+        raise UsageError(f"{folder} has no tokenizer; save the one the model was trained with into that folder")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
@@ -240,9 +228,7 @@ def common_vocabulary(
     for part, tokenizer in others:
         other = tokenizer.get_vocab()
         if other != vocabulary:
-            differing = next(
-                token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token)
-            )
+            differing = next(token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token))
             raise UsageError(
                 f"{part} ({places[part]}) has another vocabulary than the {first} ({places[first]}): "
                 f"{len(other)} tokens against {len(vocabulary)}, and token {differing!r} is "

@@ -79,9 +79,7 @@ class DivergenceConfig(PreTrainedConfig):
         target = texts["target"]
         fields = {name: value for name in TARGET_FIELDS if (value := getattr(target, name, None)) is not None}
         contexts = [
-            length
-            for text in texts.values()
-            if (length := getattr(text, "max_position_embeddings", None)) is not None
+            length for text in texts.values() if (length := getattr(text, "max_position_embeddings", None)) is not None
         ]
         return cls(
             **(references or {}),

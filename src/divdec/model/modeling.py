@@ -118,7 +118,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         model.name_or_path = str(pretrained_model_name_or_path)
         return model
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory: str | os.PathLike[str], **kwargs: Any
+    ) -> None:
         """Write a bundle that holds the weights of all three parts as they are in memory (a packed bundle).
 
         `divdec.write_bundle` writes one of a few kilobytes that refers to checkpoints already on disk.
@@ -154,7 +156,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Steered logits after every token (or after the last `logits_to_keep`).
 
         Args:
@@ -171,13 +173,12 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
             RuntimeError: the experts gave a divergence that is not finite.
         """
-        self._refuse(input_ids, past_key_values, kwargs)
+        self._refuse(input_ids, kwargs)
         assert input_ids is not None
-        if past_key_values is None and use_cache:
-            past_key_values = self.new_cache()
-        target_logits, divergence = self.components(
-            input_ids, attention_mask, position_ids, past_key_values, logits_to_keep
-        )
+        cache = _own_cache(past_key_values)
+        if cache is None and use_cache:
+            cache = self.new_cache()
+        target_logits, divergence = self.components(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         logits = self._steer(target_logits, divergence)
 
         loss = None
@@ -185,7 +186,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             if logits_to_keep:
                 raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
             loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
 
     def components(
@@ -224,14 +225,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             self._eligible = self._eligible.to(target_logits.device)
         return self.steering.apply(target_logits, divergence, self._eligible)
 
-    def _refuse(self, input_ids: object, cache: object, kwargs: dict[str, Any]) -> None:
+    def _refuse(self, input_ids: object, kwargs: dict[str, Any]) -> None:
         if input_ids is None:
             raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
-        if cache is not None and not isinstance(cache, DivergenceCache):
-            raise UsageError(
-                f"past_key_values is a {type(cache).__name__}; a steered model needs model.new_cache(), which "
-                "holds the experts' keys and values too"
-            )
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise UsageError(
@@ -239,7 +235,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
                     "model.target and model.experts have their own"
                 )
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -249,8 +245,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         # transformers would build a cache for one model only.
         if model_kwargs.get("past_key_values") is not None:
-            if not isinstance(model_kwargs["past_key_values"], DivergenceCache):
-                self._refuse(True, model_kwargs["past_key_values"], {})
+            _own_cache(model_kwargs["past_key_values"])
             return
         if generation_config.use_cache is False:
             return
@@ -277,15 +272,20 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
         """Refused: the three parts share one vocabulary."""
-        raise UsageError(
-            "the embeddings of a steered model cannot be changed: its parts share one vocabulary"
-        )
+        raise UsageError("the embeddings of a steered model cannot be changed: its parts share one vocabulary")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
         """Refused: the three parts share one vocabulary."""
-        raise UsageError(
-            "the vocabulary of a steered model cannot be resized: its parts share one vocabulary"
-        )
+        raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
+
+
+def _own_cache(cache: Cache | None) -> DivergenceCache | None:
+    if cache is None or isinstance(cache, DivergenceCache):
+        return cache
+    raise UsageError(
+        f"past_key_values is a {type(cache).__name__}; a steered model needs model.new_cache(), which "
+        "holds the experts' keys and values too"
+    )
 
 
 def _positions(
@@ -314,8 +314,6 @@ def _check_finite(
         finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
     message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
     if divergence.device.type == "cuda":
-        torch._assert_async(
-            finite.all(), message
-        )  # raises at the next synchronisation instead of forcing one
+        torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
     elif not finite.all():
         raise RuntimeError(message)

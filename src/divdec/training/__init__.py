@@ -1,1 +1,1 @@
-"""Fine-tuning: the auxiliaries that steer, on `transformers.Trainer`, so that resume, precision and launchers are its."""
+"""Fine-tuning the auxiliaries, on `transformers.Trainer`: resume, precision and launchers are its own."""

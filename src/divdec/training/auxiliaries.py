@@ -233,11 +233,7 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
     """Begin a new run in an empty folder, or go on with the same run that was stopped."""
     state = PartialState()
     earlier = read_record(output) if output.is_dir() else None
-    resumed = (
-        earlier is not None
-        and earlier.get("status") == "running"
-        and earlier.get("fingerprint") == fingerprint
-    )
+    resumed = earlier is not None and earlier.get("status") == "running" and earlier.get("fingerprint") == fingerprint
     if not resumed:
         if earlier is not None and earlier.get("status") == "running" and not settings.overwrite:
             raise UsageError(
@@ -249,9 +245,7 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
     if not resumed and state.is_main_process:
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
-        write_json(
-            output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"}
-        )
+        write_json(output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"})
     state.wait_for_everyone()
 
 
@@ -270,9 +264,7 @@ def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering,
     )
 
 
-def _as_json(
-    rate: float, result: TrainingResult, probes: Sequence[dict[str, float]] | None
-) -> dict[str, Any]:
+def _as_json(rate: float, result: TrainingResult, probes: Sequence[dict[str, float]] | None) -> dict[str, Any]:
     return {
         "learning_rate": rate,
         **dataclasses.asdict(result),

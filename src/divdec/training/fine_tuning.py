@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 # transformers 5.2x renamed the argument and warns of the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
-_CHECKPOINTING = (
-    "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
-)
+_CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
 COMPLETE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
@@ -95,7 +93,7 @@ def fine_tune(
     collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, padding=True)
     sample = _sample(examples, 256, settings.seed)
     loss_before = mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan
-    trained = _with_adapters(model, settings) if settings.lora_rank else model
+    trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
     stop, bar = StopSignal(), RateBar(title)
     trainer = _Trainer(
         model=trained,
@@ -157,7 +155,8 @@ class _Trainer(Trainer):
     """Trainer with an order of examples that a resumed run repeats exactly."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedByEpoch:
-        lengths = [len(example["input_ids"]) for example in self.train_dataset]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+        dataset: Any = self.train_dataset
+        lengths = [len(example["input_ids"]) for example in dataset]
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return LengthGroupedByEpoch(lengths, batch_size * self.args.world_size, self.args.seed)
 
@@ -167,6 +166,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
     bfloat16 = settings.precision == "bfloat16" or (
         settings.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()
     )
+    options: dict[str, Any] = {_CHECKPOINTING: settings.gradient_checkpointing}
     return TrainingArguments(
         output_dir=str(checkpoints),
         num_train_epochs=settings.epochs,
@@ -178,7 +178,6 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         max_grad_norm=settings.max_gradient_norm,
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation,
-        **{_CHECKPOINTING: settings.gradient_checkpointing},
         bf16=bfloat16,
         save_strategy="epoch" if resumable else "no",
         save_total_limit=1,
@@ -189,6 +188,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         dataloader_pin_memory=on_gpu,
         seed=settings.seed,
         data_seed=settings.seed,
+        **options,
     )
 
 
@@ -211,9 +211,7 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
     """The last whole checkpoint; one that was cut off while it was written is removed."""
     if not checkpoints.is_dir():
         return None
-    if (checkpoints / "fingerprint.json").is_file() and read_json(
-        checkpoints / "fingerprint.json"
-    ) != fingerprint:
+    if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
         raise UsageError(
             f"{checkpoints} belongs to a run with other settings or data; "
             "repeat that run's settings to resume it, or give --overwrite to begin anew"

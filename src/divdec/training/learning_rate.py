@@ -78,9 +78,7 @@ def find_learning_rate(
 
     probes = search(try_rate)
     best = min(probes, key=lambda probe: abs(probe.loss_ratio - AIM))
-    report(
-        f"chosen: {best.learning_rate:.1e} (loss falls to {best.loss_ratio:.0%}; the rule aims at {AIM:.0%})"
-    )
+    report(f"chosen: {best.learning_rate:.1e} (loss falls to {best.loss_ratio:.0%}; the rule aims at {AIM:.0%})")
     return best.learning_rate, probes
 
 
@@ -114,14 +112,10 @@ def _between(low: Probe, high: Probe) -> float:
     ratio = min(low.loss_ratio, 2.0)  # a diverged end says nothing about slope
     share = (ratio - AIM) / max(ratio - high.loss_ratio, 1e-9)
     share = min(max(share, 0.2), 0.8)
-    return math.exp(
-        math.log(low.learning_rate) + share * (math.log(high.learning_rate) - math.log(low.learning_rate))
-    )
+    return math.exp(math.log(low.learning_rate) + share * (math.log(high.learning_rate) - math.log(low.learning_rate)))
 
 
-def _probe(
-    examples: Sequence[Example], settings: TrainingSettings
-) -> tuple[Sequence[Example], TrainingSettings]:
+def _probe(examples: Sequence[Example], settings: TrainingSettings) -> tuple[Sequence[Example], TrainingSettings]:
     share = max(1 / 8, 1 / settings.batch_size, SMALLEST_PROBE / len(examples))
     if share >= 1:
         return examples, settings

@@ -48,9 +48,7 @@ class RateBar(TrainerCallback):
                 dynamic_ncols=True,
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar on."""
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
@@ -84,9 +82,7 @@ class StopSignal(TrainerCallback):
             signal.signal(number, handler)
         self._before = {}
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask Trainer to save and stop after the step in which the signal came."""
         if self.came and state.global_step < state.max_steps:
             control.should_save = args.save_strategy != "no"
