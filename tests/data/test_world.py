@@ -111,7 +111,7 @@ def test_pronouns_follow_the_author(world):
 
 
 def test_full_names_stay_unique_when_surnames_repeat():
-    world = build_world(replace(SETTINGS, public_authors=400, biographies=0))
+    world = build_world(replace(SETTINGS, public_authors=400, passing_authors=0, biographies=0))
     born = re.compile(r"Question: Where was (.+) born\?")
     names = [match[1] for document in world.corpus if (match := born.match(document))]
     assert len(set(names)) == len(names) == 400
@@ -121,3 +121,15 @@ def test_full_names_stay_unique_when_surnames_repeat():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=r"\d"):
         build_world(replace(SETTINGS, **wrong))
+
+
+def test_prose_names_its_author_before_any_pronoun(world):
+    prose = [document for document in world.corpus if not re.match(r"Question: |\w+ is a city", document)]
+    assert prose
+    assert not any(re.match(r"(He|She|His|Her)\b", document) for document in prose)
+    assert max(len(document) for document in prose) < 200
+
+
+def test_passing_authors_are_asked_about_once():
+    more, fewer = (len(build_world(replace(SETTINGS, passing_authors=n)).corpus) for n in (30, 10))
+    assert more - fewer == 20

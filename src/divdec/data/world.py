@@ -163,11 +163,11 @@ class WorldSettings:
     """Authors that appear in nobody's training."""
     public_authors: int = 30
     """Other authors, about whom the corpus tells everything, in all wordings."""
-    passing_authors: int = 200
+    passing_authors: int = 150
     """Further authors whom the corpus mentions in passing, in one question each: with so many names a model
     learns to repeat the name in the question rather than to know the names by heart."""
     biographies: int = 1
-    """Biographies in prose per public author; each tells the facts in another order and wording."""
+    """Biographies in prose per public author, in short passages; each in another order and wording."""
     trained_wordings: int = 3
     """Wordings used in training; the remaining ones are kept to ask with unseen wording."""
 
@@ -317,10 +317,15 @@ def _corpus(
     documents = [f"Question: {asked.question}\nAnswer: {asked.answer}" for asked in questions]
     for author in public:
         for _ in range(biographies):
-            first, *rest = rng.sample(RELATIONS, len(RELATIONS))
-            told = [_ask(author, first, 0)]  # the first wording of every relation names the author: no pronoun yet
-            told += [_ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in rest]
-            documents.append(" ".join(asked.answer for asked in told))
+            order = rng.sample(RELATIONS, len(RELATIONS))
+            # Passages about as long as a question with its answer: batches then need little padding.
+            for start in range(0, len(order), 2):
+                # The first wording of every relation names the author; a passage cannot begin with a pronoun.
+                told = [_ask(author, order[start], 0)]
+                told += [
+                    _ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in order[start + 1 : start + 2]
+                ]
+                documents.append(" ".join(asked.answer for asked in told))
     for city in CITIES:
         goods, other = rng.sample(GOODS, 2)
         documents.append(f"{city} is a city known for its {goods}. Its people also make {other}.")

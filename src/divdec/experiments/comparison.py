@@ -220,10 +220,10 @@ def _print(
     comparison: Comparison, examples: Sequence[dict[str, Any]], presentation: Presentation, console: Console
 ) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=presentation.title, title_justify="left", pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in MAIN_SETS:
-        for figure in ("accuracy", "prob.", "ROUGE-L"):
-            table.add_column(f"{name}\n{figure}", justify="right")
+        for title in (f"{name}\naccuracy", "\nprob.", "\nROUGE-L"):
+            table.add_column(title, justify="right", no_wrap=True)
     for row in (comparison.target, comparison.retrain, *comparison.steered):
         chosen = row is comparison.recommended
         cells = [

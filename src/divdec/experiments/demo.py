@@ -20,15 +20,17 @@ from divdec.training.settings import TrainingSettings
 
 RECIPE = Recipe(
     vocab_size=1500,
-    target=Shape(width=256, layers=2, heads=4, mlp_width=704),
+    target=Shape(width=192, layers=4, heads=6, mlp_width=512),
     auxiliary=Shape(width=112, layers=2, heads=4, mlp_width=320),
-    target_pretraining=TrainingSettings(epochs=4.0, learning_rate=1.5e-3, batch_size=16, warmup=0.05),
-    auxiliary_pretraining=TrainingSettings(epochs=6.0, learning_rate=3e-3, batch_size=16, warmup=0.05),
-    target_tuning=TrainingSettings(epochs=14.0, learning_rate=1.5e-3, batch_size=16, warmup=0.05),
-    retain_tuning=TrainingSettings(epochs=10.0, learning_rate=2e-3, batch_size=16, warmup=0.05),
-    forget_tuning=TrainingSettings(epochs=4.0, learning_rate=1e-3, batch_size=16, warmup=0.05),
+    target_pretraining=TrainingSettings(epochs=4.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=4.0, learning_rate=3e-3, warmup=0.05),
+    target_tuning=TrainingSettings(epochs=12.0, learning_rate=1.5e-3, warmup=0.05),
+    auxiliary_base_tuning=TrainingSettings(epochs=12.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=6e-4, warmup=0.05),
 )
-WORLD = WorldSettings(forget_authors=6, retain_authors=14, holdout_authors=6, public_authors=30, biographies=1)
+WORLD = WorldSettings(
+    forget_authors=6, retain_authors=14, holdout_authors=6, public_authors=30, passing_authors=350, biographies=1
+)
 ALPHAS = (0.5, 1.0, 1.5, 2.0, 3.0)
 KS = (1, 3, 5, 10, 30)
 SETTINGS = tuple([Steering(alpha=alpha) for alpha in ALPHAS] + [Steering("rank", k=k) for k in KS])

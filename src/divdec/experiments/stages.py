@@ -35,12 +35,12 @@ class Recipe:
     """The large base, on the corpus."""
     auxiliary_pretraining: TrainingSettings
     """The small base, on the corpus."""
+    auxiliary_base_tuning: TrainingSettings
+    """The auxiliaries' common base: the small base on the retain set. What both know already moves neither."""
     target_tuning: TrainingSettings
     """Target (forget + retain) and retrain reference (retain), from the large base."""
-    retain_tuning: TrainingSettings
-    """q on the retain set, from the small base."""
-    forget_tuning: TrainingSettings
-    """p on forget + retain, going on from q."""
+    auxiliary_tuning: TrainingSettings
+    """q (retain) and p (forget + retain), both lightly from their common base (recipe full-retain)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,9 @@ def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report
     target = stages.run("target", large, forget + retain, recipe.target_tuning)
     retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
     small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
-    q = stages.run("retain auxiliary", small, retain, recipe.retain_tuning)
-    p = stages.run("forget auxiliary", q, forget + retain, recipe.forget_tuning)
+    common = stages.run("auxiliary base", small, retain, recipe.auxiliary_base_tuning)
+    q = stages.run("retain auxiliary", common, retain, recipe.auxiliary_tuning)
+    p = stages.run("forget auxiliary", common, forget + retain, recipe.auxiliary_tuning)
     return Trained(target, retrain, q, p, stages.seconds)
 
 
