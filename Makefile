@@ -1,6 +1,7 @@
 # Two commands set everything up on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+TOFU ?= ../shared/data/tofu
 BIN = $(VENV)/bin
 # The suite runs tests on two processes of one thread each: tiny models gain nothing from more.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -19,7 +20,7 @@ demo: install
 	$(BIN)/divdec demo
 
 tofu-small: install
-	$(BIN)/python benchmarks/tofu_small.py
+	$(BIN)/python benchmarks/tofu_small.py --data $(TOFU)
 
 test: install
 	$(PYTEST) -n 2

@@ -89,7 +89,7 @@ def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, mo
 
     def stops_at_p(*arguments, title, **options):
         if title == "forget auxiliary":
-            raise Interrupted("forget auxiliary was interrupted", resumable=True)
+            raise Interrupted("forget auxiliary was interrupted")
         return fine_tune(*arguments, title=title, **options)
 
     monkeypatch.setattr(auxiliaries, "fine_tune", stops_at_p)

@@ -63,19 +63,15 @@ def interrupted_at(step, monkeypatch, *arguments, **options):
             "_Trainer",
             lambda **given: trainer(**{**given, "callbacks": [*given["callbacks"], StopAt(step)]}),
         )
-        with pytest.raises(Interrupted, match=f"interrupted at step {step + 1}") as stopped:
+        with pytest.raises(Interrupted, match=f"interrupted at step {step + 1}"):
             fine_tune(*arguments, **options)
-    return stopped.value
 
 
 @pytest.mark.parametrize("step", [2, 7, 12])
 def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
     whole, _ = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole")
     folder = tmp_path / "cut"
-    stopped = interrupted_at(
-        step, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut"
-    )
-    assert stopped.resumable
+    interrupted_at(step, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
     # A checkpoint that was cut off while it was written must not be taken up.
     broken = folder / "checkpoints" / "checkpoint-19"
     broken.mkdir()

@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stopped(error: Exception) -> str | None:
     """What to say of a run that was stopped from outside, or None where the program itself has failed."""
-    if getattr(error, "resumable", None) is not None:
-        again = "; the same command goes on from there" if error.resumable else ""  # pyright: ignore[reportAttributeAccessIssue]
-        return f"{error}{again}"
+    # Known by its name: the class lives beside torch, which an error of another verb need not load.
+    if type(error).__name__ == "Interrupted":
+        return f"{error}; the same command goes on from there"
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if full or any(words in str(error).lower() for words in DISK_FULL):
         return "the disk is full; make room and give the same command again: finished parts are kept"

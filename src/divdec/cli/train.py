@@ -25,10 +25,17 @@ class Settings(AuxiliarySettings):
 
 def run(settings: Settings) -> None:
     """Train, then say where the result lies."""
+    from accelerate import PartialState
+
+    from divdec.cli.loading import quiet
     from divdec.training.auxiliaries import train_auxiliaries
+
+    quiet()
 
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(AuxiliarySettings)}
     content = train_auxiliaries(AuxiliarySettings(**given), report=lambda line: print(line, file=sys.stderr))
+    if not PartialState().is_main_process:
+        return
     if settings.json:
         print(json.dumps(content))
     elif content["bundle"]:

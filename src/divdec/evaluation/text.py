@@ -8,7 +8,7 @@ from typing import Any
 
 def rouge_l_recall(answer: str, truth: str) -> float:
     """Share of the true answer's words that the answer has in the same order (TOFU's ROUGE; rouge_score, stemmed)."""
-    return _scorer().score(truth, answer)["rougeL"].recall
+    return float(_scorer().score(truth, answer)["rougeL"].recall)
 
 
 def contains_fact(answer: str, fact: str) -> bool:

@@ -147,7 +147,12 @@ def load_parts(
         check_weights(places[part])
         if verify:
             reference.verify(places[part], part)
-    return config, *(_load_part(part, places[part], config, kwargs) for part in PARTS)  # pyright: ignore[reportReturnType]
+    target, retain, forget = (_load_part(part, places[part], config, kwargs) for part in PARTS)
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        target.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return config, target, retain, forget
 
 
 def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:

@@ -65,6 +65,9 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
         UsageError: something given cannot be used; nothing has then been written.
         Interrupted: Ctrl-C; the same call goes on where it stopped.
     """
+    state = PartialState()
+    if not state.is_main_process:
+        report = _silent  # one process of several speaks for all
     steering = Steering.parse(settings.steering)
     output = Path(settings.output).expanduser()
     base = _resolved(settings.base)
@@ -98,7 +101,6 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
         auxiliaries={RETAIN: retain_result, FORGET: forget_result},
         bundle=str(output / BUNDLE) if settings.target else None,
     )
-    state = PartialState()
     if state.is_main_process:
         if settings.target is not None:
             _write_bundle(settings, output, steering, forget.label)
@@ -183,6 +185,10 @@ class _Run:
                 "epochs": f"{self.settings.epochs:g}",
             }
             write_text(folder / "README.md", auxiliary_card(role, rows))
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def load_for_training(folder: Path) -> PreTrainedModel:

@@ -95,13 +95,19 @@ def fine_tune(
     loss_before = mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
     stop, bar = StopSignal(), RateBar(title)
-    trainer = _Trainer(
-        model=trained,
-        args=_arguments(settings, checkpoints, resumable),
-        train_dataset=[dataclasses.asdict(example) for example in examples],  # pyright: ignore[reportArgumentType]
-        data_collator=collator,
-        callbacks=[stop, bar],
-    )
+    dataset: Any = [dataclasses.asdict(example) for example in examples]
+    try:
+        trainer = _Trainer(
+            model=trained,
+            args=_arguments(settings, checkpoints, resumable),
+            train_dataset=dataset,
+            data_collator=collator,
+            callbacks=[stop, bar],
+        )
+    except (RuntimeError, ValueError) as error:
+        if settings.loggers:  # Trainer's words name the logger that is not known or not installed
+            raise UsageError(f"loggers {', '.join(settings.loggers)}: {error}") from None
+        raise
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if resumable and trainer.is_world_process_zero():
@@ -110,7 +116,7 @@ def fine_tune(
     with stop, bar:
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
     if stop.came:
-        raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}", resumable=resumable)
+        raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
 
     model = trained.merge_and_unload() if settings.lora_rank else model
     model.eval()

@@ -14,10 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 class Interrupted(Exception):
     """A run was stopped by Ctrl-C or a termination signal, after it had saved what it had."""
 
-    def __init__(self, message: str, *, resumable: bool) -> None:
-        super().__init__(message)
-        self.resumable = resumable
-
 
 class RateBar(TrainerCallback):
     """A tqdm bar of steps; tqdm adds the rate and the time left. It is closed however the training ends."""

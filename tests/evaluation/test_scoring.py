@@ -1,0 +1,107 @@
+"""Scores against logits that can be checked by eye, and against the slow way."""
+
+import math
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import reference
+from conftest import make_parts
+from divdec import DivergenceForCausalLM, Steering, UsageError
+from divdec.data.formatting import IGNORED, Example, encode
+from divdec.data.records import Message, Record
+from divdec.evaluation.generation import answers
+from divdec.evaluation.influence import pushed_down
+from divdec.evaluation.scoring import ItemScore, score, score_settings
+from divdec.evaluation.text import contains_fact, rouge_l_recall
+
+EXAMPLES = [
+    Example([5, 9, 200, 31, 7], [IGNORED, IGNORED, 200, 31, 7]),
+    Example([77, 8, 300], [IGNORED, IGNORED, 300]),
+    Example([2, 45, 6, 250, 12, 33, 9], [IGNORED, 45, 6, 250, 12, 33, 9]),
+]
+
+
+class ByEye(torch.nn.Module):
+    """After any token, gives the next id a logit of log 3 and all others 0: probability 3/5 among three tokens."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids, attention_mask):
+        logits = torch.nn.functional.one_hot((input_ids + 1) % 3, 3) * math.log(3)
+        return CausalLMOutputWithPast(logits=logits)
+
+
+def test_scores_by_eye():
+    found = score(ByEye(), [Example([0, 1, 2], [IGNORED, 1, 2]), Example([0, 2], [IGNORED, 2])])
+    assert found[0].log_probabilities == pytest.approx((math.log(3 / 5), math.log(3 / 5)))
+    assert found[0].hits == (True, True)
+    assert found[0].probability == pytest.approx(3 / 5)
+    assert found[1].hits == (False,)
+    assert found[1].loss == pytest.approx(math.log(5))
+    assert ItemScore((0.0, 0.0, 0.0, 0.0), (True, False, True, True)).token_accuracy == 0.75
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_scores_equal_the_slow_way_whatever_the_batch(model, batch_size):
+    found = score(model, EXAMPLES, batch_size=batch_size)
+    for example, item in zip(EXAMPLES, found, strict=True):
+        logits = reference.steered_logits(
+            model.target, model.experts.retain, model.experts.forget, example.input_ids, model.steering
+        ).log_softmax(-1)
+        places = [place for place, label in enumerate(example.labels) if label != IGNORED]
+        expected = [logits[place - 1, example.labels[place]].item() for place in places]
+        assert item.log_probabilities == pytest.approx(expected, abs=1e-5)
+        assert item.hits == tuple(int(logits[place - 1].argmax()) == example.labels[place] for place in places)
+
+
+def test_many_settings_on_one_pass_equal_one_by_one(model):
+    settings = [Steering(alpha=0.5), Steering(alpha=2.0), Steering("rank", k=9, fill="soft")]
+    together = score_settings(model, EXAMPLES, settings)
+    for setting, items in zip(settings, together, strict=True):
+        model.steering = setting
+        for one, other in zip(score(model, EXAMPLES), items, strict=True):
+            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-6)
+    model.steering = "linear:1.5"
+
+
+def test_a_probability_of_zero_is_an_error_that_names_the_item(model):
+    with pytest.raises(UsageError, match=r"item \d: .*soft fill"):
+        score_settings(model, EXAMPLES, [Steering("rank", k=400)])
+
+
+def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
+    records = [
+        Record("", messages=(Message("user", text),)) for text in ("Who?", "Where was Ana Holway born?", "A b c")
+    ]
+    together = answers(model, tokenizer, records, max_new_tokens=6)
+    assert together == [answers(model, tokenizer, [record], max_new_tokens=6)[0] for record in records]
+
+
+def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):
+    prompt, answer = [5, 9, 200], [31, 7, 45]
+    found = pushed_down(model, prompt, answer, most=5)
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad():
+        target = model.target(ids).logits[0, 2:5].softmax(-1)
+        steered = model(ids).logits[0, 2:5].softmax(-1)
+    largest = (target - steered).flatten().topk(5).values.tolist()
+    assert [item.drop for item in found] == pytest.approx(largest, abs=1e-5)
+    for item in found:
+        assert item.given == answer[item.position]
+        assert item.target_probability == pytest.approx(target[item.position, item.token].item(), abs=1e-5)
+
+
+def test_text_metrics_by_eye(tokenizer, world):
+    assert rouge_l_recall("the cat sat", "the cat sat down") == pytest.approx(3 / 4)
+    assert rouge_l_recall("", "a b") == 0
+    assert contains_fact("She was born in Velmora.", "Velmora")
+    assert not contains_fact("She was born in velmora.", "Velmora")
+    example = encode(Record("Ana."), tokenizer)
+    assert example.labels

@@ -1,0 +1,91 @@
+"""The demo cut to a few steps in the default suite; the whole of it, with its promises, in the slow one."""
+
+import dataclasses
+import json
+import re
+import time
+
+import pytest
+
+from divdec import DivergenceForCausalLM
+from divdec.experiments import demo
+from divdec.experiments.measure import GAP_AIM, RETAIN_AIM
+from divdec.experiments.small_models import Shape
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """The demo with models of some thousand parameters that train for a step or two."""
+    brief = TrainingSettings(epochs=0.1, learning_rate=1e-3, batch_size=32)
+    stages = [field.name for field in dataclasses.fields(demo.Recipe) if field.type == "TrainingSettings"]
+    assert len(stages) == 5
+    recipe = demo.Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(stages, brief))
+    monkeypatch.setattr(demo, "RECIPE", recipe)
+    world = dataclasses.replace(demo.WORLD, forget_authors=1, retain_authors=2, holdout_authors=1, public_authors=5)
+    monkeypatch.setattr(demo, "WORLD", dataclasses.replace(world, passing_authors=5))
+    monkeypatch.setattr(demo, "SETTINGS", (Steering(alpha=0.5), Steering(alpha=2.0), Steering("rank", k=3)))
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+
+
+def test_it_writes_what_it_promises(quick, tmp_path, capsys):
+    from divdec.cli import main
+
+    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "report", "bundle"} <= set(result)
+    for name in ("target", "retrain", "linear", "rank", "recommended"):
+        for kind in ("forget", "retain", "holdout", "forget_reworded", "retain_reworded"):
+            for figure in ("accuracy", "probability", "rouge"):
+                assert 0 <= result[name][f"{kind}_{figure}"] <= 1
+    assert (result["target"]["setting"], result["retrain"]["setting"]) == (None, None)
+    assert result["rank"]["setting"] == "rank:3"
+    assert [row["setting"] for row in result["sweep"]] == ["linear:0.5", "linear:2", "rank:3"]
+    assert "ROUGE-L" in output.err
+    model = DivergenceForCausalLM.from_pretrained(result["bundle"])
+    assert str(model.steering) == result["recommended"]["setting"]
+    assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
+    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
+    again = capsys.readouterr()
+    assert "target: in the cache" in again.err
+    timeless = [{k: v for k, v in r.items() if "seconds" not in k} for r in (result, json.loads(again.out))]
+    assert timeless[0] == timeless[1]
+
+
+def assert_one_file(page, result):
+    """The report needs no network, shows every setting, and holds the plot."""
+    assert page.count("<svg") == 1
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+    assert "<script" not in page
+    for row in result["sweep"]:
+        assert row["setting"] in page
+
+
+def test_an_output_folder_with_other_files_is_left_alone(quick, tmp_path, capsys):
+    from divdec.cli import main
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    assert main(["demo", "--output", str(tmp_path / "mine")]) == 2
+    assert "not an earlier result" in capsys.readouterr().err
+
+
+def test_another_seed_is_another_world(quick, tmp_path):
+    one, other = (demo.run_demo(seed, tmp_path / str(seed), quiet=True) for seed in (0, 1))
+    assert one["target"] != other["target"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_keeps_its_promises(seed, tmp_path, monkeypatch):
+    """At least 85 % of the gap closed, at least 95 % of the retain accuracy kept, at every seed."""
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    started = time.perf_counter()
+    result = demo.run_demo(seed, tmp_path / "out", quiet=True)
+    print(f"seed {seed}: {result['recommended']}, {time.perf_counter() - started:.0f} s")
+    assert result["target"]["forget_accuracy"] > 0.9
+    assert result["retrain"]["forget_accuracy"] < 0.2
+    assert result["recommended"]["gap_closed"] >= GAP_AIM
+    assert result["recommended"]["retain_kept"] >= RETAIN_AIM
