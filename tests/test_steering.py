@@ -141,6 +141,8 @@ def test_a_bitmap_of_a_large_vocabulary_is_small():
     [
         ("sideways:1", "unknown|accepted"),
         ("linear:much", "not a number"),
+        ("linear:1_5", "not a number"),
+        ("rank:1_5", "whole number"),
         ("linear:nan", "finite"),
         ("linear:inf", "finite"),
         ("linear:-1", "--allow-negative"),
@@ -158,6 +160,14 @@ def test_a_bitmap_of_a_large_vocabulary_is_small():
 def test_bad_settings_say_what_is_accepted(given, said):
     with pytest.raises(UsageError, match=said):
         Steering.parse(given)
+
+
+def test_a_revised_setting_keeps_the_eligible_vocabulary():
+    steering = Steering("rank", k=2, vocabulary=(1, 5, 9))
+    assert steering.revised("linear:2") == Steering(alpha=2.0, vocabulary=(1, 5, 9))
+    assert steering.revised("linear:2").revised("rank:1") == Steering("rank", k=1, vocabulary=(1, 5, 9))
+    with pytest.raises(UsageError):
+        steering.revised("linear:-2")
 
 
 def test_a_negative_alpha_must_be_meant():

@@ -159,6 +159,14 @@ class Steering:
             return cls(rule="rank", k=_whole_number(values[0], given), fill=fill)
         raise UsageError(f"steering is {given!r}; {ACCEPTED}")
 
+    def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
+        """Another rule or strength, read from a string, with this setting's eligible vocabulary.
+
+        Raises:
+            UsageError: see `parse`.
+        """
+        return dataclasses.replace(Steering.parse(text, allow_negative=allow_negative), vocabulary=self.vocabulary)
+
     def __str__(self) -> str:
         if self.rule == "linear":
             return f"linear:{self.alpha:g}"
@@ -230,14 +238,14 @@ class Steering:
 
 def _number(text: str, given: str) -> float:
     try:
-        return float(text)
+        return float(text.replace("_", "?"))  # Python reads 1_5 as 15, which nobody means here
     except ValueError:
         raise UsageError(f"alpha in {given!r} is not a number; {ACCEPTED}") from None
 
 
 def _whole_number(text: str, given: str) -> int:
     try:
-        return int(text)
+        return int(text.replace("_", "?"))
     except ValueError:
         raise UsageError(f"k in {given!r} is not a whole number; {ACCEPTED}") from None
 

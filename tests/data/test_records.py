@@ -29,6 +29,11 @@ def test_kinds_are_recognised_in_lines_and_lists(tmp_path, kind, layout):
     assert found.name == file.stem
 
 
+def test_line_separators_inside_strings_are_text(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one\u2028two\x85three"}\r\n{"text": "four"}\r\n')
+    assert [record.answer for record in read_records(tmp_path / "x.jsonl")] == ["one\u2028two\x85three", "four"]
+
+
 def test_the_hash_is_of_the_content_not_of_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(QA))
     (tmp_path / "b.json").write_text(json.dumps([row | {"id": 3} for row in QA], indent=1))

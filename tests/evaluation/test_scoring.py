@@ -28,7 +28,7 @@ class ByEye(torch.nn.Module):
 
     device = torch.device("cpu")
 
-    def forward(self, input_ids, attention_mask):
+    def forward(self, input_ids, attention_mask, use_cache):
         logits = torch.nn.functional.one_hot((input_ids + 1) % 3, 3) * math.log(3)
         return CausalLMOutputWithPast(logits=logits)
 

@@ -19,13 +19,17 @@ def test_gap_and_kept_by_hand():
     assert gap_closed(row(0.5, 0.8), RETRAIN, TARGET) == 0.0
 
 
-def test_the_mildest_setting_that_forgets_as_much_is_recommended():
-    rows = [row(0.5, 0.8, "a"), row(0.11, 0.8, "b"), row(0.10, 0.79, "c"), row(0.0, 0.5, "d")]
-    assert recommend(rows, TARGET).setting == "b"  # c is no better within the slack, d loses what is to be kept
+def test_the_mildest_setting_that_knows_no_more_than_q_is_recommended():
+    rows = [row(0.5, 0.8, "a"), row(0.11, 0.8, "b"), row(0.05, 0.79, "c"), row(0.0, 0.5, "d")]
+    q = row(0.1, 0.8, model="retain auxiliary")
+    assert recommend(rows, TARGET, q).setting == "b"  # c goes further than q, d loses what is to be kept
+    q = row(0.0, 0.8, model="retain auxiliary")
+    assert recommend(rows, TARGET, q).setting == "c"  # none reaches q: the one that forgets most of those that keep
 
 
 def test_if_nothing_keeps_enough_the_setting_that_keeps_most_is_taken():
-    assert recommend([row(0.0, 0.2, "a"), row(0.3, 0.5, "b")], TARGET).setting == "b"
+    rows = [row(0.0, 0.2, "a"), row(0.3, 0.5, "b")]
+    assert recommend(rows, TARGET, row(0.1, 0.8)).setting == "b"
 
 
 def test_flat_names():

@@ -74,6 +74,18 @@ def test_cached_equals_uncached(steered):
     assert cache.check_length() == 9
 
 
+def test_a_loop_of_ones_own_gets_a_cache_unasked(steered):
+    (expected,) = generate(steered, PROMPTS[:1])
+    ids, cache, answer = torch.tensor([PROMPTS[0]]), None, []
+    with torch.no_grad():
+        for _ in range(len(trimmed(expected))):
+            output = steered(input_ids=ids, past_key_values=cache)
+            ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            answer.append(ids.item())
+    assert answer == trimmed(expected)
+    assert steered(input_ids=ids, use_cache=False).past_key_values is None
+
+
 def test_only_the_last_positions_are_the_same_as_all(steered):
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
@@ -224,6 +236,12 @@ def test_the_rule_can_be_looked_at_and_changed(steered):
     assert trimmed(generate(steered, PROMPTS)[0]) == alone[0, 4:].tolist()
     assert generate(steered, PROMPTS) != before
     assert steered.config.steering["alpha"] == 0
+    steered.steering = Steering("rank", k=2, vocabulary=(3, 5, 9))
+    steered.steering = "rank:1"
+    assert steered.steering.vocabulary == (3, 5, 9)
+    with pytest.raises(UsageError, match="3 eligible tokens"):
+        steered.steering = "rank:3"
+    steered.steering = Steering(alpha=0.0)
     with pytest.raises(UsageError, match="between 1 and 511"):
         steered.steering = "rank:512"
     assert str(steered.steering) == "linear:0"

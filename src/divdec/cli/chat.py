@@ -81,12 +81,7 @@ class Conversation:
         return True
 
     def _steer(self, text: str) -> None:
-        from divdec.steering import Steering
-
-        steering = Steering.parse(text, allow_negative=self.settings.allow_negative)
-        if steering.rule == "rank":
-            steering = dataclasses.replace(steering, vocabulary=self.model.steering.vocabulary)
-        self.model.steering = steering
+        self.model.steering = self.model.steering.revised(text, allow_negative=self.settings.allow_negative)
         print(f"steering {self.model.steering}")
 
     def _answer(self, line: str) -> None:

@@ -29,7 +29,7 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
     if settings.steering is not None:
         steering = Steering.parse(settings.steering, allow_negative=settings.allow_negative)
     folder = find_bundle(settings.bundle)
-    if steering is not None and steering.rule == "rank":
+    if steering is not None:
         # The eligible vocabulary belongs to the bundle, not to the strength.
         stored = Steering.from_dict(read_config(folder).steering or {})
         steering = dataclasses.replace(steering, vocabulary=stored.vocabulary)

@@ -227,7 +227,8 @@ def json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{name} is not readable JSON ({error})") from None
         yield from ((f"{name}, item {number}", value) for number, value in enumerate(values, start=1))
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    # Not splitlines(): JSON strings may hold other line separators as they are.
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{name}, line {number}"

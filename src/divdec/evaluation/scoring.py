@@ -73,6 +73,7 @@ def score(
             logits = model(
                 input_ids=batch["input_ids"].to(model.device),
                 attention_mask=batch["attention_mask"].to(model.device),
+                use_cache=False,
             ).logits
             _read(logits, batch["labels"], places, scores)
     return [scores[place] for place in range(len(examples))]

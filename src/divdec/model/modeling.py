@@ -34,7 +34,8 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     Attributes:
         target: the model that is steered, P. What it answers alone is unsteered.
         experts: what gives the divergence; `experts.retain` is q and `experts.forget` is p in a neural pair.
-        steering: the rule; assign a `Steering` or a string such as 'rank:20' to change it.
+        steering: the rule; assign a `Steering`, or a string such as 'rank:20', which leaves the eligible
+            vocabulary as it is.
     """
 
     config_class = DivergenceConfig
@@ -59,7 +60,8 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.experts = experts
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self.steering = Steering.from_dict(config.steering)
+        self._steering = Steering.from_dict(config.steering)
+        self.steering = self._steering
         self.post_init()
 
     @classmethod
@@ -101,7 +103,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
-            steering: use this rule instead of the bundle's.
+            steering: use this rule instead of the bundle's; a string keeps the bundle's eligible vocabulary.
             **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may also be mappings from
                 'target', 'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries) to a value each.
@@ -112,10 +114,10 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         from divdec.model.bundle import load_parts
 
         config, target, retain, forget = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
-        if steering is not None:
-            config.steering = Steering.parse(steering).to_dict()
         model = cls(config, target, NeuralPair(retain, forget)).eval()
         model.name_or_path = str(pretrained_model_name_or_path)
+        if steering is not None:
+            model.steering = steering
         return model
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -136,7 +138,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     @steering.setter
     def steering(self, value: Steering | str | dict[str, Any]) -> None:
-        steering = Steering.parse(value)
+        steering = self._steering.revised(value) if isinstance(value, str) else Steering.parse(value)
         steering.check_vocabulary(self.vocab_size)
         self._steering = steering
         self._eligible = steering.eligible(self.vocab_size)
@@ -165,7 +167,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: derived from the mask where they are not given, so that padding never shifts a token.
             past_key_values: a `DivergenceCache`, or None.
             labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
-            use_cache: make and return a cache when none is given; off by default.
+            use_cache: make and return a cache when none is given; on by default, as for any transformers model.
             logits_to_keep: number of positions to return, from the end; 0 returns all.
             **kwargs: `return_dict` and what the loss takes (`num_items_in_batch`); nothing else has a meaning here.
 
@@ -176,7 +178,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         self._refuse(input_ids, kwargs)
         assert input_ids is not None
         cache = _own_cache(past_key_values)
-        if cache is None and use_cache:
+        if cache is None and (use_cache or use_cache is None):
             cache = self.new_cache()
         target_logits, divergence = self.components(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         logits = self._steer(target_logits, divergence)
