@@ -3,8 +3,9 @@ import pytest
 from divdec.experiments.measure import Figures, Row, gap_closed, recommend, retain_kept
 
 
-def row(forget, retain, setting=None, model="linear"):
-    figures = {"forget": Figures(0.0, forget, 0.0), "retain": Figures(0.0, retain, 0.0)}
+def row(forget, retain, setting=None, model="linear", holdout=0.1):
+    accuracies = {"forget": forget, "retain": retain, "holdout": holdout}
+    figures = {name: Figures(0.0, accuracy, 0.0) for name, accuracy in accuracies.items()}
     return Row(model, setting, figures, {})
 
 
@@ -19,17 +20,16 @@ def test_gap_and_kept_by_hand():
     assert gap_closed(row(0.5, 0.8), RETRAIN, TARGET) == 0.0
 
 
-def test_the_mildest_setting_that_knows_no_more_than_q_is_recommended():
+def test_the_mildest_setting_that_only_guesses_is_recommended():
     rows = [row(0.5, 0.8, "a"), row(0.11, 0.8, "b"), row(0.05, 0.79, "c"), row(0.0, 0.5, "d")]
-    q = row(0.1, 0.8, model="retain auxiliary")
-    assert recommend(rows, TARGET, q).setting == "b"  # c goes further than q, d loses what is to be kept
-    q = row(0.0, 0.8, model="retain auxiliary")
-    assert recommend(rows, TARGET, q).setting == "c"  # none reaches q: the one that forgets most of those that keep
+    assert recommend(rows, TARGET).setting == "b"  # c goes further than guessing, d loses what is to be kept
+    target = row(0.9, 0.8, holdout=0.0)
+    assert recommend(rows, target).setting == "c"  # none comes so low: of those that keep, the one that forgets most
 
 
 def test_if_nothing_keeps_enough_the_setting_that_keeps_most_is_taken():
     rows = [row(0.0, 0.2, "a"), row(0.3, 0.5, "b")]
-    assert recommend(rows, TARGET, row(0.1, 0.8)).setting == "b"
+    assert recommend(rows, TARGET).setting == "b"
 
 
 def test_flat_names():

@@ -53,8 +53,6 @@ class Comparison:
 
     target: Row
     retrain: Row
-    q: Row
-    """The retain auxiliary alone: what the choice of a setting is held against."""
     steered: list[Row]
     recommended: Row
 
@@ -70,7 +68,7 @@ class Comparison:
 
     def best(self, rule: str) -> Row:
         """The setting of one rule that would be recommended if there were only this rule."""
-        return recommend([row for row in self.steered if row.model == rule], self.target, self.q)
+        return recommend([row for row in self.steered if row.model == rule], self.target)
 
 
 def compare(
@@ -85,7 +83,7 @@ def compare(
 
     Args:
         trained: where the models lie.
-        sets: what is asked; 'forget' and 'retain' must be among them.
+        sets: what is asked; 'forget', 'retain' and 'holdout' must be among them.
         settings: what to steer with: the linear rule before the rank rule, mild before strong.
         form: how questions are laid out.
         max_new_tokens: longest answer.
@@ -99,16 +97,14 @@ def compare(
         AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
         for folder in (trained.target, trained.retrain, trained.retain_auxiliary, trained.forget_auxiliary)
     )
-    with tqdm(total=3 + len(settings), desc=f"{'measuring':<17}", unit="setting", dynamic_ncols=True) as bar:
+    with tqdm(total=2 + len(settings), desc=f"{'measuring':<17}", unit="setting", dynamic_ncols=True) as bar:
         target_row = bench.plain("target", target)
         bar.update()
         retrain_row = bench.plain("retrain", retrain)
         bar.update()
-        q_row = bench.plain("retain auxiliary", retain)
-        bar.update()
         model = DivergenceForCausalLM.from_parts(target, retain, forget)
         rows = bench.steered(model, settings, lambda _: bar.update())
-    return Comparison(target_row, retrain_row, q_row, rows, recommend(rows, target_row, q_row))
+    return Comparison(target_row, retrain_row, rows, recommend(rows, target_row))
 
 
 def present(
@@ -166,7 +162,6 @@ def present(
     result = {
         "target": comparison.target.to_dict(),
         "retrain": comparison.retrain.to_dict(),
-        "retain_auxiliary": comparison.q.to_dict(),
         "linear": comparison.best("linear").to_dict(),
         "rank": comparison.best("rank").to_dict(),
         "recommended": {

@@ -148,25 +148,24 @@ def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[s
     )
 
 
-def recommend(rows: Sequence[Row], target: Row, q: Row, keep: float = 0.97, slack: float = 0.02) -> Row:
-    """The mildest setting that knows no more of the forget set than q, which has never seen it.
+def recommend(rows: Sequence[Row], target: Row, keep: float = 0.97, slack: float = 0.02) -> Row:
+    """The mildest setting that knows no more of the forget set than the target knows of what it has never seen.
 
-    No retrained model is looked at, so the choice can be made where there is none. Going further than q would
-    over-unlearn: a model that has not seen something still guesses. Of the settings that keep `keep` of the target's
-    retain accuracy, the first in the order of `rows` is taken, which list the linear rule before the rank rule and mild
-    before strong. If none forgets as much, the one that forgets most is taken; if none keeps as much, the one that
-    keeps most.
+    No retrained model is looked at, so the choice can be made where there is none: the target's own accuracy on the
+    holdout set says how well it guesses. Going below that would over-unlearn. Of the settings that keep `keep` of the
+    target's retain accuracy, the first in the order of `rows` is taken, which list the linear rule before the rank
+    rule and mild before strong. If none forgets as much, the one that forgets most is taken; if none keeps as much,
+    the one that keeps most.
 
     Args:
         rows: steered settings, the mildest first.
         target: the unsteered target's row.
-        q: the row of the retain auxiliary alone.
         keep: least share of the target's retain accuracy.
-        slack: difference in forget accuracy that counts as none.
+        slack: difference in accuracy that counts as none.
     """
     kept = [row for row in rows if retain_kept(row, target) >= keep]
     if not kept:
         return max(rows, key=lambda row: retain_kept(row, target))
-    reference = q.figures["forget"].accuracy + slack
-    forgotten = (row for row in kept if row.figures["forget"].accuracy <= reference)
+    guessing = target.figures["holdout"].accuracy + slack
+    forgotten = (row for row in kept if row.figures["forget"].accuracy <= guessing)
     return next(forgotten, min(kept, key=lambda row: row.figures["forget"].accuracy))
