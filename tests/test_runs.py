@@ -8,6 +8,10 @@ from divdec import UsageError
 from divdec.runs import check_output, output_folder, record, settings_hash, write_json, write_text
 
 
+def _is_run(folder):
+    return (folder / "run.json").is_file()
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with output_folder(tmp_path / "a" / "out") as folder:
         (folder / "file").write_text("x")
@@ -22,11 +26,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_a_failed_replacement_leaves_the_earlier_result(tmp_path):
     with output_folder(tmp_path / "out") as folder:
         write_json(folder / "run.json", 1)
-    with pytest.raises(RuntimeError), output_folder(tmp_path / "out", overwrite=True) as folder:
+    with pytest.raises(RuntimeError), output_folder(tmp_path / "out", overwrite=True, ours=_is_run) as folder:
         write_json(folder / "run.json", 2)
         raise RuntimeError
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == 1
-    with output_folder(tmp_path / "out", overwrite=True) as folder:
+    with output_folder(tmp_path / "out", overwrite=True, ours=_is_run) as folder:
         write_json(folder / "run.json", 3)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == 3
     assert os.listdir(tmp_path) == ["out"]
@@ -47,7 +51,7 @@ def test_files_keep_the_users_permissions(tmp_path):
 def test_a_file_where_a_folder_should_be(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
-        check_output(tmp_path / "file", overwrite=True)
+        check_output(tmp_path / "file", overwrite=True, ours=lambda folder: True)
 
 
 def test_a_record_says_what_decided_the_figures():

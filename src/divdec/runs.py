@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -113,24 +113,25 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def check_output(folder: Path, overwrite: bool, ours: tuple[str, ...] = (RECORD, "config.json")) -> None:
+def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) -> None:
     """Refuse an output folder that would lose somebody's files.
 
     Args:
         folder: where the result shall lie.
         overwrite: whether an earlier result there may be replaced.
-        ours: names of files of which one at least must be there before a folder counts as an earlier result.
+        ours: whether a folder is such an earlier result.
 
     Raises:
-        UsageError: it is a file, is not empty without `overwrite`, or holds nothing that we wrote.
+        UsageError: it or a folder above it is a file, it is not empty without `overwrite`, or it is not ours.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"output {folder} is a file; give the name of a folder")
+    for place in (folder, *folder.absolute().parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"output {folder} cannot be made: {place} is a file; give the name of a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not overwrite:
         raise UsageError(f"output folder {folder} is not empty; give --overwrite to replace it, or another name")
-    if not any((folder / name).is_file() for name in ours):
+    if not ours(folder):
         raise UsageError(
             f"output folder {folder} holds files that are not an earlier result of divdec; "
             "it is not replaced: empty it yourself or give another name"
@@ -138,12 +139,15 @@ def check_output(folder: Path, overwrite: bool, ours: tuple[str, ...] = (RECORD,
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def output_folder(
+    folder: Path, overwrite: bool = False, ours: Callable[[Path], bool] = lambda folder: False
+) -> Iterator[Path]:
     """A folder that appears under its name only when the work inside the `with` block has succeeded.
 
     Args:
         folder: the final name.
         overwrite: whether an earlier result under that name may be replaced.
+        ours: whether a folder is such an earlier result; by default none is.
 
     Yields:
         A temporary folder beside it, to write into; it is renamed at the end, or removed after an error.
@@ -151,8 +155,8 @@ def output_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         UsageError: see `check_output`.
     """
-    check_output(folder, overwrite)
-    folder = folder.absolute()
+    folder = folder.resolve()  # a link stays, and what it points to is replaced
+    check_output(folder, overwrite, ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -175,11 +179,6 @@ def cache_folder() -> Path:
     if given := os.environ.get("DIVDEC_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "divdec"
-
-
-def as_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run's record holds."""
-    return dict(record.get("settings") or {})
 
 
 def _umask() -> int:

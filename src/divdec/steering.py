@@ -20,6 +20,7 @@ from divdec.errors import UsageError
 
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
+LARGEST_ALPHA = 1000.0  # beyond it logits overflow, or somebody mistyped
 ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
 
 
@@ -124,6 +125,8 @@ class Steering:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
         if not math.isfinite(self.alpha):
             raise UsageError(f"alpha is {self.alpha!r}; accepted: a finite number")
+        if abs(self.alpha) > LARGEST_ALPHA:
+            raise UsageError(f"alpha is {self.alpha:g}; accepted: at most {LARGEST_ALPHA:g}")
         if self.alpha < 0 and not self.allow_negative:
             raise UsageError(
                 f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
@@ -192,10 +195,14 @@ class Steering:
         for name, kind, accepted in (("alpha", int | float, "a number"), ("k", int, "a whole number")):
             if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
                 raise UsageError(f"steering has {name} {values[name]!r}; accepted: {accepted}")
+        if not isinstance(values.get("allow_negative", False), bool):
+            raise UsageError(f"steering has allow_negative {values['allow_negative']!r}; accepted: true, false")
         vocabulary = values.get("vocabulary")
         if isinstance(vocabulary, str):
             values["vocabulary"] = _from_bitmap(vocabulary)
         elif vocabulary is not None:
+            if not isinstance(vocabulary, list | tuple) or not all(type(token) is int for token in vocabulary):
+                raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
             values["vocabulary"] = tuple(vocabulary)
         return cls(**values)
 
@@ -205,14 +212,13 @@ class Steering:
         Raises:
             UsageError: k is out of range, or an eligible token id lies beyond the vocabulary.
         """
-        if self.rule != "rank":
-            return
         if self.vocabulary is not None and self.vocabulary[-1] >= vocab_size:
             raise UsageError(
                 f"the eligible vocabulary names token {self.vocabulary[-1]}, "
                 f"but the model's vocabulary has only {vocab_size} tokens"
             )
-        check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
+        if self.rule == "rank":
+            check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     def eligible(self, vocab_size: int) -> Bool[Tensor, " vocab"] | None:
         """The eligible vocabulary as a mask over token ids, or None where every token is eligible."""

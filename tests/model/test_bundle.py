@@ -108,6 +108,21 @@ def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 
+def test_save_pretrained_takes_what_trainer_gives(bundle, tmp_path):
+    """Trainer saves a state dict of the whole model, on the main process of several only."""
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+    model.save_pretrained(tmp_path / "saved", state_dict=state)
+    model.load_state_dict(state)
+    assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(tmp_path / "saved")), logits_of(model))
+    for option in ({"push_to_hub": True}, {"safe_serialization": False}):
+        with pytest.raises(UsageError):
+            model.save_pretrained(tmp_path / "refused", **option)
+    assert not (tmp_path / "refused").exists()
+
+
 def test_dtype_and_device_by_part(bundle):
     model = DivergenceForCausalLM.from_pretrained(
         bundle,
@@ -218,6 +233,27 @@ class TestRefuses:
                 write(own_checkpoints, output, overwrite=overwrite)
         assert (output / "thesis.txt").read_text() == "years of work"
 
+    def test_an_output_folder_that_holds_a_part(self, own_checkpoints, tmp_path):
+        write(own_checkpoints, tmp_path / "bundle")
+        shutil.move(own_checkpoints, tmp_path / "bundle" / "models")
+        with pytest.raises(UsageError, match="one within the other"):
+            write(tmp_path / "bundle" / "models", tmp_path / "bundle", overwrite=True)
+        with pytest.raises(UsageError, match="one within the other"):
+            write(tmp_path / "bundle" / "models", tmp_path / "bundle" / "models" / "target" / "bundle")
+        assert (tmp_path / "bundle" / "models" / "target" / "model.safetensors").is_file()
+        assert not (tmp_path / "bundle" / "models" / "target" / "bundle").exists()
+
+    def test_a_checkpoint_is_not_an_earlier_bundle(self, own_checkpoints, tmp_path):
+        shutil.copytree(own_checkpoints / "target", tmp_path / "precious")
+        with pytest.raises(UsageError, match="not an earlier result"):
+            write(own_checkpoints, tmp_path / "precious", overwrite=True)
+        assert (tmp_path / "precious" / "model.safetensors").is_file()
+
+    def test_one_model_as_both_auxiliaries(self, own_checkpoints, tmp_path):
+        shutil.rmtree(own_checkpoints / "forget")
+        shutil.copytree(own_checkpoints / "retain", own_checkpoints / "forget")
+        self.refused(own_checkpoints, tmp_path, "their divergence is zero")
+
     def test_overwrite_replaces_an_earlier_bundle(self, own_checkpoints, tmp_path):
         write(own_checkpoints, tmp_path / "bundle")
         with pytest.raises(UsageError, match="--overwrite"):
@@ -285,8 +321,59 @@ class TestLoadingRefuses:
 
     def test_a_narrower_auxiliary_without_verification(self, bundle, own_checkpoints):
         tiny_model("llama", 500, 1).save_pretrained(own_checkpoints / "retain")
-        with pytest.raises(UsageError, match="500 logits"):
+        with pytest.raises(UsageError, match="512 tokens, that of its three parts 500"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_digests_that_were_removed(self, bundle):
+        config = json.loads((bundle / "config.json").read_text())
+        del config["forget_auxiliary"]["sha256"]
+        (bundle / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match="holds no digests"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
+    @pytest.mark.parametrize("size", [511, 0, True])
+    def test_another_vocabulary_size(self, bundle, size):
+        config = json.loads((bundle / "config.json").read_text())
+        config["vocab_size"] = size
+        (bundle / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match="write the bundle again"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
+    def test_one_auxiliary_named_twice(self, bundle):
+        config = json.loads((bundle / "config.json").read_text())
+        config["forget_auxiliary"] = config["retain_auxiliary"]
+        (bundle / "config.json").write_text(json.dumps(config))
+        for verify in (True, False):
+            with pytest.raises(UsageError, match="nothing would be forgotten"):
+                DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
+
+    @pytest.mark.parametrize("part", ["target", "retain", "forget"])
+    def test_weights_that_would_be_random(self, bundle, own_checkpoints, part):
+        weights = own_checkpoints / part / "model.safetensors"
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+        with pytest.raises(UsageError, match=r"lacks the weights model\.norm\.weight"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_weights_of_another_shape(self, bundle, own_checkpoints):
+        weights = own_checkpoints / "retain" / "model.safetensors"
+        tensors = load_file(weights)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+        save_file(tensors, weights, metadata={"format": "pt"})
+        with pytest.raises(UsageError, match="retain_auxiliary"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_shards_outside_the_folder(self, bundle, own_checkpoints):
+        index = {"weight_map": {"model.norm.weight": "../target/model.safetensors"}}
+        (own_checkpoints / "retain" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UsageError, match="outside the folder"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    @pytest.mark.parametrize("option", [{"subfolder": "target"}, {"output_loading_info": True}])
+    def test_options_of_a_single_checkpoint(self, bundle, option):
+        with pytest.raises(UsageError, match="no meaning for a bundle"):
+            DivergenceForCausalLM.from_pretrained(bundle, **option)
 
     def test_a_plain_checkpoint(self, checkpoints):
         with pytest.raises(UsageError, match="plain llama checkpoint"):

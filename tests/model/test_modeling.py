@@ -291,7 +291,7 @@ class TestFailsClosed:
 
     @pytest.mark.parametrize("option", [{"output_hidden_states": True}, {"output_attentions": True}])
     def test_hidden_states_of_the_target(self, steered, option):
-        with pytest.raises(UsageError, match="bypass the experts"):
+        with pytest.raises(UsageError, match="not offered by a steered model"):
             steered(input_ids=torch.tensor([PROMPTS[0]]), **option)
 
     def test_embeddings_that_the_experts_cannot_see(self, steered):
@@ -323,6 +323,65 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="from_pretrained"):
             DivergenceForCausalLM(steered.config)
 
-    def test_a_mask_that_is_too_short(self, steered):
-        with pytest.raises(UsageError, match="attention_mask"):
-            steered(input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 2, dtype=int))
+    @pytest.mark.parametrize("shape", [(1, 2), (2, 4), (1, 1, 4, 4)])
+    def test_a_mask_of_another_shape(self, steered, shape):
+        for positions in (None, torch.arange(4)[None]):
+            with pytest.raises(UsageError, match="attention_mask"):
+                steered(
+                    input_ids=torch.tensor([PROMPTS[0]]),
+                    attention_mask=torch.ones(shape, dtype=int),
+                    position_ids=positions,
+                )
+
+    @pytest.mark.parametrize("given", [-1, True, torch.tensor([0])])
+    def test_positions_to_keep_that_are_no_number(self, steered, given):
+        with pytest.raises(UsageError, match="logits_to_keep"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), logits_to_keep=given)
+
+    def test_inputs_that_would_reach_no_part(self, steered):
+        with pytest.raises(UsageError, match="pixel_values is not offered"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), pixel_values=torch.zeros(1))
+
+    def test_a_cache_of_another_steered_model(self, steered):
+        other = DivergenceForCausalLM.from_parts(*make_parts("llama"))
+        cache = other.new_cache()
+        with torch.no_grad():
+            other(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache)
+        with pytest.raises(UsageError, match="belongs to another steered model"):
+            steered(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache)
+        with pytest.raises(UsageError, match="belongs to another steered model"):
+            steered.generate(input_ids=torch.tensor([PROMPTS[0] + [3]]), past_key_values=cache, max_new_tokens=2)
+
+    def test_a_part_that_keeps_no_cache(self, steered, monkeypatch):
+        forward = steered.experts.retain.forward
+        monkeypatch.setattr(
+            steered.experts.retain,
+            "forward",
+            lambda *args, **kwargs: forward(*args, **kwargs | {"past_key_values": None}),
+        )
+        with pytest.raises(RuntimeError, match="different numbers of tokens"):
+            generate(steered, PROMPTS)
+
+    def test_parts_without_keys_and_values(self):
+        import peft
+        import transformers
+
+        target, retain, forget = make_parts("llama")
+        recurrent = transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1)
+        )
+        adapted = peft.get_peft_model(make_parts("llama")[1], peft.LoraConfig(r=2, target_modules="all-linear"))
+        for parts in ((recurrent, retain, forget), (target, recurrent, forget), (target, retain, adapted)):
+            with pytest.raises(UsageError, match="takes no past_key_values"):
+                DivergenceForCausalLM.from_parts(*parts)
+
+    def test_one_model_as_both_auxiliaries(self):
+        target, retain, _ = make_parts("llama")
+        with pytest.raises(UsageError, match="the same model"):
+            DivergenceForCausalLM.from_parts(target, retain, retain)
+
+    def test_continuous_batching(self, steered):
+        with pytest.raises(UsageError, match="continuous batching"):
+            steered.generate_batch(PROMPTS)
+        with pytest.raises(UsageError, match="continuous batching"):
+            steered.init_continuous_batching()

@@ -33,7 +33,7 @@ def run(settings: Settings) -> None:
     if output is not None:
         from divdec.runs import check_output
 
-        check_output(output, overwrite=True, ours=("result.json",))
+        check_output(output, overwrite=True, ours=lambda folder: (folder / "result.json").is_file())
     result = run_demo(settings.seed, output, quiet=settings.json)
     if settings.json:
         print(json.dumps(result))

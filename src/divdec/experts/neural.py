@@ -14,12 +14,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from divdec.errors import UsageError
+
 
 class NeuralPair(nn.Module):
     """Retain auxiliary q and forget auxiliary p (paper, section 3.1)."""
 
     def __init__(self, retain: PreTrainedModel, forget: PreTrainedModel) -> None:
         super().__init__()
+        check_part("retain auxiliary", retain)
+        check_part("forget auxiliary", forget)
+        if retain is forget:
+            raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
         self.retain = retain
         self.forget = forget
         self.vocab_size = min(logit_width(retain), logit_width(forget))
@@ -87,6 +93,19 @@ def logits_of(
     }
     logits = model(input_ids=input_ids.to(device), **arguments).logits
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+def check_part(name: str, model: PreTrainedModel) -> None:
+    """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
+
+    Raises:
+        UsageError: it is wrapped (PEFT), or recurrent with a state of its own kind (Mamba, RWKV).
+    """
+    if not isinstance(model, PreTrainedModel) or "past_key_values" not in _forward_parameters(type(model)):
+        raise UsageError(
+            f"{name} is a {type(model).__name__}, whose forward takes no past_key_values; accepted: a causal language "
+            "model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
+        )
 
 
 def logit_width(model: PreTrainedModel) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,45 @@ from divdec.model.card import bundle_card
 from divdec.model.checkpoint import (
     HUB_ID,
     CheckpointReference,
+    check_apart,
+    check_different,
     check_weights,
     common_vocabulary,
     digests,
     download,
     load_config,
+    load_model,
     load_tokenizer,
     vocabulary_width,
 )
 from divdec.model.configuration import PARTS, DivergenceConfig
-from divdec.runs import output_folder, write_text
+from divdec.runs import check_output, output_folder, read_json, write_text
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from divdec.model.modeling import DivergenceForCausalLM
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
+# Options of from_pretrained that name one checkpoint's files, or would give something else than a model.
+REFUSED = ("subfolder", "output_loading_info", "state_dict", "gguf_file", "variant")
+# What the Auto classes and their users add; the parts are never loaded with code of their own.
+WITHOUT_EFFECT = (
+    "trust_remote_code",
+    "_from_auto",
+    "_commit_hash",
+    "adapter_kwargs",
+    "cache_dir",
+    "force_download",
+    "proxies",
+    "token",
+    "code_revision",
+    "use_safetensors",
+    "low_cpu_mem_usage",
+)
 
 
 def write_bundle(
@@ -69,9 +90,11 @@ def write_bundle(
     """
     output = Path(output).expanduser()
     steering = Steering.parse(steering)
+    check_output(output, overwrite, is_bundle)
     given = dict(zip(PARTS, (target, retain_auxiliary, forget_auxiliary), strict=True))
     references = {part: CheckpointReference.parse(text) for part, text in given.items()}
     places = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
+    check_apart(output.resolve(), places.values())
     for part, reference in references.items():
         if reference.folder is not None or pack:
             check_weights(places[part])
@@ -80,18 +103,19 @@ def write_bundle(
     widths = {part: vocabulary_width(config) for part, config in configs.items()}
     vocab_size = common_vocabulary(widths, tokenizers, places)
     steering.check_vocabulary(vocab_size)
+    for part, reference in references.items():
+        if reference.folder is not None:
+            stored = _stored_path(reference.folder, places[part], output.resolve())
+            references[part] = CheckpointReference(folder=stored, sha256=digests(places[part]))
+        else:
+            # A branch may move on; the commit that was looked at is the snapshot's folder name.
+            references[part] = dataclasses.replace(reference, revision=places[part].name)
+    check_different(references["retain_auxiliary"], references["forget_auxiliary"])
 
-    with output_folder(output, overwrite) as folder:
-        for part, reference in references.items():
-            if pack:
-                _copy_checkpoint(places[part], folder / part)
-                references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
-            elif reference.folder is not None:
-                stored = _stored_path(reference.folder, places[part], output.resolve())
-                references[part] = CheckpointReference(folder=stored, sha256=digests(places[part]))
-            else:
-                # A branch may move on; the commit that was looked at is the snapshot's folder name.
-                references[part] = dataclasses.replace(reference, revision=places[part].name)
+    with output_folder(output, overwrite, is_bundle) as folder:
+        for part in PARTS if pack else ():
+            _copy_checkpoint(places[part], folder / part)
+            references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
         config = DivergenceConfig.from_parts(
             configs,
             steering,
@@ -119,35 +143,41 @@ def load_parts(
     Raises:
         UsageError: a part is missing, has changed, is corrupt or does not fit the others.
     """
+    from divdec.experts.neural import logit_width
+
     local_files_only = bool(kwargs.pop("local_files_only", False))
     folder = find_bundle(name_or_path, kwargs.pop("revision", None), local_files_only=local_files_only)
     config = kwargs.pop("config", None)
     if not isinstance(config, DivergenceConfig):
         config = read_config(folder)
-    # What the Auto classes add; the parts are never loaded with code of their own.
-    for name in (
-        "trust_remote_code",
-        "_from_auto",
-        "_commit_hash",
-        "adapter_kwargs",
-        "cache_dir",
-        "force_download",
-    ):
-        kwargs.pop(name, None)
-    for name in ("proxies", "token", "subfolder", "code_revision", "use_safetensors", "low_cpu_mem_usage"):
+    for name in REFUSED:
+        if kwargs.pop(name, None):
+            raise UsageError(f"{name} has no meaning for a bundle, which names three checkpoints; leave it out")
+    for name in WITHOUT_EFFECT:
         kwargs.pop(name, None)
 
     if not config.steering:
         raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
+    if type(config.vocab_size) is not int or config.vocab_size < 1:
+        raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
     Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
+    references = {part: CheckpointReference.from_dict(getattr(config, part), part) for part in PARTS}
+    check_different(references["retain_auxiliary"], references["forget_auxiliary"])
     places = {}
-    for part in PARTS:
-        reference = CheckpointReference.from_dict(getattr(config, part), part)
+    for part, reference in references.items():
         places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
         check_weights(places[part])
         if verify:
             reference.verify(places[part], part)
-    target, retain, forget = (_load_part(part, places[part], config, kwargs) for part in PARTS)
+    if places["retain_auxiliary"] == places["forget_auxiliary"]:
+        raise UsageError(f"{folder}: both auxiliaries are {places['retain_auxiliary']}; nothing would be forgotten")
+    target, retain, forget = (_load_part(part, places[part], kwargs) for part in PARTS)
+    narrowest = min(logit_width(model) for model in (target, retain, forget))
+    if narrowest != config.vocab_size:
+        raise UsageError(
+            f"{folder}: the bundle's common vocabulary has {config.vocab_size} tokens, that of its three parts "
+            f"{narrowest}; write the bundle again"
+        )
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
@@ -169,6 +199,14 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
     return download(str(name_or_path), revision, weights=True, **download_options)
 
 
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder holds a bundle, readable or not, so that it may be replaced by one."""
+    try:
+        return read_json(folder / "config.json").get("model_type") == DivergenceConfig.model_type
+    except (UsageError, OSError, AttributeError):
+        return False
+
+
 def read_config(folder: Path) -> DivergenceConfig:
     """The configuration of a bundle's folder.
 
@@ -186,51 +224,61 @@ def read_config(folder: Path) -> DivergenceConfig:
     return config
 
 
-def save_packed(model: DivergenceForCausalLM, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+def save_packed(
+    model: DivergenceForCausalLM,
+    save_directory: str | os.PathLike[str],
+    *,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    safe_serialization: bool = True,
+    push_to_hub: bool = False,
+    **kwargs: Any,
+) -> None:
     """Write a bundle with the weights of all three parts as they are in memory.
 
     Args:
         model: a steered model with a neural pair.
         save_directory: the bundle's folder; other files in it are left alone.
-        **kwargs: what `save_pretrained` of the parts takes (`max_shard_size`), and `push_to_hub`.
+        is_main_process: one process of several writes, the others do nothing.
+        state_dict: the weights to write instead of those in memory, under the steered model's names.
+        safe_serialization: anything but True is refused.
+        push_to_hub: refused; `model.push_to_hub` does it.
+        **kwargs: what `save_pretrained` of the parts takes (`max_shard_size`).
     """
+    if push_to_hub:
+        raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
+    if safe_serialization is not True:
+        raise UsageError("bundles are written as safetensors only")
+    if not is_main_process:
+        return
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    push = kwargs.pop("push_to_hub", False)
-    if kwargs.pop("safe_serialization", True) is not True:
-        raise UsageError("bundles are written as safetensors only")
-    parts = dict(zip(PARTS, (model.target, model.experts.retain, model.experts.forget), strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    experts: Any = model.experts
+    names = dict(zip(PARTS, ("target", "experts.retain", "experts.forget"), strict=True))
+    parts = dict(zip(PARTS, (model.target, experts.retain, experts.forget), strict=True))
     references: dict[str, dict[str, Any]] = {}
     for part, loaded in parts.items():
-        loaded.save_pretrained(folder / part, **kwargs)
+        weights = None
+        if state_dict is not None:
+            prefix = f"{names[part]}."
+            weights = {
+                name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)
+            }
+        loaded.save_pretrained(folder / part, state_dict=weights, **kwargs)
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
     configs = {part: loaded.config for part, loaded in parts.items()}
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     write_text(folder / "README.md", bundle_card(config, None))
-    if push:
-        raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
 
 
-def _load_part(part: str, folder: Path, config: DivergenceConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    from divdec.experts.neural import logit_width
-
+def _load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
-        )
-    except OSError as error:
-        raise UsageError(f"{part}: {folder} cannot be loaded ({error})") from None
-    if logit_width(model) < config.vocab_size:
-        raise UsageError(
-            f"{part} ({folder}) has {logit_width(model)} logits, but the bundle's common vocabulary has "
-            f"{config.vocab_size} tokens; write the bundle again"
-        )
-    return model
+        return load_model(folder, **options)
+    except UsageError as error:
+        raise UsageError(f"{part}: {error}") from None
 
 
 def _stored_path(given: str, place: Path, bundle: Path) -> str:

@@ -11,11 +11,13 @@ class DivergenceCache(Cache):
     """The target's cache and the experts', of equal length at all times.
 
     Its layers are those of its parts, so that reordering, repeating and selecting by batch, resetting and
-    cropping reach every model.
+    cropping reach every model. `owner` tells the steered models of a process apart: the keys and values of one
+    mean nothing to another.
     """
 
-    def __init__(self, target: Cache, experts: Cache) -> None:
+    def __init__(self, target: Cache, experts: Cache, owner: int) -> None:
         super().__init__(layers=[*target.layers, *experts.layers])
+        self.owner = owner
         self.target = target
         self.experts = experts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from divdec.errors import UsageError
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?$")
 # Everything that decides what the model computes.
@@ -68,7 +68,11 @@ class CheckpointReference:
         """
         if not isinstance(fields, Mapping) or not (fields.get("folder") or fields.get("hub_id")):
             raise UsageError(f"the bundle names no {part}: a steered model needs all three parts")
-        return cls(**{field.name: fields.get(field.name) for field in dataclasses.fields(cls)})
+        reference = cls(**{field.name: fields.get(field.name) for field in dataclasses.fields(cls)})
+        texts = (reference.folder, reference.hub_id, reference.revision)
+        if not all(text is None or isinstance(text, str) for text in texts):
+            raise UsageError(f"the bundle's reference of the {part} is malformed; write the bundle again")
+        return reference
 
     def to_dict(self) -> dict[str, Any]:
         """The reference as JSON values, without what is not set."""
@@ -99,8 +103,13 @@ class CheckpointReference:
         Raises:
             UsageError: a file has changed, is missing, or has been added.
         """
-        if self.sha256 is None:
-            return
+        if self.folder is None:
+            return  # pinned to a commit of the hub instead
+        if not isinstance(self.sha256, Mapping) or not self.sha256:
+            raise UsageError(
+                f"{part}: the bundle holds no digests of {folder}; write the bundle again, "
+                "or load it without verification (--no-verify)"
+            )
         found = digests(folder)
         for name in sorted({*self.sha256, *found}):
             if found.get(name) != self.sha256.get(name):
@@ -149,13 +158,16 @@ def check_weights(folder: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise UsageError(f"{folder} is a LoRA adapter; merge it into its base model (merge_and_unload) first")
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in _read_json(index).get("weight_map", {}).values()})
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        if any(Path(name).name != name for name in names):
+            raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -173,6 +185,74 @@ def check_weights(folder: Path) -> None:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file} is corrupt ({error}); copy or download it again") from None
+
+
+def check_apart(output: Path, places: Iterable[Path]) -> None:
+    """Refuse an output folder that would replace a checkpoint it is made from.
+
+    Raises:
+        UsageError: one lies within the other.
+    """
+    for place in places:
+        if place.is_relative_to(output) or output.is_relative_to(place):
+            raise UsageError(
+                f"output folder {output} and checkpoint {place} lie one within the other; give another name"
+            )
+
+
+def check_different(retain: CheckpointReference, forget: CheckpointReference) -> None:
+    """Refuse a pair of one and the same model: its divergence is zero, and it would forget nothing.
+
+    Raises:
+        UsageError: both references name the same weights.
+    """
+    if retain.hub_id is not None or forget.hub_id is not None:
+        same = (retain.hub_id, retain.revision) == (forget.hub_id, forget.revision)
+    else:
+        same = bool(one := _weights(retain)) and one == _weights(forget)
+    if same:
+        raise UsageError(
+            "retain auxiliary and forget auxiliary are the same model: their divergence is zero, "
+            "and nothing would be forgotten"
+        )
+
+
+def _weights(reference: CheckpointReference) -> dict[str, str]:
+    digests = reference.sha256 if isinstance(reference.sha256, Mapping) else {}
+    return {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+
+
+def load_model(folder: Path, **options: Any) -> PreTrainedModel:
+    """A causal language model with every one of its weights.
+
+    Args:
+        folder: a checkpoint of safetensors.
+        **options: what `AutoModelForCausalLM.from_pretrained` takes.
+
+    Raises:
+        UsageError: it cannot be loaded, or the file lacks weights, which would otherwise be random.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UsageError(f"{folder} cannot be loaded ({_first_line(error)})") from None
+    for what, names in (("lacks the weights", loading["missing_keys"]), ("misfits", loading["mismatched_keys"])):
+        if names:
+            listed = ", ".join(sorted(map(str, names))[:3])
+            raise UsageError(f"{folder}: the checkpoint {what} {listed}; save the whole model there again")
+    return model
 
 
 def load_config(folder: Path) -> PreTrainedConfig:

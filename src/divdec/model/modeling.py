@@ -7,6 +7,7 @@ target's own. It knows nothing of files; `divdec.model.bundle` writes and reads 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import UsageError
 from divdec.experts import Experts
-from divdec.experts.neural import NeuralPair, logit_width, logits_of, new_cache
+from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of, new_cache
 from divdec.model.cache import DivergenceCache
 from divdec.model.configuration import DivergenceConfig
 from divdec.steering import Steering
@@ -26,6 +27,13 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import GenerationMode
+
+
+# What forward may be given beside its own arguments: the first two are used, the others change nothing.
+ACCEPTED = frozenset(
+    ("return_dict", "num_items_in_batch", "cache_position", "token_type_ids", "tokenizer", "assistant_tokenizer")
+)
+_OWNERS = itertools.count()
 
 
 class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
@@ -56,10 +64,12 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
                 "use from_pretrained(BUNDLE) or DivergenceForCausalLM.from_parts(…)"
             )
         super().__init__(config)
+        check_part("target", target)
         self.target = target
         self.experts = experts
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
+        self._cache_owner = next(_OWNERS)
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
@@ -146,7 +156,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     def new_cache(self) -> DivergenceCache:
         """An empty cache for target and experts."""
-        return DivergenceCache(new_cache(self.target), self.experts.new_cache())
+        return DivergenceCache(new_cache(self.target), self.experts.new_cache(), self._cache_owner)
 
     def forward(
         self,
@@ -169,15 +179,16 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
             use_cache: make and return a cache when none is given; on by default, as for any transformers model.
             logits_to_keep: number of positions to return, from the end; 0 returns all.
-            **kwargs: `return_dict` and what the loss takes (`num_items_in_batch`); nothing else has a meaning here.
+            **kwargs: `return_dict`, `num_items_in_batch` (for the loss), and what generation and tokenizers add
+                and the parts do not need (`cache_position`, `token_type_ids`).
 
         Raises:
             UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
             RuntimeError: the experts gave a divergence that is not finite.
         """
-        self._refuse(input_ids, kwargs)
+        _refuse(input_ids, kwargs)
         assert input_ids is not None
-        cache = _own_cache(past_key_values)
+        cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or use_cache is None):
             cache = self.new_cache()
         target_logits, divergence = self.components(input_ids, attention_mask, position_ids, cache, logits_to_keep)
@@ -187,7 +198,8 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             if logits_to_keep:
                 raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
-            loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **kwargs)
+            count = {name: kwargs[name] for name in ("num_items_in_batch",) if name in kwargs}
+            loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **count)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
 
@@ -205,9 +217,14 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         nothing that answers may use it alone.
 
         Raises:
+            UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             RuntimeError: the experts gave a divergence that is not finite, or the caches differ in length.
         """
+        if type(logits_to_keep) is not int or logits_to_keep < 0:
+            raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
+        past_key_values = self._own_cache(past_key_values)
         past_length = past_key_values.check_length() if past_key_values is not None else 0
+        _check_mask(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = _positions(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)
@@ -216,6 +233,8 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             target_cache, experts_cache = past_key_values.target, past_key_values.experts
         target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
         divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
+        if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
+            raise RuntimeError("a part of the steered model did not keep the tokens in its cache")
         divergence = divergence.to(target_logits.device)
         _check_finite(divergence, attention_mask)
         return target_logits, divergence
@@ -227,15 +246,17 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             self._eligible = self._eligible.to(target_logits.device)
         return self.steering.apply(target_logits, divergence, self._eligible)
 
-    def _refuse(self, input_ids: object, kwargs: dict[str, Any]) -> None:
-        if input_ids is None:
-            raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
-        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
-            if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise UsageError(
-                    f"{name} is not offered by a steered model, where it would bypass the experts; "
-                    "model.target and model.experts have their own"
-                )
+    def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
+        if cache is None:
+            return None
+        if not isinstance(cache, DivergenceCache):
+            raise UsageError(
+                f"past_key_values is a {type(cache).__name__}; a steered model needs model.new_cache(), which "
+                "holds the experts' keys and values too"
+            )
+        if cache.owner != self._cache_owner:
+            raise UsageError("past_key_values belongs to another steered model; make one with this model's new_cache()")
+        return cache
 
     def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -247,7 +268,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         # transformers would build a cache for one model only.
         if model_kwargs.get("past_key_values") is not None:
-            _own_cache(model_kwargs["past_key_values"])
+            self._own_cache(model_kwargs["past_key_values"])
             return
         if generation_config.use_cache is False:
             return
@@ -260,6 +281,13 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: transformers' continuous batching keeps a cache for one model only."""
+        raise UsageError("continuous batching is not offered by a steered model; use generate()")
+
+    init_continuous_batching = generate_batch
+    continuous_batching_context_manager = generate_batch
 
     def init_weights(self) -> None:
         """Nothing: the parts come with their weights, and a steered model has none of its own."""
@@ -281,13 +309,25 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
 
 
-def _own_cache(cache: Cache | None) -> DivergenceCache | None:
-    if cache is None or isinstance(cache, DivergenceCache):
-        return cache
-    raise UsageError(
-        f"past_key_values is a {type(cache).__name__}; a steered model needs model.new_cache(), which "
-        "holds the experts' keys and values too"
-    )
+def _refuse(input_ids: object, kwargs: dict[str, Any]) -> None:
+    """Refuse what the parts would not all be given: it would be ignored, or change one of them only."""
+    if input_ids is None:
+        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+    for name, value in kwargs.items():
+        if name not in ACCEPTED and value is not None and value is not False:
+            raise UsageError(
+                f"{name} is not offered by a steered model, where it would not reach target and experts alike; "
+                "model.target and model.experts have their own"
+            )
+
+
+def _check_mask(input_ids: Int[Tensor, "batch tokens"], attention_mask: Tensor | None, past_length: int) -> None:
+    expected = (input_ids.shape[0], past_length + input_ids.shape[1])
+    if attention_mask is not None and tuple(attention_mask.shape) != expected:
+        raise UsageError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs {expected}: "
+            "batch, and one entry for each cached and each new token"
+        )
 
 
 def _positions(
@@ -298,11 +338,6 @@ def _positions(
     tokens = input_ids.shape[1]
     if attention_mask is None:
         return torch.arange(past_length, past_length + tokens, device=input_ids.device)[None]
-    if attention_mask.ndim != 2 or attention_mask.shape[1] != past_length + tokens:
-        raise UsageError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs "
-            f"(batch, {past_length + tokens}), one entry for each cached and each new token"
-        )
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
 
 

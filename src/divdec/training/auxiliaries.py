@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
 
 from divdec.data.formatting import Example, Format, count_cut, encode_set
 from divdec.data.records import RecordSet, overlap, read_records
@@ -25,6 +24,7 @@ from divdec.model.checkpoint import (
     check_weights,
     common_vocabulary,
     load_config,
+    load_model,
     load_tokenizer,
     vocabulary_width,
 )
@@ -193,9 +193,7 @@ def _silent(line: str) -> None:
 
 def load_for_training(folder: Path) -> PreTrainedModel:
     """A checkpoint in float32, which is what the weights are kept in while they move."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
+    return load_model(folder, dtype=torch.float32)
 
 
 def _resolved(reference: str) -> Path:
