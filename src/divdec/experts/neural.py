@@ -95,7 +95,7 @@ def logits_of(
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
 
 
-def check_part(name: str, model: PreTrainedModel) -> None:
+def check_part(name: str, model: nn.Module) -> None:
     """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
 
     Raises:
@@ -120,5 +120,5 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 @functools.cache
-def _forward_parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
+def _forward_parameters(model_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
