@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,12 +124,70 @@ def test_overlap_is_reported(files, tmp_path):
         ({"steering": "linear:x"}, "not a number"),
         ({"steering": "rank:99999"}, "between 1 and"),
         ({"max_length": 4}, "no token of the answer is left"),
+        ({"max_length": 1}, "max_length is 1"),
+        ({"epochs": 0.0}, "epochs is 0"),
+        ({"lr": -1.0}, "lr is -1"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation is 0"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, changes, said):
     with pytest.raises(UsageError, match=said):
         train(files, **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_set_as_both_is_refused(files, tmp_path):
+    with pytest.raises(UsageError, match="hold the same records"):
+        train(files, retain=files["forget"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", ["forget", "base", "target"])
+def test_what_a_run_is_made_from_is_never_replaced_by_it(files, tmp_path, given):
+    train(files)
+    before = Path(files[given])
+    moved = tmp_path / "run" / before.name
+    (shutil.copytree if before.is_dir() else shutil.copyfile)(before, moved)
+    with pytest.raises(UsageError, match="one within the other"):
+        train(files, **{given: str(moved)}, overwrite=True)
+    assert moved.exists()
+    if moved.is_dir():
+        with pytest.raises(UsageError, match="one within the other"):
+            train(files, **{given: str(moved)}, output=str(moved / "run"))
+
+
+def test_overwriting_a_run_keeps_what_others_put_beside_it(files, tmp_path):
+    train(files)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    train(files, output=str(tmp_path / "link"), overwrite=True)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
+
+
+def test_a_run_is_resumed_only_with_the_same_base(files, tmp_path, checkpoints, monkeypatch):
+    base = shutil.copytree(files["base"], tmp_path / "base")
+    files["base"] = str(base)
+    monkeypatch.setattr(auxiliaries, "fine_tune", _interrupted)
+    with pytest.raises(Interrupted):
+        train(files)
+    monkeypatch.undo()
+    shutil.copyfile(checkpoints / "retain" / "model.safetensors", base / "model.safetensors")
+    with pytest.raises(UsageError, match="unfinished run with other settings or data"):
+        train(files)
+
+
+def _interrupted(*arguments, **options):
+    raise Interrupted("interrupted")
+
+
+def test_sequences_are_no_longer_than_the_base_allows(files):
+    said = train(files, max_length=4096)[1]
+    assert "cut to 256 tokens" in said
 
 
 def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):

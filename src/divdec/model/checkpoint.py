@@ -188,7 +188,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_apart(output: Path, places: Iterable[Path]) -> None:
-    """Refuse an output folder that would replace a checkpoint it is made from.
+    """Refuse an output folder that would replace what it is made from, or mix with it.
 
     Raises:
         UsageError: one lies within the other.
@@ -196,7 +196,8 @@ def check_apart(output: Path, places: Iterable[Path]) -> None:
     for place in places:
         if place.is_relative_to(output) or output.is_relative_to(place):
             raise UsageError(
-                f"output folder {output} and checkpoint {place} lie one within the other; give another name"
+                f"output folder {output} and {place}, which it is made from, lie one within the other; "
+                "give another output folder"
             )
 
 

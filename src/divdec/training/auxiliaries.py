@@ -21,8 +21,10 @@ from divdec.model.bundle import write_bundle
 from divdec.model.card import auxiliary_card
 from divdec.model.checkpoint import (
     CheckpointReference,
+    check_apart,
     check_weights,
     common_vocabulary,
+    digests,
     load_config,
     load_model,
     load_tokenizer,
@@ -47,7 +49,7 @@ from divdec.training.settings import AuxiliarySettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RETAIN, FORGET, BUNDLE = "retain_auxiliary", "forget_auxiliary", "bundle"
+RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
 
 
@@ -74,16 +76,19 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
     tokenizer = load_tokenizer(base)
     if settings.target is not None:
         steering.check_vocabulary(_check_target(settings.target, base, tokenizer))
+    inputs = [
+        Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
+    ]
+    check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     _report_sets(forget, retain, report)
-    form = Format(system_prompt=settings.system_prompt, max_length=settings.max_length)
+    form = Format(system_prompt=settings.system_prompt, max_length=_longest(settings.max_length, base, report))
     forget_examples = _encoded(forget, tokenizer, form, report)
     retain_examples = _encoded(retain, tokenizer, form, report)
     p_examples = forget_examples + (retain_examples if settings.recipe == "full-retain" else [])
 
-    fingerprint = settings_hash(
-        [dataclasses.asdict(dataclasses.replace(settings, overwrite=False)), forget.sha256, retain.sha256]
-    )
+    same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
+    fingerprint = settings_hash([same_settings, forget.sha256, retain.sha256, digests(base)])
     _open_output(output, fingerprint, settings)
     run = _Run(settings, output, base, tokenizer, {"forget": forget.label, "retain": retain.label}, report)
     retain_result = run.part(RETAIN, "retain", base, retain_examples)
@@ -104,7 +109,7 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
     if state.is_main_process:
         if settings.target is not None:
             _write_bundle(settings, output, steering, forget.label)
-        shutil.rmtree(output / "work", ignore_errors=True)
+        shutil.rmtree(output / WORK, ignore_errors=True)
         write_json(output / RECORD, content)
     state.wait_for_everyone()
     return content
@@ -133,7 +138,7 @@ class _Run:
             rate = float(self.settings.lr)
         elif rate is None:
             rate, probes = self._rate(role, model, examples)
-        work = self.output / "work" / role
+        work = self.output / WORK / role
         model, result = fine_tune(
             model,
             self.tokenizer,
@@ -157,7 +162,7 @@ class _Run:
         self, role: str, model: PreTrainedModel, examples: Sequence[Example]
     ) -> tuple[float, list[dict[str, float]]]:
         # A resumed run must go on with the rate it began with.
-        remembered = self.output / "work" / role / "learning_rate.json"
+        remembered = self.output / WORK / role / "learning_rate.json"
         if remembered.is_file():
             found = read_json(remembered)
             return found["rate"], found["probes"]
@@ -213,10 +218,20 @@ def _check_target(target: str, base: Path, tokenizer: PreTrainedTokenizerBase) -
     return common_vocabulary(widths, tokenizers, {"target": place, "base": base})
 
 
+def _longest(max_length: int, base: Path, report: Callable[[str], None]) -> int:
+    positions = getattr(load_config(base).get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is None or max_length <= positions:
+        return max_length
+    report(f"note: sequences are cut to {positions} tokens, the longest that {base.name} was built for")
+    return positions
+
+
 def _report_sets(forget: RecordSet, retain: RecordSet, report: Callable[[str], None]) -> None:
     for role, records in (("forget", forget), ("retain", retain)):
         blank = f", {records.blank} blank ones left out" if records.blank else ""
         report(f"{role} set: {len(records)} {records.kind} records from {records.name}{blank}")
+    if forget.sha256 == retain.sha256:
+        raise UsageError("forget set and retain set hold the same records: nothing would be left to forget")
     shared = overlap(forget, retain)
     if shared.records or shared.prompts:
         report(
@@ -244,13 +259,18 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
                 f"output folder {output} holds an unfinished run with other settings or data; repeat those to "
                 "resume it, or give --overwrite to begin anew"
             )
-        check_output(output, settings.overwrite, ours=(RECORD,))
+        check_output(output, settings.overwrite, _is_run)
     state.wait_for_everyone()
     if not resumed and state.is_main_process:
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
+        output.mkdir(parents=True, exist_ok=True)
+        for name in (WORK, RETAIN, FORGET, BUNDLE):
+            shutil.rmtree(output / name, ignore_errors=True)
         write_json(output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"})
     state.wait_for_everyone()
+
+
+def _is_run(folder: Path) -> bool:
+    return (read_record(folder) or {}).get("verb") == "train"
 
 
 def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering, forget_set: str) -> None:

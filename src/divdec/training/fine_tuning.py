@@ -86,7 +86,8 @@ def fine_tune(
     if not examples:
         raise UsageError(f"{title}: there is nothing to learn")
     checkpoints = folder / CHECKPOINTS
-    fingerprint = settings_hash([dataclasses.asdict(settings), [example.input_ids for example in examples]])
+    content = [(example.input_ids, example.labels) for example in examples]
+    fingerprint = settings_hash([dataclasses.asdict(settings), content])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None
 
     started = time.perf_counter()
@@ -115,7 +116,7 @@ def fine_tune(
         write_json(checkpoints / "fingerprint.json", fingerprint)
     with stop, bar:
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    if stop.came:
+    if stop.came and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
 
     model = trained.merge_and_unload() if settings.lora_rank else model

@@ -116,12 +116,11 @@ def _between(low: Probe, high: Probe) -> float:
 
 
 def _probe(examples: Sequence[Example], settings: TrainingSettings) -> tuple[Sequence[Example], TrainingSettings]:
+    settings = dataclasses.replace(settings, loggers=())  # a probe is no run of its own to an experiment tracker
     share = max(1 / 8, 1 / settings.batch_size, SMALLEST_PROBE / len(examples))
     if share >= 1:
         return examples, settings
     batch_size = max(1, round(settings.batch_size * share))
     size = min(len(examples), round(len(examples) * batch_size / settings.batch_size))
     chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(settings.seed))[:size]
-    return [examples[place] for place in chosen.tolist()], dataclasses.replace(
-        settings, batch_size=batch_size, loggers=()
-    )
+    return [examples[place] for place in chosen.tolist()], dataclasses.replace(settings, batch_size=batch_size)

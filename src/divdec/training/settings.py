@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
+
+from divdec.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,12 @@ class TrainingSettings:
     """Experiment trackers that Trainer reports to, such as tensorboard or wandb; none by default."""
     seed: int = 0
     """Order of the data and initial values of adapters."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "learning_rate"):
+            _positive(name, getattr(self, name))
+        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0), ("seed", 0)):
+            _at_least(name, getattr(self, name), least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,14 @@ class AuxiliarySettings:
     overwrite: bool = False
     """Replace an earlier result in the output folder."""
 
+    def __post_init__(self) -> None:
+        _positive("epochs", self.epochs)
+        if self.lr != "auto":
+            _positive("lr", self.lr)
+        least = {"batch_size": 1, "gradient_accumulation": 1, "max_length": 2, "lora_rank": 0, "seed": 0}
+        for name, value in least.items():
+            _at_least(name, getattr(self, name), value)
+
     def training(self, learning_rate: float) -> TrainingSettings:
         """The settings of one of the two runs."""
         return TrainingSettings(
@@ -95,3 +112,13 @@ class AuxiliarySettings:
             loggers=self.loggers,
             seed=self.seed,
         )
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{name} is {value}; accepted: a whole number of at least {least}")
