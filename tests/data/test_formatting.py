@@ -84,8 +84,23 @@ def test_real_templates_of_the_oracle(shared):
 def test_packing_loses_nothing(tokenizer, texts, length):
     stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     blocks = pack(texts, tokenizer, length)
-    assert [token for block in blocks for token in block.input_ids] == stream
-    assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length + 1 for block in blocks)
+    # A last block of one token alone repeats the token before it.
+    repeated = sum(len(block.input_ids) for block in blocks) - len(stream)
+    assert repeated == (len(stream) % length == 1)
+    ids = [block.input_ids for block in blocks]
+    assert [token for block in [*ids[:-1], ids[-1][repeated:]] for token in block] == stream
+    assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length for block in blocks)
+
+
+def test_what_a_template_writes_after_the_end_is_left_out(tokenizer):
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert encode(QUESTION, other).input_ids == encode(QUESTION, tokenizer).input_ids
 
 
 def test_answers_that_vanish_are_an_error(tokenizer):
@@ -129,6 +144,17 @@ def test_prompts_from_lines_and_files(tmp_path):
     assert all(not prompt.answer and len(prompt.messages) <= 1 for prompt in prompts)
     file.write_text('{"anything": 1}\n')
     with pytest.raises(UsageError, match="line 1: no prompt found"):
+        read_prompts(str(file), chat=False)
+    for content, said in (
+        ('{"messages": []}', "line 1: messages hold no turn"),
+        ('{"messages": [{"role": "assistant", "content": "A"}]}', "line 1: messages hold no turn"),
+        ('"\\ud83d"', "line 1 holds a broken character"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=said):
+            read_prompts(str(file), chat=False)
+    file.write_bytes(b'"\xff"')
+    with pytest.raises(UsageError, match="not UTF-8"):
         read_prompts(str(file), chat=False)
     with pytest.raises(UsageError, match="there is no prompt"):
         prompts_from_lines([], chat=False)

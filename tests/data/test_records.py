@@ -60,6 +60,14 @@ def test_text_files_folders_tables_and_saved_datasets(tmp_path):
         assert read_records(tmp_path / name).sha256 == expected
 
 
+def test_tables_give_text_and_names_are_taken_word_for_word(tmp_path):
+    (tmp_path / "a[1].CSV").write_text('question,answer\nWhen?,1969\n"Which, then?",NA\nHow?,"two\nlines"\n')
+    found = read_records(tmp_path / "a[1].CSV")
+    assert [record.answer for record in found] == ["1969", "NA", "two\nlines"]
+    datasets.Dataset.from_list(QA).to_parquet(tmp_path / "b[1].parquet")
+    assert len(read_records(tmp_path / "b[1].parquet")) == 2
+
+
 def test_overlap_counts_records_and_prompts():
     one = record_set("one", [("1", QA[0]), ("2", QA[1])])
     other = record_set("other", [("1", {"question": "who? ", "answer": "ANA."}), ("2", QA[1] | {"answer": "There."})])
@@ -99,6 +107,13 @@ def test_real_tofu_and_muse(shared):
         ),
         ("x.jsonl", lines([{"messages": "Q"}]), "must be a list"),
         ("x.docx", "Q", "accepted: .jsonl"),
+        ("x.jsonl", '{"text": "half a pair: \\ud83d"}\n', "line 1: text holds a broken character at 13"),
+        ("x.json", "[" * 100_000, "not readable JSON"),
+        ("x.jsonl", '{"text": "", "messages": []}\n', "line 1: messages must end with"),
+        ("x.csv", "question,answer\nWho?,Ana.\nWhere?\n", "line 3: 2 columns are named"),
+        ("x.csv", "question,answer\nWho?,Ana.,more\n", "line 2: 2 columns are named"),
+        ("x.parquet", "no table", r"table x\.parquet cannot be read"),
+        ("x.arrow", "no table", r"table x\.arrow cannot be read"),
     ],
 )
 def test_bad_files_name_the_line(tmp_path, name, content, said):
@@ -114,6 +129,10 @@ def test_what_is_not_there(tmp_path):
         read_records(tmp_path)
     with pytest.raises(UsageError, match="could not be had as a Hugging Face dataset"):
         read_records("nobody/nothing")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_records(tmp_path / "saved")
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not UTF-8"):
         read_records(tmp_path / "x.txt")

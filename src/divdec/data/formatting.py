@@ -109,9 +109,10 @@ def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) 
     if len(stream) < 2:
         raise UsageError("a plain text of a single token leaves nothing to predict")
     blocks = [stream[start : start + length] for start in range(0, len(stream), length)]
-    # A block of one token has nothing to predict.
-    if len(blocks) > 1 and len(blocks[-1]) == 1:
-        blocks[-2:] = [blocks[-2] + blocks[-1]]
+    # A block of one token has nothing to predict: the token before it is repeated, and still predicted only once,
+    # for the first token of a block never is.
+    if len(blocks[-1]) == 1:
+        blocks[-1] = blocks[-2][-1:] + blocks[-1]
     return [Example(block, list(block)) for block in blocks]
 
 
@@ -143,6 +144,10 @@ def _whole_ids(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format)
     else:
         ids = _tokens(_plain_prompt(record, form) + record.answer, tokenizer)
     ends = _end(tokenizer)
+    # Some templates write a line break after the token that ends the answer; it is never generated.
+    places = [place for place, token in enumerate(ids) if [token] == ends]
+    if places and not str(tokenizer.decode(ids[places[-1] + 1 :])).strip():
+        ids = ids[: places[-1] + 1]
     return ids if ids[-1:] == ends else ids + ends
 
 

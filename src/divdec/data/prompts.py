@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from divdec.data.records import TEXT_SUFFIXES, Message, Record, json_rows, messages_of
+from divdec.data.records import TEXT_SUFFIXES, Message, Record, checked_text, json_rows, messages_of, read_text
 from divdec.errors import UsageError
 
 
@@ -21,7 +21,14 @@ def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
     Raises:
         UsageError: there is none.
     """
-    prompts = [_prompt(line.rstrip("\n"), chat) for line in lines if line.strip()]
+    try:
+        prompts = [
+            _prompt(checked_text(line.rstrip("\n"), f"prompt {number}"), chat)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        ]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompts are not UTF-8 text (byte {error.start})") from None
     if not prompts:
         raise UsageError("there is no prompt; give --prompt, --file, or lines on standard input")
     return prompts
@@ -36,8 +43,8 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise UsageError(f"prompt file {source!r} does not exist")
-    content = path.read_text(encoding="utf-8-sig")
-    if path.suffix in TEXT_SUFFIXES:
+    content = read_text(path)
+    if path.suffix.lower() in TEXT_SUFFIXES:
         return prompts_from_lines(content.splitlines(), chat=chat)
     prompts = [_from_row(row, place, chat) for place, row in json_rows(path.name, content)]
     if not prompts:
@@ -47,15 +54,19 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
 
 def _from_row(row: Any, place: str, chat: bool) -> Record:
     if isinstance(row, str) and row.strip():
-        return _prompt(row, chat)
+        return _prompt(checked_text(row, place), chat)
     if isinstance(row, Mapping):
         if "messages" in row:
             turns = messages_of(row["messages"], place)
             # The answer that a training file holds is not part of the question.
-            return Record("", messages=turns[:-1] if turns[-1].role == "assistant" else turns, place=place)
+            turns = turns[:-1] if turns and turns[-1].role == "assistant" else turns
+            if not turns:
+                raise UsageError(f"{place}: messages hold no turn to be answered")
+            return Record("", messages=turns, place=place)
         for field in ("question", "prompt"):
             if isinstance(row.get(field), str) and row[field].strip():
-                return dataclasses.replace(_prompt(row[field], chat or field == "question"), place=place)
+                text = checked_text(row[field], f"{place}: {field}")
+                return dataclasses.replace(_prompt(text, chat or field == "question"), place=place)
     raise UsageError(f"{place}: no prompt found; accepted: a string, or an object with question, prompt or messages")
 
 

@@ -5,8 +5,10 @@ Recognises question/answer, prompt/completion, messages and plain text. It knows
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ Kind = Literal["question/answer", "prompt/completion", "messages", "text"]
 ACCEPTED_FIELDS = "accepted: question + answer, prompt + completion, messages (role, content), or text"
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
-TABLE_SUFFIXES = (".parquet", ".csv", ".arrow")
+TABLE_SUFFIXES = (".csv", ".parquet", ".arrow")
+SUFFIXES = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +159,8 @@ def _normal(*parts: str) -> tuple[str, ...]:
 
 
 def _is_blank_text(row: Any) -> bool:
-    text = row.get("text") if isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt")) else row
+    is_text = isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt", "messages"))
+    text = row.get("text") if is_text else row
     return isinstance(text, str) and not text.strip()
 
 
@@ -198,24 +202,46 @@ def _filled(value: Any, field: str, place: str) -> str:
         raise UsageError(f"{place}: {field} is {type(value).__name__}, not text")
     if not value.strip():
         raise UsageError(f"{place}: {field} is empty")
-    return value
+    return checked_text(value, f"{place}: {field}")
+
+
+def checked_text(text: str, place: str) -> str:
+    """The text, unless it holds half a surrogate pair (from broken JSON or bytes), which no tokenizer takes.
+
+    Raises:
+        UsageError: it does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{place} holds a broken character at {error.start}; save it as UTF-8 again") from None
+    return text
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path.name} is not UTF-8 text (byte {error.start})") from None
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix in TABLE_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in TEXT_SUFFIXES:
+        yield path.name, read_text(path)
+    elif suffix in JSON_SUFFIXES:
+        yield from json_rows(path.name, read_text(path))
+    elif suffix == ".csv":
+        yield from _csv_rows(path)
+    elif suffix in TABLE_SUFFIXES:
         yield from _table_rows(path)
-        return
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path.name} is not UTF-8 text (byte {error.start})") from None
-    if path.suffix in TEXT_SUFFIXES:
-        yield path.name, content
-    elif path.suffix in JSON_SUFFIXES:
-        yield from json_rows(path.name, content)
     else:
-        accepted = ", ".join((*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES))
-        raise UsageError(f"{path.name}: files of this kind are not read; accepted: {accepted}")
+        raise UsageError(f"{path.name}: files of this kind are not read; accepted: {', '.join(SUFFIXES)}")
 
 
 def json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
@@ -223,7 +249,7 @@ def json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
     if content.lstrip().startswith("["):
         try:
             values = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{name} is not readable JSON ({error})") from None
         yield from ((f"{name}, item {number}", value) for number, value in enumerate(values, start=1))
         return
@@ -234,7 +260,7 @@ def json_rows(name: str, content: str) -> Iterator[tuple[str, Any]]:
         place = f"{name}, line {number}"
         try:
             yield place, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{place} is not readable JSON ({error})") from None
 
 
@@ -242,10 +268,9 @@ def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _saved_rows(path)
         return
-    suffixes = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
-    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise UsageError(f"folder {path} holds no data files ({', '.join(suffixes)})")
+        raise UsageError(f"folder {path} holds no data files ({', '.join(SUFFIXES)})")
     for file in files:
         yield from _file_rows(file)
 
@@ -253,18 +278,42 @@ def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _saved_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import datasets
 
-    loaded = datasets.load_from_disk(path)
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:
+        raise UsageError(f"dataset folder {path} cannot be read ({_first_line(error)})") from None
     if isinstance(loaded, datasets.DatasetDict):
         loaded = _one_split(loaded, str(path))
     yield from _numbered(path.name, loaded)
 
 
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    # Every field as text: table readers guess types, and make numbers of years and nothing of "NA".
+    table = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        for row in table:
+            place = f"{path.name}, line {table.line_num}"
+            if None in row or None in row.values():
+                raise UsageError(
+                    f"{place}: {len(table.fieldnames or ())} columns are named, the line has another number"
+                )
+            yield place, row
+    except csv.Error as error:
+        raise UsageError(f"{path.name}, line {table.line_num} is not readable CSV ({error})") from None
+
+
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import datasets
+    import pyarrow.parquet
 
-    builder = path.suffix.lstrip(".")
-    loaded = datasets.load_dataset(builder, data_files=str(path), split="train")
-    yield from _numbered(path.name, loaded)
+    try:
+        if path.suffix.lower() == ".arrow":
+            rows: Iterable[Any] = datasets.Dataset.from_file(str(path))
+        else:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+    except Exception as error:
+        raise UsageError(f"table {path.name} cannot be read ({_first_line(error)})") from None
+    yield from _numbered(path.name, rows)
 
 
 def _hub_rows(source: str) -> Iterator[tuple[str, Any]]:
@@ -275,10 +324,9 @@ def _hub_rows(source: str) -> Iterator[tuple[str, Any]]:
     try:
         loaded = datasets.load_dataset(name, config or None)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
             f"data {source!r} is not a local file or folder, and could not be had as a Hugging Face dataset "
-            f"({type(error).__name__}: {reason})"
+            f"({type(error).__name__}: {_first_line(error)})"
         ) from None
     if split and split not in loaded:
         raise UsageError(f"dataset {name!r} has no split {split!r}; it has {sorted(loaded)}")
@@ -299,5 +347,8 @@ def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _looks_like_path(source: str) -> bool:
-    known = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
-    return source.startswith((".", "/", "~")) or source.endswith(known) or source.count("/") > 1
+    return source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
