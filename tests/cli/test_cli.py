@@ -119,6 +119,13 @@ def test_prompts_from_standard_input_and_from_a_file_are_answered_alike(bundle, 
     assert piped.returncode == 0
 
 
+def test_prompts_are_taken_word_for_word(bundle, capsys):
+    prompts = ["[draft] one", "null", "-5 apples", "x=y"]
+    assert main("generate", bundle, "--json", "--max-new-tokens", 1, "--prompt", *prompts[:2], "--prompt", prompts[2],
+                f"--prompt={prompts[3]}") == 0  # fmt: skip
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == prompts
+
+
 def test_a_seed_gives_the_same_samples(bundle, capsys):
     options = ("generate", bundle, "--prompt", "Who?", "--temperature", 2, "--max-new-tokens", 6, "--seed")
     texts = []
@@ -225,6 +232,30 @@ class TestBadInput:
         self.refused(capsys, "train", "--base", "x", says="required")
         self.refused(capsys, "generate", "b", "--temperature", "warm", "--prompt", "x", says="temperature")
         self.refused(capsys, "generate", "b", "--top-p", "0", "--prompt", "x", says="top-p")
+        self.refused(capsys, "generate", "b", "--batch-size", "0", "--prompt", "x", says="batch-size is 0")
+        self.refused(capsys, "generate", "b", "--seed", "-1", "--prompt", "x", says="seed is -1")
+        self.refused(capsys, "generate", "b", "--temperature", "-1", "--prompt", "x", says="temperature is -1")
+        self.refused(capsys, "generate", "b", "--output", "--json", says="expected one argument")
+        self.refused(capsys, "chat", "b", "--max-new-tokens", "0", says="max-new-tokens is 0")
+
+    def test_places(self, bundle, tmp_path, capsys):
+        self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "gpu7", says="device 'gpu7'")
+        self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "cuda:99", says="device 'cuda:99'")
+        self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "meta", says="no weights")
+        for output in (tmp_path, tmp_path / "none" / "out.txt"):
+            self.refused(capsys, "generate", bundle, "--prompt", "x", "--output", output, says="cannot be written")
+
+    def test_input_that_is_not_text(self, bundle, tmp_path, capsys):
+        (tmp_path / "p.txt").write_bytes(b"Who\xff?\n")
+        self.refused(capsys, "generate", bundle, "--file", tmp_path / "p.txt", says="not UTF-8")
+        for verb in (("generate",), ("chat",)):
+            result = subprocess.run(
+                [sys.executable, "-m", "divdec.cli", *verb, bundle], input=b"Who\xff?\n", capture_output=True,
+                timeout=240, env=ENVIRONMENT,
+            )  # fmt: skip
+            said = (result.stdout + result.stderr).decode()
+            assert "not UTF-8" in said or "broken character" in said
+            assert "Traceback" not in said
 
     def test_checkpoints(self, own_checkpoints, tmp_path, capsys):
         weights = own_checkpoints / "forget" / "model.safetensors"

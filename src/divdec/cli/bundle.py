@@ -1,4 +1,4 @@
-"""Join a target, two auxiliaries and a rule into one model that transformers, vLLM and lm-eval can load."""
+"""Join a target, two auxiliaries and a rule into one model that transformers loads like any other."""
 
 from __future__ import annotations
 

@@ -30,8 +30,6 @@ def run(settings: Settings) -> None:
     """Read lines until the end of input."""
     from transformers import set_seed
 
-    if settings.temperature < 0:
-        raise UsageError(f"temperature is {settings.temperature}; it must be at least 0")
     model, tokenizer = load(settings)
     set_seed(settings.seed)
     conversation = Conversation(model, tokenizer, settings)
@@ -89,9 +87,9 @@ class Conversation:
         from transformers import TextStreamer
 
         from divdec.data.formatting import Format, encode_prompt
-        from divdec.data.records import Message, Record
+        from divdec.data.records import Message, Record, checked_text
 
-        turns = (*self.turns, Message("user", line))
+        turns = (*self.turns, Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.settings.system_prompt)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         input_ids = torch.tensor([prompt], device=self.model.device)
@@ -144,6 +142,8 @@ def _read_line() -> str | None:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the input is not UTF-8 text (byte {error.start})") from None
     except KeyboardInterrupt:
         print()
         return None

@@ -71,8 +71,11 @@ def _check_bundle(name: str) -> dict[str, Any]:
         model, tokenizer = load(LoadSettings(bundle=name))
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([[0, 1]], device=model.device)).logits
-    except (UsageError, RuntimeError) as error:
-        return {"name": name, "loads": False, "why_not": str(error)}
+        if logits.isnan().any():
+            raise UsageError("the steered logits are not numbers")
+    except Exception as error:  # whatever it is, it is why the bundle does not load
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        return {"name": name, "loads": False, "why_not": f"{kind}{error}"}
     experts: Any = model.experts
     return {
         "name": name,
@@ -85,7 +88,6 @@ def _check_bundle(name: str) -> dict[str, Any]:
             "forget_auxiliary": experts.forget.num_parameters(),
         },
         "chat_template": bool(tokenizer.chat_template),
-        "finite": bool(logits.isfinite().any()),
     }
 
 
@@ -102,7 +104,7 @@ def _as_text(found: dict[str, Any]) -> str:
     if bundle := found.get("bundle"):
         lines.append(f"bundle {bundle['name']}")
         if bundle["loads"]:
-            skipped = ("name", "loads", "finite")
+            skipped = ("name", "loads")
             lines += [f"  {name:<14}{_plain(value)}" for name, value in bundle.items() if name not in skipped]
             lines.append("  loads")
         else:

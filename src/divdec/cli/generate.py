@@ -24,25 +24,24 @@ EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?
 
 def run(settings: Settings) -> None:
     """Answer every prompt."""
-    if settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.top_k < 0 or settings.max_new_tokens < 1:
-        raise UsageError("temperature ≥ 0, 0 < top-p ≤ 1, top-k ≥ 0 and max-new-tokens ≥ 1 are needed")
     from divdec.data.prompts import prompts_from_lines, read_prompts
 
-    if settings.prompt and settings.file:
-        raise UsageError("give --prompt or --file, not both")
+    output = Path(settings.output).expanduser() if settings.output else None
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:
         prompts = prompts_from_lines(settings.prompt or sys.stdin, chat=settings.chat)
     model, tokenizer = load(settings)
     answered = _answers(model, tokenizer, prompts, settings)
-    if settings.output is None:
+    if output is None:
         for line in answered:
             print(line, flush=True)
         return
     from divdec.runs import write_text
 
-    write_text(Path(settings.output), "".join(f"{line}\n" for line in answered))
+    write_text(output, "".join(f"{line}\n" for line in answered))
 
 
 def _answers(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from divdec.cli.settings import LoadSettings
+from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +57,15 @@ def _device_map(device: str) -> str:
 
     if device == "spread":
         return "auto"
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"device {device!r} cannot be used ({reason}); `divdec doctor` lists those there are"
+        ) from None
+    if device == "meta":
+        raise UsageError("device 'meta' holds no weights; `divdec doctor` lists those there are")
+    return device

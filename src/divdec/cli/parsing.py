@@ -70,30 +70,37 @@ def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
 def _spelt_out(arguments: Sequence[str], hints: dict[str, Any]) -> list[str]:
     """The arguments as jsonargparse wants them.
 
-    Options get underscores, switches the value true where none follows, and options that take a list all the
-    values that follow.
+    Options get underscores and their value behind an equals sign, so that it may begin with a dash; switches the value
+    true where none follows; options that take a list all the values that follow, word for word and in one place.
     """
     spelt: list[str] = []
+    lists: dict[str, list[str]] = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--":
-            spelt.append(argument)
-            continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         kind = hints.get(name)
-        if kind is bool and not equals and (not rest or rest[0].lower() not in ("true", "false")):
-            equals, value = "=", "true"
-        elif get_origin(kind) is tuple:
-            values = [value] if equals else []
-            while not equals and rest and not rest[0].startswith("--"):
+        if not argument.startswith("--") or kind is None:
+            spelt.append(f"--{name}{equals}{value}" if argument.startswith("--") and name else argument)
+            continue
+        if get_origin(kind) is tuple:
+            values = lists.setdefault(name, [])
+            values += [value] if equals else []
+            while not equals and rest and not _is_option(rest[0]):
                 values.append(rest.pop(0))
-            if not (len(values) == 1 and values[0].startswith("[")):
-                values = [json.dumps(values)]
-            equals, value = "=", values[0]
+            continue
+        if kind is bool and not equals:
+            follows = rest and rest[0].lower() in ("true", "false")
+            equals, value = "=", rest.pop(0) if follows else "true"
+        elif not equals and rest and not _is_option(rest[0]):
+            equals, value = "=", rest.pop(0)
         spelt.append(f"--{name}{equals}{value}")
-    return spelt
+    return [*spelt, *(f"--{name}={json.dumps(values)}" for name, values in lists.items())]
+
+
+def _is_option(argument: str) -> bool:
+    return argument.startswith("--") or argument == "-h"
 
 
 def _field_docs(settings: type) -> dict[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from divdec.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadSettings:
@@ -59,6 +61,15 @@ class GenerateSettings(LoadSettings):
     output: str | None = None
     """Write to this file instead of standard output."""
 
+    def __post_init__(self) -> None:
+        _check_sampling(self.temperature, self.max_new_tokens, self.seed)
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise UsageError(f"top-p is {self.top_p:g}, top-k {self.top_k}; accepted: 0 < top-p ≤ 1, top-k ≥ 0")
+        if self.batch_size < 1:
+            raise UsageError(f"batch-size is {self.batch_size}; accepted: at least 1")
+        if self.prompt and self.file:
+            raise UsageError("give --prompt or --file, not both")
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings(LoadSettings):
@@ -72,3 +83,15 @@ class ChatSettings(LoadSettings):
     """0 answers greedily; above 0 samples."""
     seed: int = 0
     """Seed of the samples."""
+
+    def __post_init__(self) -> None:
+        _check_sampling(self.temperature, self.max_new_tokens, self.seed)
+
+
+def _check_sampling(temperature: float, max_new_tokens: int, seed: int) -> None:
+    if not temperature >= 0:
+        raise UsageError(f"temperature is {temperature:g}; accepted: 0 (greedy) or above")
+    if max_new_tokens < 1:
+        raise UsageError(f"max-new-tokens is {max_new_tokens}; accepted: at least 1")
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed is {seed}; accepted: 0 to {2**32 - 1}")
