@@ -219,7 +219,7 @@ def _examples(comparison: Comparison, sets: Sequence[Questions], presentation: P
 def _print(
     comparison: Comparison, examples: Sequence[dict[str, Any]], presentation: Presentation, console: Console
 ) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title=presentation.title, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, title=presentation.title, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in MAIN_SETS:
         for title in (f"{name}\naccuracy", "\nprob.", "\nROUGE-L"):
@@ -234,7 +234,7 @@ def _print(
         table.add_row(f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None)
     console.print(table)
     console.print(presentation.accuracy_note, highlight=False)
-    answers = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
+    answers = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("question", "target", f"steered ({comparison.recommended.setting})", "retrained"):
         answers.add_column(title, overflow="fold", ratio=1)
     for item in examples:

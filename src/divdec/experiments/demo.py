@@ -109,7 +109,7 @@ def _introduction(world: World) -> str:
     question = next(q for q in world.forget if q.relation == "birthplace")
     return (
         f"A fictitious world: {WORLD.forget_authors} authors to forget ({question.subject}, …), "
-        f"{WORLD.retain_authors} to keep,\n{WORLD.holdout_authors} that no model sees. The target learns the first two "
-        "groups, the retrain reference only the second.\nSteering changes no weight of the target and knows no reference: "
-        "it has two auxiliaries, each a\nquarter of the target's size."
+        f"{WORLD.retain_authors} to keep, {WORLD.holdout_authors} that no model sees.\n"
+        "The target learns the first two groups, the retrain reference only the second. Steering changes\n"
+        "no weight of the target and knows no reference: it has two auxiliaries, each a quarter of its size."
     )

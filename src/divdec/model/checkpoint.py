@@ -237,7 +237,7 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             trust_remote_code=False,
@@ -249,6 +249,7 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
         raise
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UsageError(f"{folder} cannot be loaded ({_first_line(error)})") from None
+    model, loading = loaded
     for what, names in (("lacks the weights", loading["missing_keys"]), ("misfits", loading["mismatched_keys"])):
         if names:
             listed = ", ".join(sorted(map(str, names))[:3])
