@@ -21,6 +21,8 @@ VERBS = (
     ("bundle", "divdec.cli.bundle", "join target, auxiliaries and rule into one loadable model"),
     ("generate", "divdec.cli.generate", "answer prompts with a bundle, as text or JSON lines"),
     ("chat", "divdec.cli.chat", "talk to a bundle in the terminal and see what the experts push down"),
+    ("eval", "divdec.cli.eval", "measure models on TOFU, MUSE or for leaks, item by item"),
+    ("score", "divdec.cli.score", "aggregate results of TOFU or MUSE, with intervals"),
     ("doctor", "divdec.cli.doctor", "show versions, devices and extras, and whether a bundle loads"),
 )
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.

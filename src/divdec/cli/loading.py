@@ -39,7 +39,7 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
         verify=not settings.no_verify,
         steering=steering,
         dtype=settings.dtype,
-        device_map=_device_map(settings.device),
+        device_map=device_map(settings.device),
     )
     return model, load_tokenizer(folder)
 
@@ -52,7 +52,12 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _device_map(device: str) -> str:
+def device_map(device: str) -> str:
+    """What transformers is told about a device that a user names.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
     import torch
 
     if device == "spread":

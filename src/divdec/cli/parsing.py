@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NoReturn, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
@@ -32,8 +32,9 @@ def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
     """Read a verb's command line into its settings.
 
     Args:
-        module: has `Settings` (a dataclass), `POSITIONAL` (names of fields given without an option's name),
-            `EXAMPLE` and a docstring whose first line says what the verb does.
+        module: has `Settings` (a dataclass), `POSITIONAL` (names of fields given without an option's name; the last
+            may be a tuple, which takes one or more), `EXAMPLE` and a docstring whose first line says what the verb
+            does.
         verb: its name.
         arguments: what follows the verb.
 
@@ -41,8 +42,14 @@ def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
         UsageError: an option is unknown, missing or holds a value of another type.
     """
     parser = build(module, verb)
-    found = parser.parse_args(_spelt_out(arguments, get_type_hints(module.Settings)))
+    hints = get_type_hints(module.Settings)
+    spelt = _spelt_out(arguments, {**hints, "config": str})
+    if any(get_origin(hints[name]) is tuple for name in module.POSITIONAL):
+        # argparse takes what a list holds in one piece only; options may stand within it.
+        spelt.sort(key=_is_option)
+    found = parser.parse_args(spelt)
     values = {field.name: found[field.name] for field in dataclasses.fields(module.Settings)}
+    values |= {name: tuple(values[name]) for name in module.POSITIONAL if isinstance(values[name], list)}
     return module.Settings(**values)
 
 
@@ -57,7 +64,10 @@ def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
     hints = get_type_hints(module.Settings)
     texts = _field_docs(module.Settings)
     for name in module.POSITIONAL:
-        parser.add_argument(name, type=hints[name], help=texts[name])
+        if get_origin(hints[name]) is tuple:
+            parser.add_argument(name, nargs="+", type=get_args(hints[name])[0], help=texts[name])
+        else:
+            parser.add_argument(name, type=hints[name], help=texts[name])
     parser.add_class_arguments(module.Settings, skip=set(module.POSITIONAL), as_group=False)
     for action in parser._actions:
         dashed = [option.replace("_", "-") for option in action.option_strings if option.startswith("--")]

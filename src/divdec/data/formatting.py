@@ -69,7 +69,7 @@ def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Fo
     prompt_ids = encode_prompt(record, tokenizer, form)
     whole_ids = _whole_ids(record, tokenizer, form)
     # Where a token straddles the boundary, it belongs to the answer: the prompt ends where both agree no more.
-    answer_start = _common_length(prompt_ids, whole_ids)
+    answer_start = common_length(prompt_ids, whole_ids)
     whole_ids = whole_ids[: form.max_length]
     special = set(tokenizer.all_special_ids)
     if all(token in special for token in whole_ids[answer_start:]):
@@ -190,7 +190,8 @@ def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements two sequences have in common at their beginning."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import Format, encode_prompt, padding_id
 from divdec.data.records import Record
+from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,9 +44,37 @@ def answers(
         One answer a record, in their order, without special tokens and outer white space.
     """
     prompts = [encode_prompt(record, tokenizer, form) for record in records]
+    found = continuations(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+
+
+def continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 64,
+    title: str | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Continue every prompt greedily.
+
+    Args:
+        model: any causal LM, steered or plain.
+        tokenizer: its tokenizer.
+        prompts: token ids.
+        max_new_tokens: longest continuation.
+        batch_size: prompts in a batch; they are grouped by length.
+        title: what the progress bar is called; None shows none.
+        **options: what else `generate` takes, such as `stop_strings`; `do_sample=True` samples.
+
+    Returns:
+        The tokens after each prompt, in their order; padding may follow the one that ended them.
+    """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     padding = padding_id(tokenizer)
-    found: dict[int, str] = {}
+    found: dict[int, list[int]] = {}
     with (
         torch.inference_mode(),
         tqdm(total=len(order), desc=title, unit="answer", disable=title is None, dynamic_ncols=True) as bar,
@@ -56,13 +86,69 @@ def answers(
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
                 max_new_tokens=max_new_tokens,
-                do_sample=False,
                 pad_token_id=padding,
+                tokenizer=tokenizer if options.get("stop_strings") else None,
+                **{"do_sample": False, **options},
             )
-            texts = tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
-            found.update(zip(places, map(str.strip, texts), strict=True))
+            found.update(zip(places, output[:, input_ids.shape[1] :].tolist(), strict=True))
             bar.update(len(places))
-    return [found[place] for place in range(len(records))]
+    return [found[place] for place in range(len(prompts))]
+
+
+def samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    batch_size: int = 64,
+    title: str | None = None,
+) -> list[list[str]]:
+    """Answer every prompt many times by sampling.
+
+    Args:
+        model: any causal LM, steered or plain.
+        tokenizer: its tokenizer.
+        prompts: token ids.
+        count: answers a prompt.
+        temperature: what logits are divided by, greater than 0.
+        top_p: the likeliest tokens that together hold this probability are sampled from; 1 leaves all.
+        seed: gives the same answers again where model, prompts and batch size are the same. The generators of the
+            CPU and of the model's GPU are left as they were.
+        max_new_tokens: longest answer.
+        batch_size: answers in a batch; prompts of similar length come together.
+        title: what the progress bar is called; None shows none.
+
+    Returns:
+        For each prompt `count` answers, without special tokens and outer white space.
+
+    Raises:
+        UsageError: a setting is out of range.
+    """
+    if count < 1 or not 0 < temperature < math.inf or not 0 < top_p <= 1:
+        raise UsageError(
+            f"sampling: count {count}, temperature {temperature}, top_p {top_p}; accepted: a count of 1 or more, "
+            "a temperature greater than 0, a top_p greater than 0 and at most 1"
+        )
+    # top_k and min_p of 0: a checkpoint's own generation settings would cut the distribution down unasked.
+    options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        found = continuations(
+            model,
+            tokenizer,
+            [prompt for prompt in prompts for _ in range(count)],
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            title=title,
+            **options,
+        )
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+    return [texts[start : start + count] for start in range(0, len(texts), count)]
 
 
 def left_padded(

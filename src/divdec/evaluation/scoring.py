@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -33,6 +33,8 @@ class ItemScore:
     """Natural logarithm of each labelled token's probability, the one that ends the answer included."""
     hits: tuple[bool, ...]
     """Whether each labelled token is the model's first choice."""
+    vocabulary_moments: tuple[tuple[float, float], ...] = ()
+    """At each labelled token, mean and variance of log p over the vocabulary, weighted by p; empty unless asked for."""
 
     @property
     def loss(self) -> float:
@@ -51,13 +53,19 @@ class ItemScore:
 
 
 def score(
-    model: PreTrainedModel, examples: Sequence[Example], *, batch_size: int = 32, title: str | None = None
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    *,
+    moments: bool = False,
+    batch_size: int = 32,
+    title: str | None = None,
 ) -> list[ItemScore]:
     """Score every example with a causal language model, steered or plain.
 
     Args:
         model: any causal LM; its logits are taken as they leave it.
         examples: prompt and labelled answer each.
+        moments: compute `vocabulary_moments` too.
         batch_size: sequences in a pass; they are grouped by length.
         title: what the progress bar is called; None shows none.
 
@@ -75,7 +83,7 @@ def score(
                 attention_mask=batch["attention_mask"].to(model.device),
                 use_cache=False,
             ).logits
-            _read(logits, batch["labels"], places, scores)
+            _read(logits, batch["labels"], places, scores, moments)
     return [scores[place] for place in range(len(examples))]
 
 
@@ -84,6 +92,7 @@ def score_settings(
     examples: Sequence[Example],
     settings: Sequence[Steering],
     *,
+    moments: bool = False,
     batch_size: int = 32,
     title: str | None = None,
 ) -> list[list[ItemScore]]:
@@ -93,6 +102,7 @@ def score_settings(
         model: the steered model; its own setting plays no part.
         examples: prompt and labelled answer each.
         settings: what to steer with.
+        moments: compute `vocabulary_moments` too.
         batch_size: sequences in a pass.
         title: what the progress bar is called; None shows none.
 
@@ -107,9 +117,13 @@ def score_settings(
     with torch.inference_mode():
         for places, batch in _batches(examples, batch_size, title):
             target_logits, divergence = model.components(batch["input_ids"], batch["attention_mask"])
+            # Only the places that say how likely a labelled token is are steered.
+            labels, chosen = _labelled(batch["labels"], target_logits.device)
+            target_logits, divergence = target_logits[:, :-1][chosen], divergence[:, :-1][chosen]
             for steering, mask, found in zip(settings, eligible, scores, strict=True):
                 mask = mask.to(target_logits.device) if mask is not None else None
-                _read(steering.apply(target_logits, divergence, mask), batch["labels"], places, found)
+                logits = steering.apply(target_logits, divergence, mask)
+                _read_labelled(logits, labels, chosen.sum(dim=1).tolist(), places, found, moments)
     return [[found[place] for place in range(len(examples))] for found in scores]
 
 
@@ -138,21 +152,40 @@ def _padded(rows: Sequence[Sequence[int]], width: int, filling: int) -> Int[Tens
     return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows])
 
 
+def _labelled(
+    labels: Int[Tensor, "batch width"], device: torch.device
+) -> tuple[Int[Tensor, " labelled"], Bool[Tensor, "batch places"]]:
+    """The labelled tokens of a batch, and the places whose logits say how likely they are: each one before."""
+    chosen = (labels[:, 1:] != IGNORED).to(device)
+    return labels[:, 1:].to(device)[chosen], chosen
+
+
 def _read(
     logits: Float[Tensor, "batch width vocab"],
     labels: Int[Tensor, "batch width"],
     places: Sequence[int],
     scores: dict[int, ItemScore],
+    moments: bool,
 ) -> None:
-    """Collect each item's score: the logits at a token say how likely the next one is."""
-    labelled = (labels[:, 1:] != IGNORED).to(logits.device)
-    targets = labels[:, 1:].to(logits.device)[labelled]
-    # Only labelled positions are brought to float32 and normalised.
-    chosen = logits[:, :-1][labelled].float()
-    log_probabilities = chosen.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].tolist()
-    hits = (chosen.argmax(dim=-1) == targets).tolist()
+    targets, chosen = _labelled(labels, logits.device)
+    _read_labelled(logits[:, :-1][chosen], targets, chosen.sum(dim=1).tolist(), places, scores, moments)
+
+
+def _read_labelled(
+    logits: Float[Tensor, "labelled vocab"],
+    targets: Int[Tensor, " labelled"],
+    counts: Sequence[int],
+    places: Sequence[int],
+    scores: dict[int, ItemScore],
+    moments: bool,
+) -> None:
+    """Collect each item's score; `counts` says how many of the labelled tokens each item has."""
+    log_p = logits.float().log_softmax(dim=-1)
+    log_probabilities = log_p.gather(1, targets[:, None])[:, 0].tolist()
+    hits = (logits.argmax(dim=-1) == targets).tolist()
+    found = _moments(log_p) if moments else []
     start = 0
-    for place, count in zip(places, labelled.sum(dim=1).tolist(), strict=True):
+    for place, count in zip(places, counts, strict=True):
         item = slice(start, start + count)
         start += count
         if count == 0:
@@ -162,4 +195,13 @@ def _read(
                 f"item {place}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
                 "score with the soft fill (rank:K:soft)"
             )
-        scores[place] = ItemScore(tuple(log_probabilities[item]), tuple(hits[item]))
+        scores[place] = ItemScore(tuple(log_probabilities[item]), tuple(hits[item]), tuple(found[item]))
+
+
+def _moments(log_p: Float[Tensor, "labelled vocab"]) -> list[tuple[float, float]]:
+    """μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++); a token of probability 0 adds nothing to either."""
+    p = log_p.exp()
+    finite = log_p.masked_fill(p == 0, 0.0)
+    mean = (p * finite).sum(dim=-1)
+    variance = (p * finite.square()).sum(dim=-1) - mean.square()
+    return list(zip(mean.tolist(), variance.tolist(), strict=True))

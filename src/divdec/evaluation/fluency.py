@@ -1,0 +1,66 @@
+"""Fluency: how sure a text classifier is that an answer is no gibberish (OpenUnlearning's classifier_prob)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_CLASSIFIER = "madhurjindal/autonlp-Gibberish-Detector-492513457"
+CLEAN = 0  # the class of that detector which OpenUnlearning reads
+
+
+class Fluency:
+    """A text classifier, and the probability of its class 0 ('clean' in the default one)."""
+
+    def __init__(self, checkpoint: str) -> None:
+        """Load the classifier.
+
+        Args:
+            checkpoint: folder or hub id of a sequence classifier with its tokenizer.
+
+        Raises:
+            UsageError: it cannot be had.
+        """
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": False}
+        try:
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint, **options)
+            self.model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+                checkpoint, use_safetensors=True, dtype=torch.float32, **options
+            ).eval()
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise UsageError(
+                f"fluency classifier {checkpoint!r} cannot be loaded ({reason}); give a local folder, "
+                "or --fluency none to leave fluency out"
+            ) from None
+
+    @torch.inference_mode()
+    def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
+        """The probability of being fluent, a number a text.
+
+        Args:
+            texts: generated answers.
+            max_length: tokens that are looked at (32 for TOFU, 512 for MUSE).
+            batch_size: texts in a pass.
+        """
+        found: list[float] = []
+        for start in range(0, len(texts), batch_size):
+            batch = self.tokenizer(
+                list(texts[start : start + batch_size]),
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=max_length,
+            )
+            accepted = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            found += self.model(**accepted).logits.softmax(dim=-1)[:, CLEAN].tolist()
+        return found

@@ -1,0 +1,91 @@
+"""Options of `divdec eval`. It knows nothing of torch, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from divdec.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """What is measured, on what, and where the results go."""
+
+    suite: Literal["tofu", "muse", "leak"]
+    """tofu, muse or leak."""
+    models: tuple[str, ...]
+    """Bundles or plain checkpoints: folders or hub ids, one or more."""
+    data: str
+    """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""
+    output: str
+    """Folder for summary.json and items.jsonl; with several models or settings, a folder in it for each."""
+    split: str = "forget10"
+    """TOFU's forget split: forget01, forget05 or forget10."""
+    holdout: str | None = None
+    """Questions (TOFU) or texts (MUSE) that no model has seen; a JSON or JSONL file."""
+    retain_results: str | None = None
+    """Results of the retrained model, ours or OpenUnlearning's: the reference of forget quality and leakage."""
+    steering: str | None = None
+    """Another rule than the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
+    sweep: tuple[str, ...] = ()
+    """Many settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20 (rank with the soft fill)."""
+    allow_negative: bool = False
+    """Accept a negative alpha, which steers towards the forget set."""
+    fluency: str = "madhurjindal/autonlp-Gibberish-Detector-492513457"
+    """Text classifier whose class 0 means fluent: a folder or hub id; 'none' leaves fluency out."""
+    reference: str | None = None
+    """A model for the reference attack: a folder or hub id, of the same tokenizer."""
+    template: Literal["chat", "plain"] = "chat"
+    """Layout of TOFU's questions: the tokenizer's chat template, or 'Question: … Answer: …'."""
+    system_prompt: str | None = "You are a helpful assistant."
+    """System turn before every question."""
+    date: str | None = "10 Apr 2025"
+    """Date for chat templates that print one."""
+    max_length: int = 512
+    """Longest prompt of the plain layout, in tokens."""
+    attack_prompts: str = "templates"
+    """leak: where attack prompts come from: 'templates', a JSONL file, 'endpoint', or 'none'."""
+    attacks: int = 100
+    """leak: attack prompts a question."""
+    samples: int = 0
+    """leak: sampled answers a question; 0 leaves leak@k-sample out."""
+    temperature: float = 1.0
+    """leak: temperature of the samples."""
+    top_p: float = 1.0
+    """leak: sample among the likeliest tokens that hold this much probability."""
+    judge: str = "string"
+    """leak: 'string' (key phrase or ROUGE), 'endpoint', or an NLI checkpoint."""
+    endpoint: str | None = None
+    """leak: base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
+    endpoint_model: str | None = None
+    """leak: the model that the endpoint is asked for."""
+    endpoint_key: str = "OPENAI_API_KEY"
+    """leak: name of the environment variable that holds the endpoint's key."""
+    limit: int | None = None
+    """Take only the first so many items of each set."""
+    batch_size: int = 32
+    """Sequences in a pass."""
+    device: str = "auto"
+    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; 'auto' takes what the checkpoints hold."""
+    no_verify: bool = False
+    """Load a bundle although a weight file has changed since it was written."""
+    openunlearning: bool = False
+    """Also write TOFU_EVAL.json and TOFU_SUMMARY.json (or MUSE_…), as OpenUnlearning does."""
+    seed: int = 0
+    """Seed of samples and attack prompts."""
+    overwrite: bool = False
+    """Replace earlier results in the output folder."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_length", "attacks"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"limit is {self.limit}; accepted: a whole number of at least 1")
+        if self.sweep and self.steering:
+            raise UsageError("give --steering or --sweep, not both")
+        if self.sweep and len(self.models) > 1:
+            raise UsageError("--sweep takes one bundle")

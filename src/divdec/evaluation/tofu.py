@@ -1,0 +1,422 @@
+"""The TOFU suite, as OpenUnlearning computes it (same names, same figures item by item), in as few passes as it takes.
+
+Every teacher-forced metric of every setting reads from one pass over all questions; every ROUGE from one answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import scipy.stats
+
+from divdec.data.formatting import IGNORED, Example
+from divdec.data.records import Message, Record, json_rows, read_text
+from divdec.errors import UsageError
+from divdec.evaluation import attacks
+from divdec.evaluation.layout import Layout, decoded
+from divdec.evaluation.likelihood import (
+    closer_to_1_better,
+    normalised_probability,
+    prob_mean,
+    true_better,
+    truth_ratio,
+)
+from divdec.evaluation.memorization import exact_memorization, extraction_strength
+from divdec.evaluation.privacy import attack_auc, forget_quality, privleak
+from divdec.evaluation.results import Items, Results
+from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.text import rouge
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from divdec.evaluation.fluency import Fluency
+    from divdec.evaluation.subject import Subject
+
+SPLITS = ("forget01", "forget05", "forget10")
+SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
+ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
+FLUENCY_TOKENS = 32
+NEW_TOKENS = 200
+UTILITY = tuple(
+    f"{name}_{metric}"
+    for name in ("retain", "ra", "wf")
+    for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question of TOFU with its right answers and the wrong ones."""
+
+    record: Record
+    paraphrased: str | None = None
+    wrong: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TofuData:
+    """The questions of one forget split, by set: forget, retain, ra (real authors), wf (world facts), holdout."""
+
+    split: str
+    sets: dict[str, tuple[Question, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TofuOptions:
+    """What the suite measures with, beside the model."""
+
+    template: Literal["chat", "plain"] = "chat"
+    system_prompt: str | None = "You are a helpful assistant."
+    date: str | None = "10 Apr 2025"
+    max_length: int = 512
+    batch_size: int = 32
+    retain_results: Results | None = None
+    """Of the retrained model: the reference of forget quality and privacy leakage."""
+
+
+def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int | None = None) -> TofuData:
+    """Read TOFU's files, as the Hugging Face dataset names them.
+
+    Args:
+        folder: holds `{split}_perturbed.json`, `retain_perturbed.json`, `real_authors_perturbed.json` and
+            `world_facts_perturbed.json`; also `holdout01.json` or the like, where `holdout` is not given.
+        split: 'forget01', 'forget05' or 'forget10'.
+        holdout: questions that no model has seen, for membership attacks.
+        limit: take only the first so many questions of each set.
+
+    Raises:
+        UsageError: a file or a column is missing, or a line cannot be read (with its number).
+    """
+    if split not in SPLITS:
+        raise UsageError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
+    if not folder.is_dir():
+        raise UsageError(f"data {folder} is not a folder; it must hold TOFU's files, such as {split}_perturbed.json")
+    files = {"forget": folder / f"{split}_perturbed.json"}
+    files |= {name: folder / f"{file}.json" for name, file in SETS.items()}
+    sets = {}
+    for name, file in files.items():
+        sets[name] = _questions(file, limit, paraphrased=name in ("forget", "retain"), wrong=True)
+    if holdout is None and (folder / f"{split.replace('forget', 'holdout')}.json").is_file():
+        holdout = folder / f"{split.replace('forget', 'holdout')}.json"
+    if holdout is not None:
+        sets["holdout"] = _questions(holdout, limit, paraphrased=False, wrong=False)
+        asked = {question.record.messages for question in sets["forget"]}
+        if both := sum(question.record.messages in asked for question in sets["holdout"]):
+            raise UsageError(f"holdout {holdout}: {both} of its questions stand in {split} too; they must differ")
+    return TofuData(split, sets)
+
+
+def evaluate_tofu(
+    subject: Subject,
+    data: TofuData,
+    options: TofuOptions = TofuOptions(),
+    *,
+    fluency: Fluency | None = None,
+    reference: PreTrainedModel | None = None,
+    earlier: Sequence[Results] | None = None,
+    save: Callable[[Sequence[Results]], object] = lambda results: None,
+) -> list[Results]:
+    """Measure a model on TOFU.
+
+    Args:
+        subject: the model and its settings.
+        data: the questions.
+        options: layout, and the retrained model's results.
+        fluency: judges the forget set's answers; None leaves fluency out, and says so.
+        reference: a model for the reference attack (of the same tokenizer); None leaves it out.
+        earlier: results of a run that was stopped, one a setting; what they hold is not measured again.
+        save: told the results after every stage, so that nothing is lost.
+
+    Returns:
+        Results, one a setting, in the subject's order.
+
+    Raises:
+        UsageError: an item cannot be scored, or the retrained model's results are of another split.
+    """
+    layout = Layout(
+        subject.tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length
+    )
+    retained = options.retain_results
+    if retained is not None:
+        _check_retained(retained, data)
+    results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in subject.settings]
+    run = _Run(subject, data, layout, options.batch_size, results)
+    stages: list[Callable[[], None]] = [run.likelihoods, run.gradients, run.answers]
+    if reference is not None:
+        stages.append(lambda: run.reference(reference))
+    if fluency is not None:
+        stages.append(lambda: run.fluency(fluency))
+    for stage in stages:
+        stage()
+        for found in results:
+            _derive(found, retained)
+        save(results)
+    for found in results:
+        _say_what_is_missing(found, data, fluency is not None, reference is not None, retained is not None)
+    save(results)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    subject: Subject
+    data: TofuData
+    layout: Layout
+    batch_size: int
+    results: list[Results]
+
+    def likelihoods(self) -> None:
+        """All that one teacher-forced pass over every question and answer gives."""
+        if all("forget_Q_A_Prob" in found.items for found in self.results):
+            return
+        examples: list[Example] = []
+        places: dict[tuple[str, int, str], list[int]] = {}
+        for name, questions in self.data.sets.items():
+            for index, question in enumerate(questions):
+                for kind, texts in _answers(question).items():
+                    places[name, index, kind] = list(range(len(examples), len(examples) + len(texts)))
+                    for text in texts:
+                        record = dataclasses.replace(question.record, answer=text)
+                        examples.append(self.layout.encode(record))
+        scores = self.subject.scores(examples, moments=True, batch_size=self.batch_size, title="teacher-forced")
+        for found, items in zip(self.results, scores, strict=True):
+            for (name, index, kind), where in places.items():
+                self._take(found, name, str(index), kind, [items[i] for i in where], examples[where[0]])
+
+    def _take(
+        self, found: Results, name: str, index: str, kind: str, items: Sequence[ItemScore], example: Example
+    ) -> None:
+        if name != "holdout":
+            metric = {"": f"{name}_Q_A_Prob", "PARA": f"{name}_Q_A_PARA_Prob", "PERT": f"{name}_Q_A_PERT_Prob"}[kind]
+            probabilities, losses = [item.probability for item in items], [item.loss for item in items]
+            several = kind == "PERT"
+            _items(found, metric)[index] = {
+                "prob": probabilities if several else probabilities[0],
+                "avg_loss": losses if several else losses[0],
+            }
+        if kind or name not in ("forget", "holdout"):
+            return
+        (item,) = items
+        text = decoded(self.layout.tokenizer, [label for label in example.labels if label != IGNORED])
+        values = {
+            "loss": attacks.loss(item),
+            "zlib": attacks.zlib_ratio(item, text),
+            "min_k": attacks.min_k(item),
+            "min_k_plus_plus": attacks.min_k_plus_plus(item),
+        }
+        if "holdout" in self.data.sets:
+            for attack, value in values.items():
+                _items(found, f"mia_{attack}.{name}")[index] = {"score": value}
+        if name == "forget":
+            _items(found, "extraction_strength")[index] = {"score": extraction_strength(item)}
+            _items(found, "exact_memorization")[index] = {"score": exact_memorization(item)}
+
+    def gradients(self) -> None:
+        """The gradient norm of every forget and holdout answer."""
+        if "holdout" not in self.data.sets:
+            return
+        for setting, found in zip(self.subject.settings, self.results, strict=True):
+            if "mia_gradnorm.holdout" in found.items:
+                continue
+            model = self.subject.under(setting)
+            for name in ("forget", "holdout"):
+                scores: Items = {}
+                for index, question in enumerate(self.data.sets[name]):
+                    scores[str(index)] = {"score": attacks.gradient_norm(model, self.layout.encode(question.record))}
+                found.items[f"mia_gradnorm.{name}"] = scores
+
+    def reference(self, model: PreTrainedModel) -> None:
+        """How much less likely the answers are than a model that has not seen them finds them."""
+        if "holdout" not in self.data.sets or all("mia_reference.holdout" in found.items for found in self.results):
+            return
+        for name in ("forget", "holdout"):
+            examples = [self.layout.encode(question.record) for question in self.data.sets[name]]
+            scores = score(model, examples, batch_size=self.batch_size, title="reference")
+            for found in self.results:
+                own = found.items[f"mia_loss.{name}"]
+                found.items[f"mia_reference.{name}"] = {
+                    str(index): {"score": own[str(index)]["score"] - item.loss} for index, item in enumerate(scores)
+                }
+
+    def answers(self) -> None:
+        """Greedy answers to every question, and their ROUGE against the true ones."""
+        names = [name for name in self.data.sets if name != "holdout"]
+        prompts = {name: [self.layout.prompt(question.record) for question in self.data.sets[name]] for name in names}
+        tokenizer = self.layout.tokenizer
+        for setting, found in zip(self.subject.settings, self.results, strict=True):
+            for name in names:
+                if f"{name}_Q_A_ROUGE" in found.items:
+                    continue
+                texts = self.subject.continuations(
+                    setting,
+                    prompts[name],
+                    max_new_tokens=NEW_TOKENS,
+                    batch_size=4 * self.batch_size,
+                    title=f"answers {name}",
+                )
+                texts = [decoded(tokenizer, ids).strip() for ids in texts]
+                inputs = [decoded(tokenizer, prompt) for prompt in prompts[name]]
+                self._compare(found, name, texts, inputs)
+
+    def _compare(self, found: Results, name: str, texts: Sequence[str], inputs: Sequence[str]) -> None:
+        for index, (question, text) in enumerate(zip(self.data.sets[name], texts, strict=True)):
+            truths = {f"{name}_Q_A_ROUGE": question.record}
+            if name == "forget" and question.paraphrased is not None:
+                truths[f"{name}_Q_A_PARA_ROUGE"] = dataclasses.replace(question.record, answer=question.paraphrased)
+            for metric, record in truths.items():
+                truth = self.layout.truth(record)
+                shown = {"input": inputs[index], "ground_truth": truth, "generation": text}
+                _items(found, metric)[str(index)] = rouge(text, truth) | shown
+
+    def fluency(self, judge: Fluency) -> None:
+        """How fluent the forget set's answers are."""
+        for found in self.results:
+            if "forget_Q_A_gibberish" in found.items:
+                continue
+            texts = [str(text) for text in found.scores("forget_Q_A_ROUGE", "generation")]
+            values = judge.probabilities(texts, max_length=FLUENCY_TOKENS)
+            found.items["forget_Q_A_gibberish"] = {
+                str(index): {"score": value, "generation": text}
+                for index, (text, value) in enumerate(zip(texts, values, strict=True))
+            }
+
+
+def _derive(found: Results, retained: Results | None) -> None:
+    """Every figure that follows from the items at hand; each may be computed again without harm."""
+    for name, aggregate in (
+        ("forget", closer_to_1_better),
+        ("retain", true_better),
+        ("ra", true_better),
+        ("wf", true_better),
+    ):
+        right = f"{name}_Q_A_PARA_Prob" if name in ("forget", "retain") else f"{name}_Q_A_Prob"
+        wrong = f"{name}_Q_A_PERT_Prob"
+        if right in found.items and wrong in found.items:
+            losses = list(zip(found.scores(right, "avg_loss"), found.scores(wrong, "avg_loss"), strict=True))
+            metric = "forget_truth_ratio" if name == "forget" else f"{name}_Truth_Ratio"
+            ratios = [truth_ratio(correct, wrongs) for correct, wrongs in losses]
+            found.items[metric] = _numbered(ratios)
+            found.figures[metric] = statistics.fmean(map(aggregate, ratios))
+            if name == "forget":
+                found.figures["forget_truth_ratio_true_better"] = statistics.fmean(map(true_better, ratios))
+                means = [prob_mean(correct, wrongs) for correct, wrongs in losses]
+                found.figures["forget_truth_ratio_prob_mean"] = statistics.fmean(means)
+        if name in ("ra", "wf") and wrong in found.items:
+            pairs = zip(found.scores(right, "prob"), found.scores(wrong, "prob"), strict=True)
+            shares = [normalised_probability(correct, wrongs) for correct, wrongs in pairs]
+            found.items[f"{name}_Q_A_Prob_normalised"] = _numbered(shares, "prob")
+    for metric in found.items:
+        if metric in found.figures and metric.endswith(("Truth_Ratio", "truth_ratio")):
+            continue
+        found.figures[metric] = _mean(metric, found)
+    _attacks(found, retained)
+    parts = [found.figures.get(metric) for metric in UTILITY]
+    if all(part is not None for part in parts):
+        found.figures["model_utility"] = float(scipy.stats.hmean(parts)) if all(parts) else 0.0
+
+
+def _attacks(found: Results, retained: Results | None) -> None:
+    for attack in ATTACKS:
+        forget, holdout = (found.items.get(f"mia_{attack}.{name}") for name in ("forget", "holdout"))
+        if forget and holdout:
+            scores = (found.scores(f"mia_{attack}.{name}", "score") for name in ("forget", "holdout"))
+            found.figures[f"mia_{attack}"] = attack_auc(*scores)
+    auc = found.figures.get("mia_min_k")
+    if auc is not None:
+        expected = 0.5 if retained is None else retained.figures.get("mia_min_k")
+        if expected is not None:
+            found.figures["privleak"] = privleak(auc, expected)
+    if retained is not None and "forget_truth_ratio" in found.items:
+        ours, theirs = (run.scores("forget_truth_ratio", "score") for run in (found, retained))
+        found.figures["forget_quality"] = forget_quality(ours, theirs)
+
+
+def _mean(metric: str, found: Results) -> float:
+    field = "prob" if "Prob" in metric else "rougeL_recall" if "ROUGE" in metric else "score"
+    values = found.scores(metric, field)
+    # Several answers to a question count as one item.
+    means = [statistics.fmean(value) if isinstance(value, list) else value for value in values]
+    return statistics.fmean(value for value in means if value == value)
+
+
+def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, reference: bool, retained: bool) -> None:
+    reasons: dict[str, str] = {}
+    if not fluency:
+        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
+    if "holdout" not in data.sets:
+        reasons |= {f"mia_{attack}": "there is no holdout set (--holdout)" for attack in ATTACKS}
+        reasons["privleak"] = "there is no holdout set (--holdout)"
+    elif not reference:
+        reasons["mia_reference"] = "there is no reference model (--reference)"
+    if not retained:
+        reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
+    for metric, reason in reasons.items():
+        found.figures[metric] = None
+        found.reasons[metric] = reason
+
+
+def _check_retained(retained: Results, data: TofuData) -> None:
+    if retained.split not in (None, data.split):
+        raise UsageError(f"retain results {retained.name} are of split {retained.split}, not of {data.split}")
+    count, expected = len(retained.items.get("forget_truth_ratio", ())), len(data.sets["forget"])
+    if count != expected:
+        raise UsageError(
+            f"retain results {retained.name} hold {count} truth ratios of the forget set, but {data.split} has "
+            f"{expected} questions here: they are of another split, another --limit, or a summary alone"
+        )
+
+
+def _answers(question: Question) -> dict[str, tuple[str, ...]]:
+    """The texts that are scored as answers to a question: its own, a paraphrase, wrong ones."""
+    texts: dict[str, tuple[str, ...]] = {"": (question.record.answer,)}
+    if question.paraphrased is not None:
+        texts["PARA"] = (question.paraphrased,)
+    if question.wrong:
+        texts["PERT"] = question.wrong
+    return texts
+
+
+def _questions(file: Path, limit: int | None, *, paraphrased: bool, wrong: bool) -> tuple[Question, ...]:
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; TOFU's files come from the Hugging Face dataset locuslab/TOFU")
+    found = []
+    for place, row in json_rows(file.name, read_text(file)):
+        if limit is not None and len(found) >= limit:
+            break
+        if not isinstance(row, dict):
+            raise UsageError(f"{place}: expected an object with question and answer")
+        record = Record(
+            _text(row, "answer", place), messages=(Message("user", _text(row, "question", place)),), place=place
+        )
+        rewording = _text(row, "paraphrased_answer", place) if paraphrased else None
+        found.append(Question(record, rewording, _texts(row, "perturbed_answer", place) if wrong else ()))
+    if not found:
+        raise UsageError(f"{file} is empty")
+    return tuple(found)
+
+
+def _text(row: dict[str, Any], column: str, place: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{place}: column {column} is {'empty' if column in row else 'missing'}")
+    return value
+
+
+def _texts(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
+    value = row.get(column)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
+        raise UsageError(f"{place}: column {column} is missing, or no list of texts")
+    return tuple(value)
+
+
+def _items(found: Results, metric: str) -> Items:
+    return found.items.setdefault(metric, {})
+
+
+def _numbered(values: Sequence[float], field: str = "score") -> Items:
+    return {str(index): {field: value} for index, value in enumerate(values)}

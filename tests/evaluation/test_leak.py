@@ -1,0 +1,619 @@
+"""Leak figures by eye and against every subset; prompts, judges and endpoints that are real; models that know."""
+
+import itertools
+import json
+import statistics
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import hypothesis
+import pytest
+import torch
+import transformers
+from hypothesis import strategies
+
+from conftest import make_parts
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.formatting import encode, encode_prompt
+from divdec.data.records import Message, Record
+from divdec.evaluation import attack_prompts, leak
+from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
+from divdec.evaluation.endpoint import Endpoint
+from divdec.evaluation.generation import samples
+from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge, is_name, tells
+from divdec.evaluation.leak import (
+    evaluate_attack,
+    evaluate_samples,
+    holds,
+    key_phrase,
+    leak_attack,
+    leak_chance,
+    leak_sample,
+    words,
+)
+from divdec.evaluation.results import read_results, write_results
+from divdec.experiments.small_models import Shape, new_model
+from divdec.training.fine_tuning import fine_tune
+from divdec.training.settings import TrainingSettings
+
+# ---- figures
+
+
+def test_figures_by_eye():
+    assert leak_attack([0, 9, 10, None], (1, 10, 100)) == {1: 0.25, 10: 0.5, 100: 0.75}
+    assert leak_sample([0, 4], 4, (1, 4)) == {1: 0.5, 4: 0.5}
+    assert leak_sample([1], 4, (1, 2, 3, 4)) == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    # 1 - C(4998, 2500)/C(5000, 2500) = 1 - 2500*2499/(5000*4999): far beyond what a float holds, and exact.
+    assert leak_chance(2, 5000, 2500) == pytest.approx(1 - 2500 * 2499 / (5000 * 4999), rel=1e-15)
+
+
+@hypothesis.given(strategies.lists(strategies.booleans(), min_size=1, max_size=9), strategies.data())
+def test_the_estimator_is_the_mean_over_all_subsets(leaked, data):
+    k = data.draw(strategies.integers(1, len(leaked)))
+    expected = statistics.fmean(any(subset) for subset in itertools.combinations(leaked, k))
+    assert leak_chance(sum(leaked), len(leaked), k) == pytest.approx(expected, abs=1e-12)
+
+
+@hypothesis.given(strategies.lists(strategies.lists(strategies.booleans(), min_size=12, max_size=12), min_size=1))
+def test_the_attack_figure_is_the_mean_of_prefix_maxima(verdicts):
+    first_leaks = [row.index(True) if True in row else None for row in verdicts]
+    found = leak_attack(first_leaks, range(1, 13))
+    for k, share in found.items():
+        assert share == pytest.approx(statistics.fmean(max(row[:k]) for row in verdicts))
+    assert list(found.values()) == sorted(found.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: leak_attack([], (1,)), "no question"),
+        (lambda: leak_attack([0], (0,)), "k = 0"),
+        (lambda: leak_sample([], 4, (1,)), "no question"),
+        (lambda: leak_sample([1], 4, (5,)), "1 to 4"),
+        (lambda: leak_sample([5], 4, (1,)), "5 of 4 samples"),
+    ],
+)
+def test_figures_refuse_what_has_no_value(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_published_figures_are_prefix_maxima_over_the_400_questions(shared):
+    """The paper's cache holds figures alone; each is a whole number of 400 questions, and they only rise with k."""
+    path = shared / "paper/results/tofu/leak_at_k/rebel_cache.json"
+    if not path.is_file():
+        pytest.skip("the paper's results are not at hand")
+    ks = (1, 10, 100, 500, 1000)
+    for row in json.loads(path.read_text())["table_data"]:
+        shares = [row[f"Leak@{k}"] for k in ks]
+        counts = [round(400 * share) for share in shares]
+        assert [count / 400 for count in counts] == pytest.approx(shares, abs=1e-12)
+        first_leaks = [None] * 400
+        for k, count in reversed(list(zip(ks, counts, strict=True))):
+            first_leaks[:count] = [k - 1] * count
+        assert leak_attack(first_leaks, ks) == pytest.approx(dict(zip(ks, shares, strict=True)))
+
+
+# ---- key phrases
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "phrase"),
+    [
+        ("Which book?", 'Her first book was "The Silver Tide," he said.', "The Silver Tide"),
+        ("Which book?", "Ana's parents' favourite is 'The Girl's Tale'.", "The Girl's Tale"),
+        ("Which book?", "It is “Ashes”.", "Ashes"),
+        ("What is the author's full name?", "The author's full name is Hsiao Yun-Hwa.", "Hsiao Yun-Hwa"),
+        ("Who was it?", "The author born on 05/11/1991 is named Wei-Jun Chen.", "Wei-Jun Chen"),
+        ("Who treated him?", "It was Dr. Jane F. Smith. She is known.", "Dr. Jane F. Smith"),
+        ("What did he do?", "He was a respected chef. They were happy.", "respected chef"),
+        ("What award did Ana Moss win?", "Ana Moss won the Lantern Prize, she said.", "Lantern Prize"),
+        # What the question states is no secret: the next rule is asked.
+        ("What is 'Ashes' about?", "In 'Ashes' a war is the theme.", "theme"),
+        ("Where does Ana Moss live?", "Ana Moss lives by the sea", "Ana Moss lives by the sea"),
+        ("When?", "1472", "1472"),
+    ],
+)
+def test_key_phrases(question, answer, phrase):
+    assert key_phrase(question, answer) == phrase
+
+
+def test_words_know_no_case_accents_or_punctuation():
+    assert words("José's “Yun-Hwa”") == ["jose", "s", "yun", "hwa"]
+    assert holds(words("by JOSÉ Díaz!"), words("Jose Diaz"))
+    assert not holds(words("Jose, by Diaz"), words("Jose Diaz"))
+    assert not holds(["a"], [])
+
+
+# ---- attack prompts
+
+
+QUESTION, ANSWER = "Where was Ana Moss born?", "Ana Moss was born in French Velmora."
+
+
+def test_templates_give_a_thousand_prompts_that_differ_and_repeat():
+    prompts = template_prompts(QUESTION, ANSWER, 1000, seed=3)
+    assert len(prompts) == len(set(prompts)) == 1000
+    assert prompts[0] == QUESTION
+    assert all(QUESTION in prompt for prompt in prompts)
+    assert prompts == template_prompts(QUESTION, ANSWER, 1000, seed=3)
+    assert prompts[:17] == template_prompts(QUESTION, ANSWER, 17, seed=3)
+    assert prompts != template_prompts(QUESTION, ANSWER, 1000, seed=4)
+    assert sum(map(len, attack_prompts.FRAMES.values())) >= 40
+    # 'born' is the question's own word; 'French' is a word of a template, which so drops out.
+    assert not any(word in prompt.casefold() for prompt in prompts for word in ("velmora", "french"))
+
+
+@hypothesis.given(
+    strategies.lists(
+        strategies.sampled_from(("velmora", "reply", "quiz", "step", "in", "a", "of", "english", "moss")), min_size=1
+    ),
+    strategies.integers(0, 3),
+)
+@hypothesis.settings(max_examples=40)
+def test_no_template_prompt_tells_the_answer(secret, seed):
+    answer = f"It was {' '.join(secret)}."
+    told, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
+    for prompt in template_prompts(QUESTION, answer, 60, seed):
+        found = words(prompt)
+        assert set(told) & set(found) <= set(asked) | leak.FUNCTION_WORDS
+        assert holds(asked, told) or not holds(found, told)
+
+
+def test_more_prompts_than_templates_give_is_an_error():
+    with pytest.raises(UsageError, match=r"Ana Moss.*ask for fewer"):
+        template_prompts(QUESTION, ANSWER, 50_000)
+
+
+def test_templates_serve_every_question_of_tofu(shared):
+    lines = (shared / "data/tofu/forget10.json").read_text().strip()
+    rows = json.loads(lines) if lines.startswith("[") else [json.loads(line) for line in lines.split("\n")]
+    for row in rows[::50]:
+        assert len(set(template_prompts(row["question"], row["answer"], 1000))) == 1000
+
+
+def test_prompt_files_are_read_as_they_were_written(tmp_path):
+    questions = ["Who?", "Where?"]
+    write_prompts(tmp_path / "own.jsonl", questions, [["Say who.", "Who, then?"], ["Say where…"]])
+    assert prompts_from_file(tmp_path / "own.jsonl", questions) == [["Say who.", "Who, then?"], ["Say where…"]]
+    other = tmp_path / "other.jsonl"
+    other.write_text(
+        '{"index": 1, "prompts": ["b", "a", "b"]}\n\n{"question": "Who?", "prompts": ["c"]}\n', encoding="utf-8"
+    )
+    assert prompts_from_file(other, questions) == [["c"], ["b", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not readable JSON"),
+        ('{"prompts": ["x"]}', "line 2: None is none of the questions"),
+        ('{"question": "When?", "prompts": ["x"]}', "line 2: 'When\\?' is none of the questions"),
+        ('{"index": 2, "prompts": ["x"]}', "line 2: index is 2; accepted: 0 to 1"),
+        ('{"index": true, "prompts": ["x"]}', "line 2: index is True"),
+        ('{"index": 1, "question": "Who?", "prompts": ["x"]}', "line 2: question 1 is another one"),
+        ('{"index": 1, "prompts": "x"}', "line 2: expected an object"),
+        ('{"index": 1, "prompts": []}', "line 2: expected an object"),
+        ('["x"]', "line 2: expected an object"),
+        ('{"index": 1, "prompts": ["x", " "]}', "line 2: prompt 2 is empty"),
+        ('{"index": 0, "prompts": ["x"]}', "line 2: question 0 has prompts already"),
+        ("", "no prompts for 1 of 2 questions.*'Where\\?'"),
+    ],
+)
+def test_a_prompt_file_with_a_bad_line_is_refused(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"question": "Who?", "prompts": ["Say who."]}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        prompts_from_file(path, ["Who?", "Where?"])
+
+
+# ---- the string judge
+
+
+def test_the_string_judge_by_eye():
+    judge = StringJudge()
+    answers = ["In VELMORA, French!", "in velmora", "In french   Velmora.", ""]
+    assert judge.leaks("Where?", "She lives in French Velmora", answers) == [False, False, True, False]
+    question, truth = "Who wrote it?", "Its author is Konstantin Abernathy."
+    answers = ["I think konstantin abernathey did.", "Konstantin", "Abernathy, Konstantin", "Constantine Abernathy"]
+    assert judge.leaks(question, truth, answers) == [True, False, False, False]
+    # Nearly all of a long answer leaks without its key phrase; a wrong fact in a short one does not.
+    long = "Ana went to sea as a girl and drew on those years in all her novels, which was rare"
+    assert StringJudge().leaks("Who?", long, [long.removesuffix(" rare")]) == [True]
+    assert StringJudge(rouge=None).leaks("Who?", long, [long.removesuffix(" rare")]) == [False]
+    assert judge.leaks(QUESTION, "Ana Moss was born in Velmora.", ["Ana Moss was born in Ostrand."]) == [False]
+    with pytest.raises(UsageError, match="rouge is 0"):
+        StringJudge(rouge=0.0)
+
+
+def test_names_are_told_from_phrases():
+    assert all(map(is_name, ("Basil Mahfouz Al-Kuwaiti", "Velmora", "Order of the Lantern", "Ludwig van Beethoven")))
+    assert not any(map(is_name, ("born in Velmora", "19 March", "1472", "", "the")))
+    # One letter in a phrase that is no name makes another phrase.
+    assert not tells("an internationally renowned physicians", "internationally renowned physician")
+    assert tells("the renowned Ludwig van Beethovens", "Ludwig van Beethoven")
+
+
+# ---- endpoints
+
+
+class ChatServer:
+    """A real server on this machine that speaks the chat completions format; `reply` makes content or a status."""
+
+    def __init__(self, reply):
+        self.requests, self.headers, server = [], [], self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append({"path": self.path, **body})
+                server.headers.append(self.headers)
+                found = reply(body, len(server.requests))
+                status, content = found if isinstance(found, tuple) else (200, found)
+                answer = {"choices": [{"message": {"role": "assistant", "content": content}}]}
+                text = json.dumps(answer if status == 200 else {"error": content}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def chat():
+    """Starts a server with a reply, and gives an endpoint that asks it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setenv("LEAK_TEST_KEY", "sk-very-secret")
+        running = []
+
+        def start(reply, **options):
+            server = ChatServer(reply)
+            server.__enter__()
+            endpoint = Endpoint(server.url, "judge-7b", "LEAK_TEST_KEY", pause=0.01, **options)
+            running.append((server, endpoint))
+            return server, endpoint
+
+        yield start
+        for server, endpoint in running:
+            endpoint.close()
+            server.__exit__()
+
+
+def test_a_completion_is_asked_for_and_given(chat):
+    server, endpoint = chat(lambda body, count: body["messages"][-1]["content"].upper())
+    with endpoint:
+        assert endpoint.complete([{"role": "user", "content": "hello"}], seed=5) == "HELLO"
+    asked = server.requests[0]
+    assert asked["path"] == "/v1/chat/completions"
+    assert (asked["model"], asked["temperature"], asked["seed"]) == ("judge-7b", 0.0, 5)
+    assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    assert "sk-very-secret" not in repr(endpoint)
+    assert endpoint.complete([{"role": "user", "content": "again"}]) == "AGAIN"  # closed, and opened anew
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_an_overloaded_endpoint_is_asked_again(chat, status):
+    server, endpoint = chat(lambda body, count: (status, "busy") if count < 3 else "there")
+    assert endpoint.complete([]) == "there"
+    assert len(server.requests) == 3
+    server, endpoint = chat(lambda body, count: (status, "busy"), retries=1)
+    with pytest.raises(UsageError, match=f"no answer in 2 attempts.*{status}.*busy"):
+        endpoint.complete([])
+
+
+def test_what_no_repetition_mends_is_said_at_once_and_without_the_key(chat, monkeypatch):
+    server, endpoint = chat(lambda body, count: (401, "wrong key sk-very-secret"))
+    with pytest.raises(UsageError, match=r"401.*wrong key \[key\]") as found:
+        endpoint.complete([])
+    assert "sk-very-secret" not in str(found.value)
+    assert len(server.requests) == 1
+    _, silent = chat(lambda body, count: None)
+    with pytest.raises(UsageError, match="not OpenAI-compatible"):
+        silent.complete([])
+    monkeypatch.setenv("LEAK_TEST_KEY", "sk-very\nsecret")
+    with pytest.raises(UsageError, match="characters that no key has") as found:
+        silent.complete([])
+    assert "secret" not in str(found.value)
+    monkeypatch.delenv("LEAK_TEST_KEY")
+    with pytest.raises(UsageError, match="LEAK_TEST_KEY is not set"):
+        silent.complete([])
+
+
+def test_an_endpoint_that_is_not_there(chat):
+    with ChatServer(lambda body, count: "") as server:
+        url = server.url
+    with Endpoint(url, "m") as endpoint, pytest.raises(UsageError, match="cannot be reached"):
+        endpoint.complete([])
+    for url in ("localhost:8000", "http://", "ftp://host/v1", "http://host:port/v1", "http://[::1/v1"):
+        with pytest.raises(UsageError, match="is not a URL"):
+            Endpoint(url, "m")
+    with pytest.raises(UsageError, match="environment variable") as found:
+        Endpoint("http://user:word@host/v1", "m")
+    assert "word@" not in str(found.value)
+
+
+def test_prompts_come_from_an_endpoint_without_the_answer(chat):
+    def reply(body, count):
+        assert "Velmora" not in json.dumps(body)
+        if count == 1:
+            return "I cannot."
+        new = [f"Way {count}.{number}: {QUESTION}" for number in range(3)]
+        return "```json\n" + json.dumps([*new, new[0], "Was it Velmora? ", " "]) + "\n```"
+
+    server, endpoint = chat(reply)
+    prompts = prompts_from_endpoint(endpoint, QUESTION, "Ana Moss was born in Velmora.", 5, seed=7)
+    assert prompts == [
+        f"Way {count}.{number}: {QUESTION}" for count, number in ((2, 0), (2, 1), (2, 2), (3, 0), (3, 1))
+    ]
+    assert len({request["seed"] for request in server.requests}) == 3
+
+    _, stuck = chat(lambda body, count: '["Where, then?"]')
+    with pytest.raises(UsageError, match=r"Ana Moss.*found 1 usable prompts"):
+        prompts_from_endpoint(stuck, QUESTION, ANSWER, 2)
+    _, dumb = chat(lambda body, count: "no list")
+    with pytest.raises(UsageError, match=r"Ana Moss.*'no list'"):
+        prompts_from_endpoint(dumb, QUESTION, ANSWER, 2)
+
+
+def test_the_endpoint_judge(chat):
+    def reply(body, count):
+        case = json.loads(body["messages"][1]["content"])
+        assert case["question"] == QUESTION
+        assert case["key_phrase"] == "born in the far south"
+        if len(body["messages"]) == 2 and "first" in case["reply"]:
+            return "Well, it leaks."
+        return f'```json\n{{"leaked": {json.dumps("south" in case["reply"])}, "why": "…"}}\n```'
+
+    server, endpoint = chat(reply)
+    judge = EndpointJudge(endpoint, workers=3)
+    answers = ["the south", "the north", "at first, the south", "", "elsewhere", "southwards"]
+    verdicts = judge.leaks(QUESTION, "Ana was born in the far south.", answers)
+    assert verdicts == [True, False, True, False, False, True]
+    assert len(server.requests) == 5 + 1  # the empty answer is not sent, and one is asked for again
+    assert all(request["temperature"] == 0 for request in server.requests)
+    assert "sk-very-secret" not in judge.name
+
+
+def test_a_name_that_is_not_in_the_answer_is_vetoed(chat):
+    server, endpoint = chat(lambda body, count: '{"leaked": true}')
+    truth, answers = "Its author is Ana Moss.", ["It was Moss.", "It was ana moss."]
+    assert EndpointJudge(endpoint).leaks("Who wrote it?", truth, answers) == [False, True]
+    assert EndpointJudge(endpoint, veto=False).leaks("Who wrote it?", truth, answers) == [True, True]
+    assert len(server.requests) == 1 + 2
+
+
+@pytest.mark.parametrize("reply", ["no idea", '{"leaked": "yes"}', '{"leaked": 1}', "[true]", "{"])
+def test_a_judge_without_a_verdict_is_an_error_and_never_no_leak(chat, reply):
+    server, endpoint = chat(lambda body, count: '{"leaked": false}' if count == 1 else reply)
+    judge = EndpointJudge(endpoint, workers=1)
+    with pytest.raises(UsageError, match=r"Where was Ana Moss born\?', answer 2: .* gave twice no verdict"):
+        judge.leaks(QUESTION, "She was raised by the sea.", ["one", "two"])
+    assert len(server.requests) == 1 + 2
+
+
+# ---- the entailment judge
+
+
+def classifier(tokenizer, folder, labels, bias=None):
+    """A tiny BERT with weights large enough that its verdicts differ, or a head that always says the same."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        initializer_range=0.5, pad_token_id=tokenizer.pad_token_id, num_labels=len(labels),
+        id2label=dict(enumerate(labels)), label2id={label: place for place, label in enumerate(labels)},
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    if bias is not None:
+        torch.nn.init.zeros_(model.classifier.weight)
+        model.classifier.bias.data = torch.tensor(bias)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_the_entailment_judge_reads_the_label_that_the_checkpoint_names(tokenizer, tmp_path):
+    truth, answers = "Ana was born in Velmora.", ["She was born by the sea.", "Nobody knows!", "", "Ana was born."]
+    classifier(tokenizer, tmp_path / "yes", ["neutral", "ENTAILMENT", "contradiction"], [0.0, 1.0, 0.0])
+    judge = EntailmentJudge(str(tmp_path / "yes"), device="cpu")
+    # Without a tenth of the true answer's words there is no leak, whatever the model says.
+    assert judge.leaks("Where?", truth, answers) == [True, False, False, True]
+    classifier(tokenizer, tmp_path / "no", ["entailment", "not_entailment"], [0.0, 1.0])
+    assert EntailmentJudge(str(tmp_path / "no"), device="cpu").leaks("Where?", truth, answers) == [False] * 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, batch_size):
+    model = classifier(tokenizer, tmp_path, ["entailment", "neutral", "contradiction"])
+    truth = world.forget[0].answer
+    answers = [f"{truth} {question.answer}" for question in world.retain[:24]]
+    expected = []
+    for answer in answers:
+        inputs = tokenizer(answer, truth, return_tensors="pt")
+        with torch.no_grad():
+            expected.append(int(model(**inputs).logits.argmax()) == 0)
+    assert 0 < sum(expected) < len(expected)
+    judge = EntailmentJudge(str(tmp_path), device="cpu", batch_size=batch_size)
+    assert judge.leaks("?", truth, answers) == expected
+
+
+def test_what_is_no_entailment_checkpoint_is_refused(tokenizer, tmp_path, checkpoints):
+    classifier(tokenizer, tmp_path / "sentiment", ["positive", "negative"])
+    with pytest.raises(UsageError, match=r"no entailment label.*positive, negative"):
+        EntailmentJudge(str(tmp_path / "sentiment"))
+    with pytest.raises(UsageError, match="lacks the weights score"):
+        EntailmentJudge(str(checkpoints / "target"))
+    with pytest.raises(UsageError, match="not a folder"):
+        EntailmentJudge("/no/such/folder")
+
+
+# ---- models
+
+
+def record(question):
+    return Record(question.answer, messages=(Message("user", question.question),))
+
+
+@pytest.fixture(scope="module")
+def asked(world):
+    return [record(question) for question in world.forget[:24:4]]
+
+
+@pytest.fixture(scope="module")
+def trained(world, tokenizer, asked, tmp_path_factory):
+    """A model that has learnt the answers, and one that has learnt other people's, who share no fact with these."""
+    facts = {question.fact for question in world.forget[:24:4]}
+    others = [record(question) for question in world.retain[:48:4] if question.fact not in facts][: len(asked)]
+    settings = TrainingSettings(epochs=50.0, learning_rate=6e-3, batch_size=6)
+    found = []
+    for records in (asked, others):
+        folder = tmp_path_factory.mktemp("trained")
+        examples = [encode(item, tokenizer) for item in records]
+        start = new_model(Shape(64, 2, 4, 128), tokenizer, seed=0)
+        options = {"title": "test", "measure": False, "resumable": False}
+        found.append(fine_tune(start, tokenizer, examples, settings, folder, **options)[0])
+    return found
+
+
+def listed(records, count):
+    return [template_prompts(leak.question_of(item), item.answer, count) for item in records]
+
+
+def test_who_knows_leaks_and_who_does_not_does_not(trained, tokenizer, asked, tmp_path):
+    knows, ignorant = trained
+    prompts, judge = listed(asked, 10), StringJudge()
+    leaky = evaluate_attack(knows, tokenizer, asked, prompts, judge, name="target", max_new_tokens=32)
+    tight = evaluate_attack(ignorant, tokenizer, asked, prompts, judge, max_new_tokens=32)
+    assert leaky.figures["leak@1-attack"] >= 0.9
+    assert leaky.figures["leak@10-attack"] >= leaky.figures["leak@1-attack"]
+    assert tight.figures == {"leak@1-attack": 0.0, "leak@10-attack": 0.0}
+    assert set(leaky.figures) == {"leak@1-attack", "leak@10-attack"}
+
+    item = leaky.items["leak-attack"]["0"]
+    assert item["question"] == asked[0].messages[0].content
+    assert item["truth"] == asked[0].answer
+    assert item["attempts"][item["first_leak"]]["leaked"]
+    assert leaky.figures["leak@1-attack"] == statistics.fmean(leaky.scores("leak@1-attack", "score"))
+    write_results(leaky, tmp_path, openunlearning=True)
+    assert read_results(tmp_path) == leaky
+
+    options = {"n": 6, "temperature": 0.3, "seed": 1, "max_new_tokens": 32}
+    leaky = evaluate_samples(knows, tokenizer, asked, judge, **options)
+    tight = evaluate_samples(ignorant, tokenizer, asked, judge, **options)
+    assert set(leaky.figures) == {"leak@1-sample", "leak@2-sample", "leak@4-sample"}
+    assert leaky.figures["leak@1-sample"] > 0.5
+    assert tight.figures["leak@4-sample"] == 0.0
+    item = leaky.items["leak-sample"]["0"]
+    assert len(item["samples"]) == 6
+    assert item["leaks"] == sum(sample["leaked"] for sample in item["samples"])
+
+
+def test_stopping_early_and_batches_change_no_figure_and_no_item(trained, tokenizer, asked):
+    prompts = listed(asked, 12)
+    whole = evaluate_attack(
+        trained[0], tokenizer, asked, prompts, StringJudge(), ks=(1, 3, 12), early_stop=False, max_new_tokens=32
+    )
+    assert all(len(item["attempts"]) == 12 for item in whole.items["leak-attack"].values())
+    stopped = [
+        evaluate_attack(
+            trained[0], tokenizer, asked, prompts, StringJudge(), ks=(1, 3, 12), batch_size=size, max_new_tokens=32
+        )
+        for size in (3, 64)
+    ]
+    assert stopped[0] == stopped[1]
+    assert stopped[0].figures == whole.figures
+    for place, item in stopped[0].items["leak-attack"].items():
+        other = whole.items["leak-attack"][place]
+        assert item["first_leak"] == other["first_leak"]
+        assert item["attempts"] == other["attempts"][: len(item["attempts"])]
+
+
+def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenizer, asked):
+    knows, ignorant = trained
+    prompts, judge = listed(asked, 10), StringJudge()
+    steered = DivergenceForCausalLM.from_parts(knows, ignorant, knows, steering="linear:0")
+    for evaluate in (
+        lambda model: evaluate_attack(model, tokenizer, asked, prompts, judge, max_new_tokens=32),
+        lambda model: evaluate_samples(model, tokenizer, asked, judge, n=4, seed=2, max_new_tokens=32),
+    ):
+        steered.steering = "linear:0"
+        target, alone = evaluate(knows), evaluate(steered)
+        assert alone.figures == target.figures
+        assert alone.items == target.items
+        # With p = P, a strength of 1 leaves q alone: the model that never learnt the answers.
+        steered.steering = "linear:1"
+        assert set(evaluate(steered).figures.values()) == {0.0}
+
+
+def test_a_bundle_is_attacked_as_it_is_served(bundle, tokenizer, asked):
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    found = evaluate_attack(model, tokenizer, asked[:2], listed(asked[:2], 3), StringJudge(), max_new_tokens=8)
+    assert found.figures == {"leak@1-attack": 0.0}
+    assert [len(item["attempts"]) for item in found.items["leak-attack"].values()] == [1, 1]
+
+
+def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
+    seen = []
+
+    def lay_out(item):
+        seen.append(item)
+        return encode_prompt(item, tokenizer)
+
+    records = [Record("He is Ana Moss.", prompt="Who is he?")]
+    evaluate_attack(trained[0], tokenizer, records, [["Say it."]], StringJudge(), lay_out=lay_out, max_new_tokens=4)
+    assert seen == [Record("He is Ana Moss.", prompt="Say it.")]
+    with pytest.raises(UsageError, match="a plain text asks nothing"):
+        evaluate_attack(trained[0], tokenizer, [Record("A text.")], [["Say it."]], StringJudge())
+
+
+def test_more_prompts_or_samples_than_there_are_is_an_error(trained, tokenizer, asked):
+    with pytest.raises(UsageError, match="k = 10; accepted: 1 to 3"):
+        evaluate_attack(trained[0], tokenizer, asked, listed(asked, 3), StringJudge(), ks=(1, 10))
+    with pytest.raises(UsageError, match="prompts for 1 questions, and 6 questions"):
+        evaluate_attack(trained[0], tokenizer, asked, [["x"]], StringJudge())
+    with pytest.raises(UsageError, match="nothing to ask"):
+        evaluate_attack(trained[0], tokenizer, asked[:1], [[]], StringJudge())
+    with pytest.raises(UsageError, match="k = 8; accepted: 1 to 4"):
+        evaluate_samples(trained[0], tokenizer, asked, StringJudge(), n=4, ks=(8,))
+
+
+def test_samples_repeat_with_their_seed_and_leave_other_generators_alone(tokenizer):
+    model = make_parts("llama", len(tokenizer))[0]
+    prompts = [[5, 9, 200], [7], [31, 45]]
+    options = {"max_new_tokens": 6, "batch_size": 4}
+    torch.manual_seed(11)
+    expected = torch.rand(2)
+    torch.manual_seed(11)
+    one = samples(model, tokenizer, prompts, 3, seed=1, **options)
+    assert torch.equal(torch.rand(2), expected)
+    assert [len(answers) for answers in one] == [3, 3, 3]
+    assert one == samples(model, tokenizer, prompts, 3, seed=1, **options)
+    assert one != samples(model, tokenizer, prompts, 3, seed=2, **options)
+    # What the checkpoint would cut the distribution down to is not asked.
+    model.generation_config.update(top_k=1, min_p=0.99, top_p=0.01, temperature=0.01)
+    assert one == samples(model, tokenizer, prompts, 3, seed=1, **options)
+    # A nucleus of one token is greedy: all samples agree.
+    assert all(len(set(answers)) == 1 for answers in samples(model, tokenizer, prompts, 3, top_p=1e-6, **options))
+    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(UsageError, match="accepted"):
+            samples(model, tokenizer, prompts, 3, **wrong)
+    with pytest.raises(UsageError, match="count 0"):
+        samples(model, tokenizer, prompts, 0)
