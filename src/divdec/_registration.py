@@ -1,6 +1,6 @@
-"""Teaches transformers' Auto classes the model type `divergence`, without importing them.
+"""Teaches transformers' Auto classes and lm-eval what a bundle is, without importing them.
 
-`import divdec` must stay free of torch, so each registration waits until somebody imports the Auto class.
+`import divdec` must stay free of torch, so each registration waits until somebody imports what it registers with.
 """
 
 from __future__ import annotations
@@ -32,10 +32,18 @@ def register_model() -> None:
     AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)
 
 
+def register_lm_eval() -> None:
+    """Make lm-eval know the model name `divdec`."""
+    from lm_eval.api.registry import model_registry  # pyright: ignore[reportMissingImports]
+
+    model_registry.register("divdec", target="divdec.evaluation.harness:DivdecLM")
+
+
 # The modules that define the Auto classes, and what to do once each has been executed.
 REGISTRATIONS: dict[str, Callable[[], None]] = {
     "transformers.models.auto.configuration_auto": register_config,
     "transformers.models.auto.modeling_auto": register_model,
+    "lm_eval.models": register_lm_eval,
 }
 
 

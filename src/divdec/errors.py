@@ -1,8 +1,12 @@
-"""The one exception that the command line turns into a line of text and exit code 2.
+"""The exceptions that the command line turns into a line of text and exit code 2.
 
-It knows nothing of what went wrong; whoever raises it says what was given, what is accepted and what to do.
+It knows nothing of what went wrong; whoever raises them says what was given, what is accepted and what to do.
 """
 
 
 class UsageError(ValueError):
     """Something the user gave cannot be used: a bad setting, file, checkpoint or folder."""
+
+
+class FailedClosed(RuntimeError):
+    """A model could not be steered while it answered; it gave an error instead of the target's own answer."""

@@ -245,6 +245,22 @@ class TestBadInput:
         for output in (tmp_path, tmp_path / "none" / "out.txt"):
             self.refused(capsys, "generate", bundle, "--prompt", "x", "--output", output, says="cannot be written")
 
+    def test_an_auxiliary_that_overflows(self, bundle, own_checkpoints, capsys):
+        from safetensors.torch import load_file, save_file
+
+        weights = own_checkpoints / "forget" / "model.safetensors"
+        tensors = load_file(weights)
+        tensors["model.norm.weight"][0] = float("nan")
+        save_file(tensors, weights, metadata={"format": "pt"})
+        self.refused(capsys, "generate", bundle, "--prompt", "x", "--no-verify", says="nothing is answered unsteered")
+
+    def test_a_prompt_that_is_too_long(self, bundle, capsys):
+        self.refused(capsys, "generate", bundle, "--prompt", "word " * 500, says="too many for 256 positions")
+
+    def test_a_setting_that_steers_nothing_is_said(self, bundle, capsys):
+        assert main("generate", bundle, "--prompt", "x", "--steering", "linear:0", "--max-new-tokens", 1) == 0
+        assert "the answers are the target's own" in capsys.readouterr().err
+
     def test_input_that_is_not_text(self, bundle, tmp_path, capsys):
         (tmp_path / "p.txt").write_bytes(b"Who\xff?\n")
         self.refused(capsys, "generate", bundle, "--file", tmp_path / "p.txt", says="not UTF-8")

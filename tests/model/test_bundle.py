@@ -347,6 +347,11 @@ class TestLoadingRefuses:
             with pytest.raises(UsageError, match="nothing would be forgotten"):
                 DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
 
+    def test_twins_without_verification(self, bundle, own_checkpoints):
+        shutil.copyfile(own_checkpoints / "retain/model.safetensors", own_checkpoints / "forget/model.safetensors")
+        with pytest.raises(UsageError, match="nothing would be forgotten"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
     @pytest.mark.parametrize("part", ["target", "retain", "forget"])
     def test_weights_that_would_be_random(self, bundle, own_checkpoints, part):
         weights = own_checkpoints / part / "model.safetensors"

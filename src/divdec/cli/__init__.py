@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 
 # Name, module, one line of help; in the order in which a newcomer meets them.
 VERBS = (
@@ -21,8 +21,10 @@ VERBS = (
     ("bundle", "divdec.cli.bundle", "join target, auxiliaries and rule into one loadable model"),
     ("generate", "divdec.cli.generate", "answer prompts with a bundle, as text or JSON lines"),
     ("chat", "divdec.cli.chat", "talk to a bundle in the terminal and see what the experts push down"),
+    ("calibrate", "divdec.cli.calibrate", "choose a bundle's rule and strength without a retrained model"),
     ("eval", "divdec.cli.eval", "measure models on TOFU, MUSE or for leaks, item by item"),
     ("score", "divdec.cli.score", "aggregate results of TOFU or MUSE, with intervals"),
+    ("report", "divdec.cli.report", "put results on one HTML page: tables, plots, answers side by side"),
     ("doctor", "divdec.cli.doctor", "show versions, devices and extras, and whether a bundle loads"),
 )
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(modules[verb])
         settings = parse(module, verb, rest)
         return module.run(settings) or 0
-    except UsageError as error:
+    except (UsageError, FailedClosed) as error:
         return _fail(f"{verb}: {error}")
     except SystemExit as error:  # argparse has printed its help or its line
         return error.code if isinstance(error.code, int) else 2

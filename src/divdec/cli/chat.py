@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import load
+from divdec.cli.loading import load, warn_if_unsteered
 from divdec.cli.settings import ChatSettings as Settings
 from divdec.errors import UsageError
 
@@ -59,7 +59,7 @@ class Conversation:
     def take(self, line: str) -> bool:
         """Answer a line or obey a command; False ends the conversation."""
         command, _, argument = line.partition(" ")
-        if command == "/quit":
+        if command in ("/quit", "/exit"):
             return False
         if command == "/help":
             print(HELP)
@@ -80,18 +80,21 @@ class Conversation:
 
     def _steer(self, text: str) -> None:
         self.model.steering = self.model.steering.revised(text, allow_negative=self.settings.allow_negative)
+        warn_if_unsteered(self.model.steering)
         print(f"steering {self.model.steering}")
 
     def _answer(self, line: str) -> None:
         import torch
         from transformers import TextStreamer
 
+        from divdec.cli.loading import check_fits
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record, checked_text
 
-        turns = (*self.turns, Message("user", checked_text(line, "the line")))
+        turns = (*(() if self.settings.single_turn else self.turns), Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.settings.system_prompt)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
+        check_fits([prompt], self.model, "this conversation; /reset begins a new one")
         input_ids = torch.tensor([prompt], device=self.model.device)
         sampling: dict[str, Any] = {"do_sample": False}
         if self.settings.temperature > 0:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import load
+from divdec.cli.loading import check_fits, load
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.errors import UsageError
 
@@ -64,6 +64,7 @@ def _answers(
     for start in range(0, len(prompts), settings.batch_size):
         batch = prompts[start : start + settings.batch_size]
         encoded = [encode_prompt(prompt, tokenizer, form) for prompt in batch]
+        check_fits(encoded, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
         input_ids, attention_mask = left_padded(encoded, padding)
         with torch.inference_mode():
             output: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divdec.cli.settings import LoadSettings
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.steering import Steering
 
 
 def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
@@ -41,7 +44,26 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
         dtype=settings.dtype,
         device_map=device_map(settings.device),
     )
+    warn_if_unsteered(model.steering)
     return model, load_tokenizer(folder)
+
+
+def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:
+    """Refuse prompts that leave no room for an answer: beyond its positions a model answers with noise.
+
+    Raises:
+        UsageError: one is as long as the shortest context of the three models.
+    """
+    positions = model.config.max_position_embeddings
+    longest = max(map(len, prompts), default=0)
+    if positions is not None and longest >= positions:
+        raise UsageError(f"{longest} tokens are too many for {positions} positions of the models: shorten {what}")
+
+
+def warn_if_unsteered(steering: Steering) -> None:
+    """Say on standard error that linear:0 leaves the target as it is."""
+    if steering.rule == "linear" and steering.alpha == 0:
+        print("warning: linear:0 steers nothing: the answers are the target's own", file=sys.stderr)
 
 
 def quiet() -> None:

@@ -77,6 +77,8 @@ class ChatSettings(LoadSettings):
 
     system_prompt: str | None = None
     """System turn before the conversation."""
+    single_turn: bool = False
+    """Make every line a conversation of its own, for models that have learned no longer ones."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -86,6 +88,41 @@ class ChatSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperature, self.max_new_tokens, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateSettings(LoadSettings):
+    """Options of `divdec calibrate`."""
+
+    forget: str = ""
+    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset."""
+    retain: str = ""
+    """Retain set, likewise."""
+    holdout: str = ""
+    """Records like the forget set's that none of the three models has seen."""
+    sweep: tuple[str, ...] = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
+    """Settings to choose from, mild before strong."""
+    max_retain_drop: str = "2%"
+    """How much of the retain set's probability may be lost: a percentage, or a share such as 0.02."""
+    system_prompt: str | None = None
+    """System turn before every conversation."""
+    max_length: int = 1024
+    """Longest sequence in tokens."""
+    limit: int | None = None
+    """Take only the first so many records of each set."""
+    batch_size: int = 32
+    """Sequences in a pass."""
+    write: bool = False
+    """Write the choice into the bundle."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        for name in ("forget", "retain", "holdout"):
+            if not getattr(self, name):
+                raise UsageError(f"--{name} is required")
+        if self.batch_size < 1:
+            raise UsageError(f"batch-size is {self.batch_size}; accepted: at least 1")
 
 
 def _check_sampling(temperature: float, max_new_tokens: int, seed: int) -> None:

@@ -39,6 +39,9 @@ def run(settings: Settings) -> None:
     if settings.json:
         print(json.dumps(content))
     elif content["bundle"]:
-        print(f"bundle: {content['bundle']}\ntry it: divdec chat {content['bundle']}")
+        print(
+            f"bundle: {content['bundle']}\nchoose its strength: divdec calibrate {content['bundle']} --forget "
+            f"{settings.forget} --retain {settings.retain} --holdout … --write\ntry it: divdec chat {content['bundle']}"
+        )
     else:
         print(f"auxiliaries: {settings.output}\nnext: divdec bundle --target … (see divdec bundle --help)")

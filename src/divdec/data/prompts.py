@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from divdec.data.records import TEXT_SUFFIXES, Message, Record, checked_text, json_rows, messages_of, read_text
+from divdec.data.records import JSON_SUFFIXES, Message, Record, checked_text, json_rows, messages_of, read_text
 from divdec.errors import UsageError
 
 
@@ -44,7 +44,7 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
     if not path.is_file():
         raise UsageError(f"prompt file {source!r} does not exist")
     content = read_text(path)
-    if path.suffix.lower() in TEXT_SUFFIXES:
+    if path.suffix.lower() not in JSON_SUFFIXES:
         return prompts_from_lines(content.splitlines(), chat=chat)
     prompts = [_from_row(row, place, chat) for place, row in json_rows(path.name, content)]
     if not prompts:

@@ -107,7 +107,9 @@ def evaluate_muse(
         name: Layout(subject.tokenizer, "plain", shots=shots, max_length=options.max_length)
         for name, shots in data.shots.items()
     }
-    run = _Run(subject, data, layouts, options.batch_size, results)
+    # First of all, so that a prompt that does not fit is found before anything is measured.
+    truths = {name: [layouts[name].truth(record) for record in records] for name, records in data.knowmem.items()}
+    run = _Run(subject, data, layouts, truths, options.batch_size, results)
     for stage in (run.likelihoods, run.knowledge, run.verbatim):
         stage()
         for found in results:
@@ -128,6 +130,7 @@ class _Run:
     subject: Subject
     data: MuseData
     layouts: dict[str, Layout]
+    truths: dict[str, list[str]]
     batch_size: int
     results: list[Results]
 
@@ -157,9 +160,8 @@ class _Run:
         """Answers to questions about the texts, after ten examples."""
         for name, records in self.data.knowmem.items():
             layout = self.layouts[name]
-            truths = [layout.truth(record) for record in records]
             prompts = [layout.prompt(record) for record in records]
-            self._generate(f"{name}_knowmem_ROUGE", prompts, truths, KNOWMEM_TOKENS, STOPS)
+            self._generate(f"{name}_knowmem_ROUGE", prompts, self.truths[name], KNOWMEM_TOKENS, STOPS)
 
     def verbatim(self) -> None:
         """How beginnings of the forgotten texts are continued."""

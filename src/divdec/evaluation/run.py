@@ -98,6 +98,9 @@ class _Place:
         folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
         name = folder.name if Path(given).expanduser().is_dir() else given.replace("/", "--")
         steering = _steering(folder, given, settings)
+        for setting in steering:
+            if setting is not None:
+                setting.check_vocabulary(read_config(folder).vocab_size)
         base = output / name if len(settings.models) > 1 else output
         folders = (base,) if len(steering) == 1 else tuple(base / str(s).replace(":", "-") for s in steering)
         return cls(given, name, folder, steering, folders)

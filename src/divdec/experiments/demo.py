@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,10 +74,17 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         started=started, forget_set=material.forget.label, console=console,
     )  # fmt: skip
     console.print(
-        f"{result['seconds']:.0f} s. Report: {result['report']}\nTalk to it: divdec chat {result['bundle']}",
+        f"{result['seconds']:.0f} s. Report: {result['report']}\n"
+        f"Talk to it: {_command()} chat --single-turn {result['bundle']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return result
+
+
+def _command() -> str:
+    """How to call divdec from here: by its name where that is found, else by its place."""
+    place = Path(sys.executable).with_name("divdec")
+    return "divdec" if shutil.which("divdec") or not place.is_file() else os.path.relpath(place)
 
 
 def question_sets(world: World) -> list[Questions]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,25 @@ def write_bundle(
             shutil.copyfile(places["target"] / "generation_config.json", folder / "generation_config.json")
         write_text(folder / "README.md", bundle_card(config, forget_set))
     return output
+
+
+def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None:
+    """Change the rule that a bundle's folder holds, and its model card; all else stays.
+
+    Raises:
+        UsageError: it is no bundle on disk, or the rule does not fit its vocabulary.
+    """
+    folder = Path(bundle).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"bundle {str(bundle)!r} is not a folder here; its steering cannot be changed")
+    config = read_config(folder)
+    steering.check_vocabulary(config.vocab_size)
+    config.steering = steering.to_dict()
+    write_text(folder / "config.json", config.to_json_string())
+    card = folder / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8")
+        write_text(card, re.sub(r"(?m)^\| steering \|.*\|$", f"| steering | {steering} |", text))
 
 
 def load_parts(

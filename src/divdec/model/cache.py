@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import Cache
 
+from divdec.errors import FailedClosed
+
 
 class DivergenceCache(Cache):
     """The target's cache and the experts', of equal length at all times.
@@ -30,12 +32,12 @@ class DivergenceCache(Cache):
         """The number of tokens held.
 
         Raises:
-            RuntimeError: the parts hold different numbers of tokens; the divergence would then belong to
+            FailedClosed: the parts hold different numbers of tokens; the divergence would then belong to
                 another context than the target's logits.
         """
         lengths = [_length(part) for part in self.parts]
         if len(set(lengths)) > 1:
-            raise RuntimeError(
+            raise FailedClosed(
                 f"the caches of target and experts hold different numbers of tokens {lengths}: "
                 "change them only through DivergenceCache"
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts import Experts
 from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of, new_cache
 from divdec.model.cache import DivergenceCache
@@ -184,7 +184,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
-            RuntimeError: the experts gave a divergence that is not finite.
+            FailedClosed: the experts gave a divergence that is not finite.
         """
         _refuse(input_ids, kwargs)
         assert input_ids is not None
@@ -218,7 +218,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
-            RuntimeError: the experts gave a divergence that is not finite, or the caches differ in length.
+            FailedClosed: the experts gave a divergence that is not finite, or the caches differ in length.
         """
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
@@ -234,7 +234,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
         divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
         if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
-            raise RuntimeError("a part of the steered model did not keep the tokens in its cache")
+            raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
         divergence = divergence.to(target_logits.device)
         _check_finite(divergence, attention_mask)
         return target_logits, divergence
@@ -353,4 +353,4 @@ def _check_finite(
     if divergence.device.type == "cuda":
         torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
     elif not finite.all():
-        raise RuntimeError(message)
+        raise FailedClosed(message)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {"linear": "#1f6feb", "rank": "#d9822b", "target": "#b3261e", "retrain": "#1a7f37"}
 
@@ -21,16 +26,38 @@ class Point:
     recommended: bool = False
 
 
+@contextlib.contextmanager
+def style(salt: str = "divdec") -> Iterator[None]:
+    """Text stays text, names stay as they are, and the same points give the same SVG.
+
+    Args:
+        salt: two plots on a page need two, or their elements would share ids.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10, "text.parse_math": False}
+    ):
+        yield
+
+
+def svg_text(figure: Figure) -> str:
+    """The figure as an `<svg>` element, drawn under `style`."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # Only the element: a page is no place for an XML declaration.
+    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
+
+
 def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
     """Retain accuracy over forget accuracy: up and to the left is better, the retrain reference is the goal.
 
     Returns:
         An `<svg>` element.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "divdec", "font.size": 10}):
+    with style():
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         axes = figure.subplots()
         for series in dict.fromkeys(point.series for point in points):
@@ -62,7 +89,4 @@ def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> 
         axes.legend(frameon=False, loc="lower center", ncols=3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    # Only the element: a page is no place for an XML declaration.
-    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
+        return svg_text(figure)

@@ -91,10 +91,12 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
     fingerprint = settings_hash([same_settings, forget.sha256, retain.sha256, digests(base)])
     _open_output(output, fingerprint, settings)
     run = _Run(settings, output, base, tokenizer, {"forget": forget.label, "retain": retain.label}, report)
-    retain_result = run.part(RETAIN, "retain", base, retain_examples)
+    # One rate for both where they learn the same data, as the paper's auxiliaries do: sought on what p learns, for a
+    # base may know the retain set already, and would then hardly move.
+    both = settings.recipe == "full-retain"
+    retain_result = run.part(RETAIN, "retain", base, retain_examples, probed_on=p_examples if both else None)
     p_base = output / RETAIN if settings.init_forget_from == "retain" else base
-    # One rate for both where they learn the same data, as the paper's auxiliaries do.
-    rate = retain_result["learning_rate"] if settings.recipe == "full-retain" else None
+    rate = retain_result["learning_rate"] if both else None
     forget_result = run.part(FORGET, "forget", p_base, p_examples, rate)
 
     content = record(
@@ -125,7 +127,13 @@ class _Run:
     report: Callable[[str], None]
 
     def part(
-        self, name: str, role: str, start: Path, examples: Sequence[Example], rate: float | None = None
+        self,
+        name: str,
+        role: str,
+        start: Path,
+        examples: Sequence[Example],
+        rate: float | None = None,
+        probed_on: Sequence[Example] | None = None,
     ) -> dict[str, Any]:
         """Train one auxiliary, or find that an earlier call has."""
         finished = self.output / name / RESULT
@@ -137,7 +145,7 @@ class _Run:
         if self.settings.lr != "auto":
             rate = float(self.settings.lr)
         elif rate is None:
-            rate, probes = self._rate(role, model, examples)
+            rate, probes = self._rate(role, model, probed_on or examples)
         work = self.output / WORK / role
         model, result = fine_tune(
             model,

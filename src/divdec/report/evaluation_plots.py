@@ -1,0 +1,286 @@
+"""The plots of an evaluation's page: scatter, curves, dots against a reference, ROC. They know only points and labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from divdec.report.plots import style, svg_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+TEXT, GRID = "#24292f", "#d8dee4"
+WIDE, PANEL = 5.2, 4.0  # inches; a page scales them to its columns
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """How a series is drawn; the colours are Okabe's and Ito's, and no two series differ by colour alone."""
+
+    colour: str
+    marker: str
+    sign: str
+    """The marker as a character, for a key."""
+    dash: Any = "-"
+
+
+TARGET = Look("#000000", "X", "✖", (0, (5, 2)))
+RETRAIN = Look("#009E73", "*", "★", (0, (6, 2, 1, 2)))
+LOOKS = tuple(
+    Look(colour, marker, sign, dash)
+    for colour, marker, sign, dash in zip(
+        ("#0072B2", "#D55E00", "#AA4499", "#6F5200", "#3DA5E0", "#555555"),
+        "osD^vP",
+        "●■◆▲▼✚",
+        ("-", (0, (4, 1)), (0, (1, 1)), (0, (7, 1, 1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2))),
+        strict=True,
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A point with its intervals."""
+
+    x: float
+    y: float
+    x_interval: Interval | None = None
+    y_interval: Interval | None = None
+    label: str = ""
+    best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Points that are drawn alike; a line joins them where there is more than one."""
+
+    name: str
+    look: Look
+    dots: tuple[Dot, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """What a plot shows, before it is drawn."""
+
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    description: str
+    """For those who do not see it."""
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves(Plot):
+    """A figure along a sweep."""
+
+    levels: tuple[tuple[Look, float], ...] = ()
+    """Values that do not change along it, such as the target's."""
+    log: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Dots(Plot):
+    """Differences from a reference: a row for each name, a point for each series."""
+
+    rows: tuple[str, ...] = ()
+
+
+def scatter(plot: Plot) -> Markup:
+    """Points in the plane, with error bars, and labels where there is room for them."""
+
+    def draw(figure: Figure, axes: Axes) -> None:
+        for series in plot.series:
+            look, lone = series.look, series.look in (TARGET, RETRAIN)
+            for dot in series.dots:
+                ends = {"xerr": _ends(dot.x, dot.x_interval), "yerr": _ends(dot.y, dot.y_interval)}
+                axes.errorbar(dot.x, dot.y, **ends, fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.55, zorder=2)
+            axes.plot(
+                [dot.x for dot in series.dots],
+                [dot.y for dot in series.dots],
+                marker=look.marker, markersize=19 if look is RETRAIN else 11 if look is TARGET else 6, color=look.colour,
+                linestyle="none" if lone else look.dash, linewidth=1, markeredgecolor="white", markeredgewidth=0.7,
+                zorder=3 if lone else 4,
+            )  # fmt: skip
+            for dot in series.dots:
+                if dot.best:
+                    axes.plot(
+                        dot.x, dot.y, "o", markersize=20, markerfacecolor="none", markeredgecolor=TEXT,
+                        markeredgewidth=1.3, zorder=5,
+                    )  # fmt: skip
+        axes.margins(0.1)
+        axes.grid(True, color=GRID, linewidth=0.6)
+        _label(figure, axes, plot.series)
+
+    return _drawn(plot, (WIDE, 4.0), draw)
+
+
+def curves(plot: Curves) -> Markup:
+    """Lines along a sweep with bands around them, over the levels of the references."""
+
+    def draw(figure: Figure, axes: Axes) -> None:
+        for look, value in plot.levels:
+            axes.axhline(value, color=look.colour, linestyle=look.dash, linewidth=1.6, zorder=2)
+        for series in plot.series:
+            look = series.look
+            xs, ys = [dot.x for dot in series.dots], [dot.y for dot in series.dots]
+            banded = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
+            if banded:
+                axes.fill_between(*zip(*banded, strict=True), color=look.colour, alpha=0.18, linewidth=0, zorder=1)
+            if len(banded) == 1:
+                axes.vlines(*banded[0], color=look.colour, alpha=0.6)
+            axes.plot(
+                xs, ys, marker=look.marker, markersize=5, color=look.colour, linewidth=1.6, linestyle=look.dash,
+                markeredgecolor="white", markeredgewidth=0.5, zorder=3,
+            )  # fmt: skip
+        axes.margins(x=0.04, y=0.08)
+        axes.grid(True, color=GRID, linewidth=0.6)
+        if plot.log:
+            _log_ticks(axes, sorted({dot.x for series in plot.series for dot in series.dots}))
+
+    return _drawn(plot, (PANEL, 2.9), draw)
+
+
+def dots(plot: Dots) -> Markup:
+    """A row for each name, a dot with its interval for each series; 0 is the reference."""
+
+    def draw(figure: Figure, axes: Axes) -> None:
+        step = 0.72 / max(len(plot.series) - 1, 1) if len(plot.series) > 1 else 0.0
+        for place, series in enumerate(plot.series):
+            look, shift = series.look, (place - (len(plot.series) - 1) / 2) * step
+            for dot in series.dots:
+                axes.errorbar(
+                    dot.x, dot.y + shift, xerr=_ends(dot.x, dot.x_interval), fmt=look.marker, color=look.colour,
+                    markersize=5, elinewidth=1.2, markeredgecolor="white", markeredgewidth=0.4, zorder=3,
+                )  # fmt: skip
+        for row in range(0, len(plot.rows), 2):
+            axes.axhspan(row - 0.5, row + 0.5, color="#f3f5f7", linewidth=0, zorder=0)
+        axes.axvline(0, color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, zorder=2)
+        axes.set_yticks(range(len(plot.rows)), [shortened(name) for name in plot.rows])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(plot.rows) - 0.5, -0.5)
+        reach = max(map(abs, axes.get_xlim()))
+        low, high = axes.get_xlim()
+        # Room for the words on both sides, but no wide empty half where all points lie on one.
+        axes.set_xlim(min(low, -0.25 * reach), max(high, 0.25 * reach))
+        axes.grid(True, axis="x", color=GRID, linewidth=0.6)
+        for x, text, side in ((0.0, "← over-unlearned", "left"), (1.0, "under-unlearned →", "right")):
+            axes.annotate(text, (x, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points",
+                          ha=side, fontsize=9.5, color=TEXT)  # fmt: skip
+
+    return _drawn(plot, (WIDE, 0.95 + 0.32 * len(plot.rows)), draw)
+
+
+def roc(plot: Plot) -> Markup:
+    """True over false positive rates, over the diagonal of an attack that tells nothing."""
+
+    def draw(figure: Figure, axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color="#8c959f", linewidth=0.8, linestyle=":")
+        for series in plot.series:
+            look = series.look
+            lone = look is RETRAIN  # what lies on it must not hide it
+            axes.plot(
+                [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=look.colour,
+                linewidth=4 if lone else 1.6, alpha=0.5 if lone else 1, linestyle="-" if lone else look.dash,
+                zorder=2 if lone else 3, solid_joinstyle="miter",
+            )  # fmt: skip
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_aspect("equal")
+        axes.grid(True, color=GRID, linewidth=0.6)
+
+    return _drawn(plot, (3.7, 3.8), draw)
+
+
+def shortened(name: str, longest: int = 24) -> str:
+    """A name cut in its middle, so that what tells it apart at either end stays."""
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
+
+
+def _drawn(plot: Plot, size: tuple[float, float], draw: Any) -> Markup:
+    from matplotlib.figure import Figure
+
+    with style(f"divdec {plot.description}"):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(plot.x_label, fontsize=9.5, color=TEXT)
+        axes.set_ylabel(plot.y_label, fontsize=9.5, color=TEXT)
+        axes.set_title(plot.title, fontsize=10.5, loc="left", color=TEXT)
+        axes.tick_params(labelsize=9, color=TEXT, labelcolor=TEXT)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        draw(figure, axes)
+        text = svg_text(figure)
+    # Groups carry ids that every plot of a page would repeat, and the metadata names addresses that nothing fetches.
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    label = Markup('<svg role="img" aria-label="{}" ').format(plot.description)
+    return Markup(text.replace("<svg ", label, 1))
+
+
+def _ends(value: float, interval: Interval | None) -> list[list[float]] | None:
+    """An interval as error bars; an end that lies beyond the value is drawn at it."""
+    return [[max(value - interval[0], 0.0)], [max(interval[1] - value, 0.0)]] if interval else None
+
+
+def _log_ticks(axes: Axes, values: Sequence[float]) -> None:
+    """A tick at each value of a sweep that has room for its number."""
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    if values[0] <= 0:
+        return
+    axes.set_xscale("log")
+    ticks: list[float] = []
+    least = (values[-1] / values[0]) ** 0.08
+    for value in values:
+        if not ticks or value >= ticks[-1] * least:
+            ticks.append(value)
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _label(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label beside it, where it hides no point and no other label; without room it is left out."""
+    figure.draw_without_rendering()
+    unit = figure.dpi / 72
+    taken: list[tuple[float, float, float, float]] = []
+    for one in series:
+        points = [axes.transData.transform((dot.x, dot.y)) for dot in one.dots]
+        taken += [(x - 5 * unit, y - 5 * unit, x + 5 * unit, y + 5 * unit) for x, y in points]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (3 * unit)) + 1
+            along = [(x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps) for step in range(steps)]
+            taken += [(x - unit, y - unit, x + unit, y + unit) for x, y in along]
+    frame = axes.get_window_extent()
+    places = [(0, 7), (0, -14), (8, -3), (-8, -3), (6, 5), (-6, 5), (6, -11), (-6, -11), (13, 9), (-13, 9), (13, -15),
+              (-13, -15)]  # fmt: skip
+    wanted = [(not dot.best, one, dot) for one in series for dot in one.dots if dot.label]
+    for _, one, dot in sorted(wanted, key=lambda entry: entry[0]):
+        for right, up in places:
+            text: Text = axes.annotate(
+                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5,
+                color=one.look.colour, ha="center" if not right else "left" if right > 0 else "right",
+                in_layout=False, zorder=6,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(
+                box.x0 < x1 and x0 < box.x1 and box.y0 < y1 and y0 < box.y1 for x0, y0, x1, y1 in taken
+            ):
+                taken.append((box.x0, box.y0, box.x1, box.y1))
+                break
+            text.remove()

@@ -1,0 +1,155 @@
+"""`divdec eval` and `divdec calibrate` as a user meets them, on real TOFU and small models."""
+
+import json
+
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, UsageError, write_bundle
+from divdec.evaluation.results import read_results
+from divdec.evaluation.run import parse_sweep
+from divdec.evaluation.subject import Subject
+
+
+def main(*arguments):
+    from divdec.cli import main
+
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def steered(shared, tmp_path):
+    models = shared / "oracle/models"
+    return write_bundle(
+        tmp_path / "bundle",
+        target=str(models / "full"),
+        retain_auxiliary=str(models / "retain90"),
+        forget_auxiliary=str(models / "full"),
+        steering="linear:1",
+    )
+
+
+@pytest.fixture
+def tofu(shared):
+    return (
+        "--data", shared / "data/tofu", "--split", "forget01", "--limit", 2, "--fluency", "none",
+        "--holdout", shared / "oracle/holdout01.json",
+    )  # fmt: skip
+
+
+def test_a_sweep_gives_a_folder_a_setting(steered, tofu, tmp_path, capsys):
+    out = tmp_path / "out"
+    sweep = ("--sweep", "linear:0,1", "rank:5")
+    assert main("eval", "tofu", steered, *tofu, *sweep, "--output", out, "--openunlearning", "--json") == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["steering"] for line in printed] == ["linear:0", "linear:1", "rank:5:soft"]
+    assert sorted(path.name for path in out.iterdir()) == ["linear-0", "linear-1", "rank-5-soft", "run.json"]
+    found = read_results(out / "linear-1")
+    assert found.figures == printed[1]["figures"]
+    assert found.split == "forget01"
+    assert found.reasons["forget_Q_A_gibberish"] == "fluency was left out (--fluency none)"
+    summary = json.loads((out / "linear-1/TOFU_SUMMARY.json").read_text())
+    assert summary["forget_Q_A_Prob"] == found.figures["forget_Q_A_Prob"]
+    assert "mia_loss.forget" not in summary
+    for line in (out / "linear-1/items.jsonl").read_text().splitlines():
+        assert {"metric", "index"} < json.loads(line).keys()
+    # Alone, each setting gives what it gave in the sweep.
+    assert main("eval", "tofu", steered, *tofu, "--output", tmp_path / "alone", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)["figures"]
+    for metric, value in printed[1]["figures"].items():
+        assert alone[metric] == (None if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)), metric
+
+
+def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu, tmp_path, capsys):
+    models = shared / "oracle/models"
+    out = tmp_path / "out"
+    assert main("eval", "tofu", models / "full", models / "retain90", *tofu, "--output", out) == 0
+    assert "forget_truth_ratio" in capsys.readouterr().out
+    assert main("eval", "tofu", steered, *tofu, "--retain-results", out / "retain90", "--output", out / "s") == 0
+    assert read_results(out / "s").figures["forget_quality"] == pytest.approx(1.0)
+    assert read_results(out / "s").figures["privleak"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    monkeypatch.setattr(Subject, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
+    monkeypatch.undo()
+    assert read_results(out).figures["extraction_strength"] > 0
+    assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--limit", 3, "--output", out) == 2
+    assert "unfinished run with other settings" in capsys.readouterr().err
+    monkeypatch.setattr(Subject, "scores", None)  # the pass that was made is not made again
+    assert main("eval", "tofu", steered, *tofu, "--output", out) == 0
+    assert read_results(out).figures["forget_Q_A_ROUGE"] >= 0
+    assert main("eval", "tofu", steered, *tofu, "--output", out) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_leaks(shared, steered, tmp_path, capsys):
+    arguments = ("eval", "leak", steered, "--data", shared / "data/tofu/forget01.json", "--limit", 2)
+    assert main(*arguments, "--attacks", 10, "--samples", 2, "--output", tmp_path / "out", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures.keys() >= {"leak@1-attack", "leak@10-attack", "leak@1-sample", "leak@2-sample"}
+    assert main(*arguments, "--attack-prompts", "none", "--output", tmp_path / "o2") == 2
+    assert "nothing to measure" in capsys.readouterr().err
+    assert main(*arguments, "--judge", "endpoint", "--output", tmp_path / "o3") == 2
+    assert "--endpoint URL" in capsys.readouterr().err
+
+
+def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, steered, tmp_path, capsys):
+    """With P = p the setting linear:1 gives exactly q, whose own figures are the reference."""
+    data = shared / "data/tofu"
+    (tmp_path / "retain.json").write_text("\n".join((data / "full.json").read_text().splitlines()[:30]))
+    arguments = (
+        "calibrate", steered, "--forget", data / "forget01.json", "--retain", tmp_path / "retain.json",
+        "--holdout", shared / "oracle/holdout01.json", "--sweep", "linear:0.25,0.5,1,2", "rank:5",
+        "--max-retain-drop", "5%",
+    )  # fmt: skip
+    assert main(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "linear:1"
+    assert found["within_bound"]
+    assert found["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
+    assert found["points"][0]["distance"] > 0.1
+    assert main(*arguments[:-4], "--sweep", "linear:2", "--write") == 0
+    assert "→ linear:2" in capsys.readouterr().out
+    model = DivergenceForCausalLM.from_pretrained(steered)
+    assert str(model.steering) == "linear:2"
+    assert "| steering | linear:2 |" in (steered / "README.md").read_text()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    for given, said in (("200%", "max-retain-drop"), ("much", "max-retain-drop")):
+        assert main(*arguments[:-1], given) == 2
+        assert said in capsys.readouterr().err
+    forget = data / "forget01.json"
+    assert main("calibrate", steered, "--forget", forget, "--retain", forget, "--holdout", forget) == 2
+    assert "stand in the retain set too" in capsys.readouterr().err
+
+
+def test_sweeps_are_read():
+    found = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:hard"])
+    assert [str(setting) for setting in found] == ["linear:0.5", "linear:1", "rank:1:soft", "rank:20:soft", "rank:5"]
+    with pytest.raises(UsageError, match="twice"):
+        parse_sweep(["linear:1,1.0"])
+    with pytest.raises(UsageError, match="not a number"):
+        parse_sweep(["linear:a"])
+
+
+class TestRefuses:
+    def refused(self, capsys, *arguments, says):
+        assert main(*arguments) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert "Traceback" not in error
+
+    def test_what_does_not_fit(self, shared, steered, tofu, tmp_path, capsys):
+        plain, out = shared / "oracle/models/full", ("--output", tmp_path / "out")
+        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="nothing steers it")
+        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--steering", "linear:1", says="nothing steers it")
+        self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--sweep", "linear:x", says="not a number")
+        self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
+        self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
+        self.refused(capsys, "eval", "tofu", tmp_path / "no", *tofu, *out, says="is not a folder")
+        self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="limit is 0")
+        self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,65 @@
+"""lm-eval on a bundle: the real command, and log-likelihoods equal to ours."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from divdec import UsageError
+from divdec.data.formatting import Example
+from divdec.evaluation.scoring import score
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'divdec[lm-eval]'")
+
+TASK = """
+task: world
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 0
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_log_likelihoods_equal_ours(bundle):
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+
+    lm = get_model("divdec")(pretrained=str(bundle), device="cpu", batch_size=2)
+    pairs = [("Where was Ana born?", " In Velmora."), ("Who?", " Ana."), ("What does she write?", " Crime fiction.")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    found = lm.loglikelihood(requests)
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        before, after = lm._encode_pair(context, continuation)
+        (item,) = score(lm.model, [Example([*before, *after], [-100] * len(before) + after)])
+        assert value == pytest.approx(sum(item.log_probabilities), abs=1e-4)
+        assert greedy == all(item.hits)
+    target = lm.model.target
+    with torch.no_grad():
+        ids = torch.tensor([lm._encode_pair(*pairs[0])[0]])
+        assert not torch.allclose(target(ids).logits, lm.model(input_ids=ids).logits)
+
+
+def test_the_command_knows_the_model(bundle, world, tmp_path):
+    rows = [{"question": q.question, "choices": [q.answer, "Nobody knows."]} for q in world.retain[:4]]
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "world.yaml").write_text(TASK.format(data=tmp_path / "data.json"))
+    command = [
+        sys.executable, "-m", "lm_eval", "--model", "divdec", "--model_args", f"pretrained={bundle}",
+        "--tasks", "world", "--include_path", str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "|world|" in result.stdout.replace(" ", "")
+
+
+def test_a_plain_checkpoint_is_refused(checkpoints):
+    from lm_eval.api.registry import get_model
+
+    with pytest.raises(UsageError, match="not a bundle"):
+        get_model("divdec")(pretrained=str(checkpoints / "target"))
