@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TRANSFORMERS_OLDEST = 5.17.0
 
-.PHONY: install demo test check format test-slow test-gpu test-oldest tofu-small clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest tofu-small clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,11 @@ test: install
 
 test-slow: install
 	$(PYTEST) -m slow --timeout 3600
+
+# lm-eval on a bundle; it brings 28 packages of its own.
+test-lm-eval: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]'
+	$(PYTEST) tests/evaluation/test_harness.py
 
 test-gpu: install
 	$(PYTEST) -m gpu

@@ -18,6 +18,8 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FIRST_TOKENS = 48  # of an answer that are generated together with all others; most end before
+
 
 def answers(
     model: PreTrainedModel,
@@ -72,6 +74,35 @@ def continuations(
     Returns:
         The tokens after each prompt, in their order; padding may follow the one that ended them.
     """
+    ends = _ends(model)
+    if not ends or options or max_new_tokens <= FIRST_TOKENS:
+        return _continued(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
+    # Most answers are short, and a batch lasts as long as its longest: the few that go on, go on by themselves.
+    found = _continued(model, tokenizer, prompts, FIRST_TOKENS, batch_size, title, options)
+    open_places = [place for place, ids in enumerate(found) if ends.isdisjoint(ids)]
+    if open_places:
+        longer = [[*prompts[place], *found[place]] for place in open_places]
+        rest = _continued(model, tokenizer, longer, max_new_tokens - FIRST_TOKENS, batch_size, title, options)
+        for place, ids in zip(open_places, rest, strict=True):
+            found[place] = [*found[place], *ids]
+    return found
+
+
+def _ends(model: PreTrainedModel) -> set[int]:
+    configuration = model.generation_config
+    ends = configuration.eos_token_id if configuration is not None else None
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def _continued(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    title: str | None,
+    options: dict[str, Any],
+) -> list[list[int]]:
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     padding = padding_id(tokenizer)
     found: dict[int, list[int]] = {}

@@ -6,6 +6,7 @@ Every teacher-forced metric of every setting reads from one pass over all questi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,7 +163,7 @@ def evaluate_tofu(
     return results
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Run:
     subject: Subject
     data: TofuData
@@ -174,19 +175,30 @@ class _Run:
         """All that one teacher-forced pass over every question and answer gives."""
         if all("forget_Q_A_Prob" in found.items for found in self.results):
             return
-        examples: list[Example] = []
-        places: dict[tuple[str, int, str], list[int]] = {}
-        for name, questions in self.data.sets.items():
-            for index, question in enumerate(questions):
-                for kind, texts in _answers(question).items():
-                    places[name, index, kind] = list(range(len(examples), len(examples) + len(texts)))
-                    for text in texts:
-                        record = dataclasses.replace(question.record, answer=text)
-                        examples.append(self.layout.encode(record))
-        scores = self.subject.scores(examples, moments=True, batch_size=self.batch_size, title="teacher-forced")
-        for found, items in zip(self.results, scores, strict=True):
-            for (name, index, kind), where in places.items():
-                self._take(found, name, str(index), kind, [items[i] for i in where], examples[where[0]])
+        # Only membership attacks read the vocabulary's moments, and only of these few answers.
+        attacked = {key: None for key in self._answers if key[0] in ("forget", "holdout") and not key[2]}
+        others = [key for key in self._answers if key not in attacked]
+        for keys, moments in ((list(attacked), True), (others, False)):
+            examples = [self.layout.encode(record) for key in keys for record in self._answers[key]]
+            scores = self.subject.scores(
+                examples, moments=moments, batch_size=self.batch_size, title="attacked" if moments else "answers"
+            )
+            for found, items in zip(self.results, scores, strict=True):
+                start = 0
+                for name, index, kind in keys:
+                    stop = start + len(self._answers[name, index, kind])
+                    self._take(found, name, str(index), kind, items[start:stop], examples[start])
+                    start = stop
+
+    @functools.cached_property
+    def _answers(self) -> dict[tuple[str, int, str], list[Record]]:
+        """Every text that is scored as an answer, by set, index and kind."""
+        return {
+            (name, index, kind): [dataclasses.replace(question.record, answer=text) for text in texts]
+            for name, questions in self.data.sets.items()
+            for index, question in enumerate(questions)
+            for kind, texts in _answers(question).items()
+        }
 
     def _take(
         self, found: Results, name: str, index: str, kind: str, items: Sequence[ItemScore], example: Example
@@ -246,22 +258,27 @@ class _Run:
     def answers(self) -> None:
         """Greedy answers to every question, and their ROUGE against the true ones."""
         names = [name for name in self.data.sets if name != "holdout"]
-        prompts = {name: [self.layout.prompt(question.record) for question in self.data.sets[name]] for name in names}
+        asked = [(name, question) for name in names for question in self.data.sets[name]]
+        prompts = [self.layout.prompt(question.record) for _, question in asked]
         tokenizer = self.layout.tokenizer
         for setting, found in zip(self.subject.settings, self.results, strict=True):
+            if all(f"{name}_Q_A_ROUGE" in found.items for name in names):
+                continue
+            # All sets together: the fewer batches, the fewer steps.
+            generated = self.subject.continuations(
+                setting,
+                prompts,
+                max_new_tokens=NEW_TOKENS,
+                batch_size=4 * self.batch_size,
+                title=f"generating {setting or ''}".strip(),
+            )
             for name in names:
-                if f"{name}_Q_A_ROUGE" in found.items:
-                    continue
-                texts = self.subject.continuations(
-                    setting,
-                    prompts[name],
-                    max_new_tokens=NEW_TOKENS,
-                    batch_size=4 * self.batch_size,
-                    title=f"answers {name}",
-                )
-                texts = [decoded(tokenizer, ids).strip() for ids in texts]
-                inputs = [decoded(tokenizer, prompt) for prompt in prompts[name]]
-                self._compare(found, name, texts, inputs)
+                rows = [
+                    (decoded(tokenizer, ids).strip(), decoded(tokenizer, prompt))
+                    for (own, _), ids, prompt in zip(asked, generated, prompts, strict=True)
+                    if own == name
+                ]
+                self._compare(found, name, [text for text, _ in rows], [prompt for _, prompt in rows])
 
     def _compare(self, found: Results, name: str, texts: Sequence[str], inputs: Sequence[str]) -> None:
         for index, (question, text) in enumerate(zip(self.data.sets[name], texts, strict=True)):
