@@ -59,8 +59,11 @@ def run(settings: Settings) -> None:
     bootstrap = Bootstrap(settings.level, settings.draws, settings.seed)
     entries = collect(settings.results, settings.target, settings.retrain)
     content = content_of(entries, settings.variant, bootstrap, settings.examples)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_report(output, content)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_report(output, content)
+    except PermissionError as error:
+        raise UsageError(f"output {output} cannot be written: {error}") from None
     if settings.json:
         variant = {"variant": settings.variant} if content.suite == "tofu" else {}
         rows = [row.as_json() for row in content.rows]

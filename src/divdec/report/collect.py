@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -72,7 +72,7 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
     if not own:
         raise UsageError("there is no result beside target and retrain; give a folder of results to report")
     entries = [Entry(role, folder, read_results(folder), role=role) for role, folder in roles.items()]
-    for folder, name in zip(own, _names(own), strict=True):
+    for folder, name in zip(own, _names(own, set(roles)), strict=True):
         results = read_results(folder)
         entries.append(Entry(name, folder, results, setting_of(results, folder)))
     for entry in entries:
@@ -136,7 +136,7 @@ def _natural(path: Path) -> list[tuple[float, str]]:
     return [(float(part), "") if place % 2 else (-1.0, part) for place, part in enumerate(parts)]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
     """The folders' names, with the folders above them as far as it takes to tell them apart."""
     paths = [folder.absolute() for folder in folders]
     depths = [1] * len(paths)
@@ -145,7 +145,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
         alike = [
             place
             for place, name in enumerate(names)
-            if names.count(name) > 1 and depths[place] < len(paths[place].parts)
+            if (names.count(name) > 1 or name in taken) and depths[place] < len(paths[place].parts)
         ]
         if not alike:
             return names

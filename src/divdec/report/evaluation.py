@@ -14,15 +14,17 @@ from divdec.errors import UsageError
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.report import evaluation_plots as plots
 from divdec.report.collect import Entry
-from divdec.report.examples import Example, examples
-from divdec.report.measures import ATTACK_NAMES, FIGURES, MEASURES, SCORES
+from divdec.report.examples import SETS, Example, examples
+from divdec.report.groups import Best, best_of, series_of
+from divdec.report.measures import FIGURES, MEASURES, SCORES
 from divdec.report.page import write_page
 from divdec.report.scores import Row, Scorer
-from divdec.report.views import View, best_of, curve_views, over_under_view, roc_views, scatter_views, series_of
+from divdec.report.views import View, curve_views, over_under_view, roc_views, scatter_views
 from divdec.runs import versions
 
 MOST_SIDE_BY_SIDE = 4  # results beside target and retrained model whose ROC and answers are shown
 MOST_NAMES = 4
+OF_MANY = "Of many results the best of each sweep are shown."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Content:
     variant: str
     rows: tuple[Row, ...]
     """Target, retrained model, results."""
-    best: Row | None
-    best_by: str
+    bests: tuple[Best, ...]
+    """By each of the suite's goals."""
     tables: tuple[Table, ...]
     views: tuple[View, ...]
     """The plots, by section."""
@@ -74,27 +76,36 @@ def content_of(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, cou
     by_role = {entry.role: entry.results for entry in entries if entry.role}
     scorer = Scorer(by_role.get("target"), by_role.get("retrain"), variant, bootstrap)
     rows = tuple(scorer.row(entry) for entry in entries)
-    best, best_by = best_of(rows, suite)
-    chosen = _side_by_side(rows, best_by)
+    bests = best_of(rows, suite)
+    chosen = _side_by_side(rows)
     views = [
-        *scatter_views(rows, suite, best, best_by),
+        *scatter_views(rows, suite, bests),
         *curve_views(rows, suite),
         *over_under_view(rows, suite),
-        *roc_views(chosen, suite),
+        *roc_views(chosen, suite, OF_MANY if len(chosen) < len(rows) else ""),
     ]
     shown = tuple(examples([row.entry for row in chosen], count)) if count else ()
-    tables = [Table(_caption(suite, variant, rows, bootstrap, scorer), SCORES[suite])]
-    tables += [Table(caption, columns) for caption, columns in FIGURES[suite].items()]
+    captions = {_aggregates(suite, variant): SCORES[suite], **FIGURES[suite]}
     tables = [
-        Table(table.caption, columns)
-        for table in tables
-        if (columns := tuple(name for name in table.columns if any(row.values.get(name) is not None for row in rows)))
+        Table(caption, present)
+        for caption, columns in captions.items()
+        if (present := tuple(name for name in columns if any(row.values.get(name) is not None for row in rows)))
     ]
+    if tables:
+        how = _how(rows, bootstrap, scorer)
+        tables[0] = dataclasses.replace(tables[0], caption=f"{tables[0].caption}. {how}")
     return Content(
-        suite=suite, variant=variant, rows=rows, best=best, best_by=best_by, tables=tuple(tables), views=tuple(views),
-        side_by_side=chosen, examples=shown, notes=_notes(rows),
+        suite,
+        variant,
+        rows,
+        bests=tuple(best for best in bests if best),
+        tables=tuple(tables),
+        views=tuple(views),
+        side_by_side=chosen,
+        examples=shown,
+        notes=_notes(rows),
         left_out=tuple(_left_out(rows, scorer, views, shown, count)),
-    )  # fmt: skip
+    )
 
 
 def write_report(path: Path, content: Content) -> None:
@@ -108,6 +119,8 @@ def write_report(path: Path, content: Content) -> None:
         measures=MEASURES,
         draw=_draw,
         columns=_columns,
+        of_many=OF_MANY,
+        best_names={best.row.entry.name for best in content.bests},
         looks={"target": plots.TARGET, "retrain": plots.RETRAIN},
         looks_side_by_side=[series.look for series in series_of(content.side_by_side, apart=True)],
         footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
@@ -126,7 +139,7 @@ def _columns(view: View) -> int:
     return 1 if len(view.plots) == 1 else 3 if view.kind == "roc" and len(view.plots) not in (2, 4) else 2
 
 
-def _side_by_side(rows: Sequence[Row], best_by: str) -> tuple[Row, ...]:
+def _side_by_side(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Target, results, retrained model; of many results the best of each series, or the first where none is best."""
     target, retrain = ([row for row in rows if row.entry.role == role] for role in ("target", "retrain"))
     own = [row for row in rows if row.entry.role is None]
@@ -134,7 +147,8 @@ def _side_by_side(rows: Sequence[Row], best_by: str) -> tuple[Row, ...]:
         heads = []
         for series in series_of(own):
             members = [row for row in own if row.entry.name in series.members]
-            heads.append(best_of(members, own[0].entry.results.suite)[0] or members[0])
+            best = best_of(members, own[0].entry.results.suite)[0]
+            heads.append(best.row if best else members[0])
         own = heads[:MOST_SIDE_BY_SIDE]
     return (*target, *own, *retrain)
 
@@ -152,20 +166,21 @@ def _lead(content: Content) -> str:
     return f"{suite}: {results}{' beside ' + ' and '.join(beside) if beside else ''}."
 
 
-def _caption(suite: str, variant: str, rows: Sequence[Row], bootstrap: Bootstrap, scorer: Scorer) -> str:
-    what = (
-        f"TOFU’s aggregates, variant “{variant}”; higher is better"
-        if suite == "tofu"
-        else "Distance to the retrained model, the target’s = 100 %; lower is better"
-    )
+def _aggregates(suite: str, variant: str) -> str:
+    if suite == "tofu":
+        return f"TOFU’s aggregates, variant “{variant}”; higher is better"
+    return "Distance to the retrained model, the target’s = 100 %; lower is better"
+
+
+def _how(rows: Sequence[Row], bootstrap: Bootstrap, scorer: Scorer) -> str:
+    """How the intervals were computed."""
     if not any(row.intervals for row in rows):
-        return f"{what}. Point values."
-    fixed = " and ".join(
-        name for name, of in (("target", scorer.target), ("retrained model", scorer.retrain)) if of is not None
-    )
+        return "Point values."
+    references = (("target", scorer.target), ("retrained model", scorer.retrain))
+    fixed = " and ".join(name for name, of in references if of is not None)
     held = f", {fixed} held fixed as the reference" if fixed else ""
     return (
-        f"{what}. In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals "
+        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals "
         f"({bootstrap.draws} draws, seed {bootstrap.seed}{held})."
     )
 
@@ -205,14 +220,20 @@ def _left_out(
     if "dots" not in kinds and scorer.retrain is not None:
         found.append("Over- and under-unlearning: there are no AUCs of membership attacks to compare.")
     if "roc" not in kinds:
-        found.append(f"ROC of the membership attacks: {_no_items(rows, [f'{name}.forget' for name in ATTACK_NAMES])}")
+        found.append("ROC of the membership attacks: no result holds items of one.")
     if not shown and count:
-        found.append(f"Answers side by side: {_no_items(rows, ['forget_Q_A_ROUGE', 'forget_knowmem_ROUGE'])}")
+        found.append(f"Answers side by side: {_no_answers(rows)}")
     return found
 
 
-def _no_items(rows: Sequence[Row], metrics: Sequence[str]) -> str:
-    lacking = [row.entry.name for row in rows if not any(row.entry.results.items.get(metric) for metric in metrics)]
-    if not lacking:
-        return "the results have no items in common."
-    return f"they need items, which {_listed(lacking, len(rows))} {'lack' if len(lacking) > 1 else 'lacks'}."
+def _no_answers(rows: Sequence[Row]) -> str:
+    lacking = [
+        row.entry.name
+        for row in rows
+        if not any(row.entry.results.items.get(metric) for metric in SETS[row.entry.results.suite])
+    ]
+    if len(lacking) == len(rows):
+        return "no result holds any."
+    if lacking:
+        return f"there are none of {_listed(lacking, len(rows))}."
+    return "the results have no question in common."

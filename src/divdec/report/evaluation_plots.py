@@ -1,4 +1,4 @@
-"""The plots of an evaluation's page: scatter, curves, dots against a reference, ROC. They know only points and labels."""
+"""The plots of an evaluation's page: scatter, curves, dots, ROC. They know only points and labels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from divdec.report.labels import write_labels
 from divdec.report.plots import style, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
 TEXT, GRID = "#24292f", "#d8dee4"
 WIDE, PANEL = 5.2, 4.0  # inches; a page scales them to its columns
@@ -25,21 +25,29 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How a series is drawn; the colours are Okabe's and Ito's, and no two series differ by colour alone."""
+    """How a series is drawn: colours near Okabe's and Ito's, darkened for text; no two series differ by them alone."""
 
     colour: str
     marker: str
     sign: str
     """The marker as a character, for a key."""
+    size: int = 6
+    """Of the marker in a scatter, in points."""
     dash: Any = "-"
+    """Of lines, as matplotlib names it."""
+
+    @property
+    def dasharray(self) -> str:
+        """The dash as SVG names it, for a line 2 wide."""
+        return "none" if self.dash == "-" else " ".join(str(2 * length) for length in self.dash[1])
 
 
-TARGET = Look("#000000", "X", "✖", (0, (5, 2)))
-RETRAIN = Look("#009E73", "*", "★", (0, (6, 2, 1, 2)))
+TARGET = Look("#000000", "X", "✖", 11, (0, (5, 2)))
+RETRAIN = Look("#007F5F", "*", "★", 19, (0, (6, 2, 1, 2)))
 LOOKS = tuple(
-    Look(colour, marker, sign, dash)
+    Look(colour, marker, sign, dash=dash)
     for colour, marker, sign, dash in zip(
-        ("#0072B2", "#D55E00", "#AA4499", "#6F5200", "#3DA5E0", "#555555"),
+        ("#0072B2", "#C75300", "#AA4499", "#6F5200", "#2A95CF", "#555555"),
         "osD^vP",
         "●■◆▲▼✚",
         ("-", (0, (4, 1)), (0, (1, 1)), (0, (7, 1, 1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2))),
@@ -62,11 +70,18 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Points that are drawn alike; a line joins them where there is more than one."""
+    """Points that are drawn alike."""
 
     name: str
     look: Look
     dots: tuple[Dot, ...]
+    joined: bool = True
+    """Whether a line joins them in a scatter."""
+
+    @property
+    def path(self) -> list[tuple[Dot, Dot]]:
+        """Where that line goes."""
+        return list(itertools.pairwise(self.dots)) if self.joined else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +117,18 @@ def scatter(plot: Plot) -> Markup:
 
     def draw(figure: Figure, axes: Axes) -> None:
         for series in plot.series:
-            look, lone = series.look, series.look in (TARGET, RETRAIN)
+            look, reference = series.look, series.look in (TARGET, RETRAIN)
             for dot in series.dots:
-                ends = {"xerr": _ends(dot.x, dot.x_interval), "yerr": _ends(dot.y, dot.y_interval)}
-                axes.errorbar(dot.x, dot.y, **ends, fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.55, zorder=2)
+                axes.errorbar(
+                    dot.x, dot.y, xerr=_ends(dot.x, dot.x_interval), yerr=_ends(dot.y, dot.y_interval), fmt="none",
+                    ecolor=look.colour, elinewidth=1, alpha=0.55, zorder=2,
+                )  # fmt: skip
             axes.plot(
                 [dot.x for dot in series.dots],
                 [dot.y for dot in series.dots],
-                marker=look.marker, markersize=19 if look is RETRAIN else 11 if look is TARGET else 6, color=look.colour,
-                linestyle="none" if lone else look.dash, linewidth=1, markeredgecolor="white", markeredgewidth=0.7,
-                zorder=3 if lone else 4,
+                marker=look.marker, markersize=look.size, color=look.colour, linewidth=1,
+                linestyle=look.dash if series.path else "none", markeredgecolor="white", markeredgewidth=0.7,
+                zorder=3 if reference else 4,
             )  # fmt: skip
             for dot in series.dots:
                 if dot.best:
@@ -120,8 +137,9 @@ def scatter(plot: Plot) -> Markup:
                         markeredgewidth=1.3, zorder=5,
                     )  # fmt: skip
         axes.margins(0.1)
+        axes.locator_params(nbins=6)
         axes.grid(True, color=GRID, linewidth=0.6)
-        _label(figure, axes, plot.series)
+        write_labels(figure, axes, plot.series)
 
     return _drawn(plot, (WIDE, 4.0), draw)
 
@@ -137,7 +155,8 @@ def curves(plot: Curves) -> Markup:
             xs, ys = [dot.x for dot in series.dots], [dot.y for dot in series.dots]
             banded = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
             if banded:
-                axes.fill_between(*zip(*banded, strict=True), color=look.colour, alpha=0.18, linewidth=0, zorder=1)
+                where, low, high = zip(*banded, strict=True)
+                axes.fill_between(where, low, high, color=look.colour, alpha=0.18, linewidth=0, zorder=1)
             if len(banded) == 1:
                 axes.vlines(*banded[0], color=look.colour, alpha=0.6)
             axes.plot(
@@ -156,7 +175,7 @@ def dots(plot: Dots) -> Markup:
     """A row for each name, a dot with its interval for each series; 0 is the reference."""
 
     def draw(figure: Figure, axes: Axes) -> None:
-        step = 0.72 / max(len(plot.series) - 1, 1) if len(plot.series) > 1 else 0.0
+        step = 0.62 / max(len(plot.series) - 1, 1) if len(plot.series) > 1 else 0.0
         for place, series in enumerate(plot.series):
             look, shift = series.look, (place - (len(plot.series) - 1) / 2) * step
             for dot in series.dots:
@@ -251,36 +270,3 @@ def _log_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _label(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
-    """Write each point's label beside it, where it hides no point and no other label; without room it is left out."""
-    figure.draw_without_rendering()
-    unit = figure.dpi / 72
-    taken: list[tuple[float, float, float, float]] = []
-    for one in series:
-        points = [axes.transData.transform((dot.x, dot.y)) for dot in one.dots]
-        taken += [(x - 5 * unit, y - 5 * unit, x + 5 * unit, y + 5 * unit) for x, y in points]
-        for (x0, y0), (x1, y1) in itertools.pairwise(points):
-            steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (3 * unit)) + 1
-            along = [(x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps) for step in range(steps)]
-            taken += [(x - unit, y - unit, x + unit, y + unit) for x, y in along]
-    frame = axes.get_window_extent()
-    places = [(0, 7), (0, -14), (8, -3), (-8, -3), (6, 5), (-6, 5), (6, -11), (-6, -11), (13, 9), (-13, 9), (13, -15),
-              (-13, -15)]  # fmt: skip
-    wanted = [(not dot.best, one, dot) for one in series for dot in one.dots if dot.label]
-    for _, one, dot in sorted(wanted, key=lambda entry: entry[0]):
-        for right, up in places:
-            text: Text = axes.annotate(
-                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5,
-                color=one.look.colour, ha="center" if not right else "left" if right > 0 else "right",
-                in_layout=False, zorder=6,
-            )  # fmt: skip
-            box = text.get_window_extent()
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(
-                box.x0 < x1 and x0 < box.x1 and box.y0 < y1 and y0 < box.y1 for x0, y0, x1, y1 in taken
-            ):
-                taken.append((box.x0, box.y0, box.x1, box.y1))
-                break
-            text.remove()

@@ -11,13 +11,16 @@ from divdec.report.collect import Entry
 
 # What is forgotten comes first; of `count` examples each set gets its share.
 SETS = {
-    "tofu": {"forget_Q_A_ROUGE": ("forget", 0.75, "rougeL_recall"), "retain_Q_A_ROUGE": ("retain", 0.25, "rougeL_recall")},
-    "muse": {
-        "forget_verbmem_ROUGE": ("forget, verbatim", 0.375, "rougeL_f1"),
-        "forget_knowmem_ROUGE": ("forget, knowledge", 0.375, "rougeL_f1"),
-        "retain_knowmem_ROUGE": ("retain, knowledge", 0.25, "rougeL_f1"),
+    "tofu": {
+        "forget_Q_A_ROUGE": ("forget set", 0.75, "rougeL_recall"),
+        "retain_Q_A_ROUGE": ("retain set", 0.25, "rougeL_recall"),
     },
-}  # fmt: skip
+    "muse": {
+        "forget_verbmem_ROUGE": ("forget set, verbatim", 0.375, "rougeL_f1"),
+        "forget_knowmem_ROUGE": ("forget set, knowledge", 0.375, "rougeL_f1"),
+        "retain_knowmem_ROUGE": ("retain set, knowledge", 0.25, "rougeL_f1"),
+    },
+}
 # A chat template's turns without its special tokens, and OpenUnlearning's plain layout.
 CHAT = re.compile(r".*user\n+(?P<question>.+?)\n*assistant(?:\s*<think>\s*</think>)?", flags=re.DOTALL)
 PLAIN = re.compile(r"(?:.*\n)?Question: (?P<question>.+?)\n+Answer:", flags=re.DOTALL)
@@ -74,11 +77,12 @@ def examples(entries: Sequence[Entry], count: int) -> list[Example]:
         title, share, field = sets[metric]
         last = place == len(at_hand) - 1
         wanted = count - len(found) if last else round(count * share / weight)
-        target = next((entry.results.items[metric] for entry in entries if entry.role == "target"), None)
-        if target is not None:
-            chosen = sorted(indices, key=lambda index: -_rouge(target[index], field))[:wanted]
+        target = [entry.results.items[metric] for entry in entries if entry.role == "target"]
+        if target:
+            chosen = sorted(indices, key=lambda index, items=target[0]: -_rouge(items[index], field))[:wanted]
         else:
-            chosen = [indices[step * len(indices) // wanted] for step in range(min(wanted, len(indices)))]
+            number = min(wanted, len(indices))
+            chosen = [indices[step * len(indices) // number] for step in range(number)]
         found += [_example(entries, metric, index, title, field) for index in chosen]
     return found
 
@@ -103,8 +107,11 @@ def _shared(entries: Sequence[Entry], metric: str) -> list[str]:
 
 def _truth(item: Any) -> str | None:
     """An item's true answer without its white space, which tokenizers differ in; None where it holds no texts."""
-    texts = [item.get(name) for name in ("ground_truth", "generation")] if isinstance(item, dict) else [None]
-    return re.sub(r"\s", "", str(texts[0])) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(item, dict) or not all(
+        isinstance(item.get(name), str) for name in ("ground_truth", "generation")
+    ):
+        return None
+    return re.sub(r"\s", "", item["ground_truth"])
 
 
 def _example(entries: Sequence[Entry], metric: str, index: str, title: str, field: str) -> Example:

@@ -98,14 +98,17 @@ FIGURES = {
     },
     "muse": {
         "Figures": (
-            VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, "extraction_strength", "exact_memorization", "mia_min_k", "privleak",
+            VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, "extraction_strength", "exact_memorization", "mia_min_k",
+            "privleak",
         ),
     },
 }  # fmt: skip
-# What a plot shows: of each tuple the first that the results have.
+# By which figures a result is the best.
+GOALS = {"tofu": (("agg", "agg_without_privacy"),), "muse": tuple((name,) for name in DISTANCES)}
+# What a plot shows: of each tuple the first that the results have. Scatters: x, y, and the goal whose best is marked.
 AXES = {
-    "tofu": ((("mem", "exact_memorization"), ("utility", UTILITY)),),
-    "muse": (((VERBMEM,), (RETAIN_KNOWMEM,)), ((FORGET_KNOWMEM,), (RETAIN_KNOWMEM,))),
+    "tofu": ((("mem", "exact_memorization"), ("utility", UTILITY), 0),),
+    "muse": (((VERBMEM,), (RETAIN_KNOWMEM,), 0), ((FORGET_KNOWMEM,), (RETAIN_KNOWMEM,), 1)),
 }
 CURVES = {
     "tofu": (
@@ -114,5 +117,5 @@ CURVES = {
         ("priv", "mia_min_k"),
         ("utility", UTILITY),
     ),
-    "muse": (("verbmem_distance",), ("knowmem_distance",), (VERBMEM,), (FORGET_KNOWMEM,), (RETAIN_KNOWMEM,), ("privleak",)),
+    "muse": (*((name,) for name in DISTANCES), (VERBMEM,), (FORGET_KNOWMEM,), (RETAIN_KNOWMEM,), ("privleak",)),
 }  # fmt: skip

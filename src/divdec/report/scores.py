@@ -11,6 +11,7 @@ from divdec.evaluation.aggregate import (
     ATTACKS,
     CLOSER_TO_1,
     CORRECT,
+    DISTANCES,
     FLUENCY,
     FORGET_KNOWMEM,
     PROB_MEAN,
@@ -36,6 +37,9 @@ RESAMPLED = {
 }  # fmt: skip
 NO_TARGET = "no target was given (--target)"
 NO_RETRAIN = "no retrained model was given (--retrain)"
+# Both are best where a figure equals the reference's, from which resampling can only lead away.
+ONE_SIDED = ("priv", *DISTANCES)
+OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
 NO_ITEMS = "no intervals: the folder holds figures only, no items"
 
 Interval = tuple[float, float]
@@ -110,7 +114,15 @@ class Scorer:
             for name, drawn in {**draws, **rescored.values}.items()
             if drawn is not None and values.get(name) is not None and (interval := self._interval(drawn))
         }
-        notes = [*scores.notes, *(f"no interval of {MEASURES[name].short}: {why}" for name, why in lacking.items())]
+        outside = [
+            MEASURES[name].short for name in ONE_SIDED
+            if (ends := intervals.get(name)) and not ends[0] <= (values[name] or 0.0) <= ends[1]
+        ]  # fmt: skip
+        notes = [
+            *scores.notes,
+            *(f"{name}{OUTSIDE}" for name in outside),
+            *(f"no interval of {MEASURES[name].short}: {why}" for name, why in lacking.items()),
+        ]
         return Row(entry, values, intervals, scores.reasons, tuple(notes))
 
     def _scores(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
@@ -123,10 +135,12 @@ class Scorer:
         else:
             scores = muse_distances(figures, target, retrain)
         reasons = dict(scores.reasons)
-        if self.target is None:
-            reasons |= dict.fromkeys(("utility",) if suite == "tofu" else SCORES["muse"], NO_TARGET)
-        if self.retrain is None:
-            reasons |= dict.fromkeys(("priv",) if suite == "tofu" else SCORES["muse"], NO_RETRAIN)
+        if suite == "tofu":
+            reasons |= {"utility": NO_TARGET} if self.target is None else {}
+            reasons |= {"priv": NO_RETRAIN} if self.retrain is None else {}
+        else:
+            lacking = [why for of, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if of is None]
+            reasons |= dict.fromkeys(SCORES["muse"], ", ".join(lacking)) if lacking else {}
         notes = scores.notes if scores.values.get("utility") is not None else ()
         return Scores(scores.values, reasons, notes)
 

@@ -1,0 +1,66 @@
+"""Where a scatter's labels are written, so that they hide nothing. It knows points, lines and the space they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    from divdec.report.evaluation_plots import Series
+
+Box = tuple[float, float, float, float]
+
+
+def write_labels(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label beside it, where it hides no point and no other label; without room it is left out."""
+    figure.draw_without_rendering()
+    unit = figure.dpi / 72
+
+    def place_of(x: float, y: float) -> tuple[float, float]:
+        across, up = axes.transData.transform((x, y))
+        return float(across), float(up)
+
+    taken: list[Box] = []
+    for one in series:
+        for dot in one.dots:
+            size = 10 if dot.best else one.look.size / 2 + 1
+            taken += _boxes(place_of(dot.x, dot.y), place_of(dot.x, dot.y), size * unit)
+            if dot.x_interval:
+                low, high = dot.x_interval
+                taken += _boxes(place_of(low, dot.y), place_of(high, dot.y), unit)
+            if dot.y_interval:
+                low, high = dot.y_interval
+                taken += _boxes(place_of(dot.x, low), place_of(dot.x, high), unit)
+        for start, end in one.path:
+            taken += _boxes(place_of(start.x, start.y), place_of(end.x, end.y), unit)
+    frame = axes.get_window_extent()
+    near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
+    far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
+    wanted = [(not dot.best, one, dot) for one in series for dot in one.dots if dot.label]
+    for _, one, dot in sorted(wanted, key=lambda entry: entry[0]):
+        for right, up in (*near, *far):
+            text: Text = axes.annotate(
+                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5,
+                color=one.look.colour, ha="center" if not right else "left" if right > 0 else "right",
+                in_layout=False, zorder=6,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(
+                box.x0 < x1 and x0 < box.x1 and box.y0 < y1 and y0 < box.y1 for x0, y0, x1, y1 in taken
+            ):
+                taken.append((box.x0, box.y0, box.x1, box.y1))
+                break
+            text.remove()
+
+
+def _boxes(start: tuple[float, float], end: tuple[float, float], half: float) -> list[Box]:
+    """Small boxes along a line, which together cover it."""
+    length = max(abs(end[0] - start[0]), abs(end[1] - start[1]))
+    steps = int(length / (2 * half)) + 1
+    centres = [[start[axis] + (end[axis] - start[axis]) * step / steps for axis in (0, 1)] for step in range(steps + 1)]
+    return [(x - half, y - half, x + half, y + half) for x, y in centres]
