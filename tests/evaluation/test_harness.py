@@ -51,7 +51,8 @@ def test_the_command_knows_the_model(bundle, world, tmp_path):
     (tmp_path / "world.yaml").write_text(TASK.format(data=tmp_path / "data.json"))
     command = [
         sys.executable, "-m", "lm_eval", "--model", "divdec", "--model_args", f"pretrained={bundle}",
-        "--tasks", "world", "--include_path", str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"),
+        "--tasks", "world", "--include_path", str(tmp_path), "--device", "cpu",
+        "--output_path", str(tmp_path / "out.json"),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
