@@ -21,16 +21,8 @@ from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from
 from divdec.evaluation.endpoint import Endpoint
 from divdec.evaluation.generation import samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge, is_name, tells
-from divdec.evaluation.leak import (
-    evaluate_attack,
-    evaluate_samples,
-    holds,
-    key_phrase,
-    leak_attack,
-    leak_chance,
-    leak_sample,
-    words,
-)
+from divdec.evaluation.key_phrases import holds, key_phrase, words
+from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.results import read_results, write_results
 from divdec.experiments.small_models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune

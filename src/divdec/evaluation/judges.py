@@ -16,7 +16,7 @@ from torch import Tensor
 
 from divdec.errors import UsageError
 from divdec.evaluation.endpoint import Endpoint
-from divdec.evaluation.leak import holds, key_phrase, words
+from divdec.evaluation.key_phrases import holds, key_phrase, words
 from divdec.evaluation.text import rouge_l_recall
 from divdec.model.checkpoint import CheckpointReference, check_weights, load_tokenizer
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -20,6 +18,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations, samples
+from divdec.evaluation.key_phrases import key_phrase
 from divdec.evaluation.results import Results
 
 if TYPE_CHECKING:
@@ -31,27 +30,6 @@ ATTACK_KS = (1, 10, 100, 1000)
 SAMPLE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 ATTACK, SAMPLE = "leak-attack", "leak-sample"  # metrics that hold the texts; the figures hold a score an item
 ROUND = 8  # prompts a question is asked before its answers are judged, at least
-
-# Words that tell nothing by themselves, so that an attack prompt may hold them though the answer does too.
-FUNCTION_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        """a about above after all also although am an and any are as at be because been before being both but by can
-        could did do does during each either for from had has have he her hers him his how i if in into is it its itself
-        may me might more most must my no nor not of off often on one only or other our out over own s shall she should
-        since so some such t than that the their them then there these they this those through to too under until up
-        upon us very was we were what when where which while who whom whose why will with within without would yes you
-        your""",
-    )
-)
-_TITLES = r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bJr)(?<!\bSr)(?<!\bProf)(?<!\b[A-Z])"
-_SENTENCE_END = rf"{_TITLES}[.!?](?=\s|$)|$"
-# An apostrophe within or at the end of a word opens nothing (REBEL's own pattern takes it for a quote).
-_QUOTED = re.compile(r"(?<!\w)(?:\"([^\"]+)\"|“([^”]+)”|‘([^’]+)’|'(.+?)'(?!\w))")
-_AFTER_VERB = re.compile(rf"\b(?:is|are|was|were)\s+(.+?)(?:{_SENTENCE_END})", re.IGNORECASE | re.DOTALL)
-_LEADING = re.compile(r"^(?:named|called)\s+|^(?:the|an?)\s+", re.IGNORECASE)
-_CAPITAL = r"[A-ZÀ-ÖØ-Þ][\w'’\-]+"
-_CAPITALISED = re.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
 
 
 def leak_attack(first_leaks: Sequence[int | None], ks: Sequence[int]) -> dict[int, float]:
@@ -103,38 +81,6 @@ def leak_chance(count: int, n: int, k: int) -> float:
         raise UsageError(f"{count} of {n} samples cannot have leaked")
     # Whole numbers to the last step: the quotient of two of them is rounded once.
     return (math.comb(n, k) - math.comb(n - count, k)) / math.comb(n, k)
-
-
-def key_phrase(question: str, answer: str) -> str:
-    """What matters in a true answer: its first quoted span, else what follows is/are/was/were, else its last
-    capitalised span, else the whole answer.
-
-    What the question states already is passed over, for repeating it tells nothing, and so are function words.
-
-    Args:
-        question: what was asked.
-        answer: the true answer.
-    """  # noqa: D205
-    asked = words(question)
-    for candidate in _candidates(answer):
-        phrase = candidate.strip(" \t\n.,;:!?\"'“”‘’")
-        told = words(phrase)
-        if told and not holds(asked, told) and not FUNCTION_WORDS.issuperset(told):
-            return phrase
-    return answer.strip()
-
-
-def words(text: str) -> list[str]:
-    """A text's words, without case, accents and punctuation."""
-    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    return re.findall(r"[^\W_]+", plain.casefold())
-
-
-def holds(text: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Whether the words of a phrase follow one another in a text; an empty phrase is in none."""
-    size = len(phrase)
-    phrase = list(phrase)
-    return size > 0 and any(list(text[start : start + size]) == phrase for start in range(len(text) - size + 1))
 
 
 def evaluate_attack(
@@ -333,15 +279,6 @@ class _Transcript:
             self.attempts.append({"prompt": prompt, "answer": answer, "leaked": leaked})
             if stop and leaked:
                 return
-
-
-def _candidates(answer: str) -> Iterator[str]:
-    for match in _QUOTED.finditer(answer):
-        yield next(filter(None, match.groups()))
-    for match in _AFTER_VERB.finditer(answer):
-        yield _LEADING.sub("", _LEADING.sub("", match[1]))
-    for match in reversed(list(_CAPITALISED.finditer(answer))):
-        yield re.sub(r"['’]s$", "", match[0])
 
 
 def _check_ks(ks: Sequence[int], most: int | None = None, what: str = "") -> None:
