@@ -16,7 +16,7 @@ from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
-from divdec.evaluation import attack_prompts, leak
+from divdec.evaluation import attack_prompts, key_phrases, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.endpoint import Endpoint
 from divdec.evaluation.generation import samples
@@ -148,7 +148,7 @@ def test_no_template_prompt_tells_the_answer(secret, seed):
     told, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
     for prompt in template_prompts(QUESTION, answer, 60, seed):
         found = words(prompt)
-        assert set(told) & set(found) <= set(asked) | leak.FUNCTION_WORDS
+        assert set(told) & set(found) <= set(asked) | key_phrases.FUNCTION_WORDS
         assert holds(asked, told) or not holds(found, told)
 
 

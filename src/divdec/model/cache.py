@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import FailedClosed
@@ -43,12 +44,13 @@ class DivergenceCache(Cache):
             )
         return lengths[0]
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens (given as transformers does, as a negative number) from every part.
 
         Raises:
             RuntimeError: one part cannot be rolled back; nothing has then been removed from any.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             raise RuntimeError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         if tokens_to_remove and not all(_can_roll_back(layer) for layer in self.layers):

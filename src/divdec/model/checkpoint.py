@@ -129,6 +129,8 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # Older versions of huggingface_hub ask for the list of files even when they are told to stay offline.
+    local_files_only = local_files_only or huggingface_hub.constants.HF_HUB_OFFLINE
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
         folder = huggingface_hub.snapshot_download(
