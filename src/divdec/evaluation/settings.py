@@ -60,8 +60,8 @@ class EvalSettings:
     """leak: base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     endpoint_model: str | None = None
     """leak: the model that the endpoint is asked for."""
-    endpoint_key: str = "OPENAI_API_KEY"
-    """leak: name of the environment variable that holds the endpoint's key."""
+    endpoint_key: str | None = None
+    """leak: name of the environment variable that holds the endpoint's key, such as OPENAI_API_KEY; none by default."""
     limit: int | None = None
     """Take only the first so many items of each set."""
     batch_size: int = 32
