@@ -17,7 +17,7 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     [
         ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
         [
-            "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+            "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
             "--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1",
         ],
     ],

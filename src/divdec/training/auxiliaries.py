@@ -67,7 +67,8 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
         UsageError: something given cannot be used; nothing has then been written.
         Interrupted: Ctrl-C; the same call goes on where it stopped.
     """
-    state = PartialState()
+    # accelerate joins CPU processes only if it is told that there is nothing else; whoever asks first decides.
+    state = PartialState(cpu=not torch.accelerator.is_available())
     if not state.is_main_process:
         report = _silent  # one process of several speaks for all
     steering = Steering.parse(settings.steering)

@@ -192,6 +192,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         logging_steps=10,
         report_to=list(settings.loggers) or "none",
         disable_tqdm=True,
+        use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=on_gpu,
         seed=settings.seed,
         data_seed=settings.seed,
