@@ -3,17 +3,25 @@
 The peer computes each metric the straightforward way, as OpenUnlearning's metrics do: its own pass over its own
 questions, batches of 32 in the order of the file. Both measure the same figures, which are compared.
 
-    python benchmarks/evaluation.py --model MODEL --retain MODEL --data TOFU --holdout FILE [--limit 100]
+With --openunlearning the same model is also measured by OpenUnlearning itself, and by `divdec eval`, whole processes.
+
+    python benchmarks/evaluation.py --model MODEL --retain MODEL --data TOFU --holdout FILE --split forget10
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from torch.nn import functional
 
 from divdec import DivergenceForCausalLM
@@ -23,9 +31,10 @@ from divdec.evaluation.generation import left_padded
 from divdec.evaluation.layout import Layout, decoded
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.subject import Subject
-from divdec.evaluation.text import rouge
-from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu, read_tofu
+from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu
+from divdec.evaluation.tofu_data import read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
+from openunlearning import python_of, summary
 
 BATCH = 32
 
@@ -85,14 +94,16 @@ class OnePassAMetric:
             for logits, _ in self.labelled(records):  # min-k++
                 log_p = logits.float().log_softmax(-1)
                 (log_p.exp() * log_p.square()).sum(-1)
+            layout = dataclasses.replace(self.layout)
             for record in records:
-                attacks.gradient_norm(self.model, self.layout.encode(record))
+                attacks.gradient_norm(self.model, layout.encode(record))
 
     def labelled(self, records, model=None):
         """Logits and labels of each answer's tokens, a batch of 32 at a time in the order given."""
         model = model or self.model
+        layout = dataclasses.replace(self.layout)  # which remembers nothing: each metric lays its data out
         for start in range(0, len(records), BATCH):
-            examples = [self.layout.encode(record) for record in records[start : start + BATCH]]
+            examples = [layout.encode(record) for record in records[start : start + BATCH]]
             width = max(len(example.input_ids) for example in examples)
             ids = torch.tensor([e.input_ids + [0] * (width - len(e.input_ids)) for e in examples])
             mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
@@ -111,17 +122,18 @@ class OnePassAMetric:
 
     def rouge(self, records):
         found = []
-        tokenizer = self.layout.tokenizer
+        scorer = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
+        layout, tokenizer = dataclasses.replace(self.layout), self.layout.tokenizer
         for start in range(0, len(records), BATCH):
             batch = records[start : start + BATCH]
-            ids, mask = left_padded([self.layout.prompt(record) for record in batch], tokenizer.pad_token_id)
+            ids, mask = left_padded([layout.prompt(record) for record in batch], tokenizer.pad_token_id)
             with torch.inference_mode():
                 output = self.model.generate(
                     input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False,
                     pad_token_id=tokenizer.pad_token_id,
                 )  # fmt: skip
             for row, record in zip(output[:, ids.shape[1] :].tolist(), batch, strict=True):
-                found.append(rouge(decoded(tokenizer, row).strip(), self.layout.truth(record))["rougeL_recall"])
+                found.append(scorer.score(layout.truth(record), decoded(tokenizer, row).strip())["rougeL"].recall)
         return statistics.fmean(found)
 
 
@@ -134,10 +146,47 @@ def _strength(hits):
     return max(trailing, 1) / len(hits)
 
 
+def _answers(data):
+    """The records that the suite scores: those that are attacked, which need moments, and all others."""
+    attacked = [question.record for name in ("forget", "holdout") for question in data.sets[name]]
+    others = [question.record for name in ("retain", "ra", "wf") for question in data.sets[name]]
+    for questions in data.sets.values():
+        for question in questions:
+            texts = [*question.wrong, *([question.paraphrased] if question.paraphrased else [])]
+            others += [_with(question.record, text) for text in texts]
+    return attacked, others
+
+
+def _teacher_forced(subject, layout, attacked, others):
+    layout = dataclasses.replace(layout)
+    for records, moments in ((attacked, True), (others, False)):
+        subject.scores(layout.encode_all(records), moments=moments, batch_size=BATCH, title=None)
+
+
 def _timed(work):
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
+
+
+def _against_openunlearning(given):
+    """Both as whole processes, once: imports and loading count for both."""
+    places = [path.absolute() for path in (Path(given.model), Path(given.retain), given.data, given.holdout)]
+    python = python_of(given.openunlearning, given.openunlearning_python)
+    theirs, expected = _timed(lambda: summary(given.openunlearning.absolute(), python, *places, given.split))
+    model, retain, data, holdout = map(str, places)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "divdec.cli", "eval", "tofu", model, "--data", data, "--holdout", holdout,
+            "--split", given.split, "--reference", retain, "--fluency", "none", "--dtype", "float32",
+            "--device", "cpu", "--output", f"{folder}/ours",
+        ]  # fmt: skip
+        ours, _ = _timed(lambda: subprocess.run(command, check=True, capture_output=True))
+        figures = json.loads(Path(folder, "ours", "summary.json").read_text())["figures"]
+    for metric, value in expected.items():
+        assert abs(figures[metric] - value) < 1e-4, (metric, figures[metric], value)
+    print(f"whole processes: divdec eval {ours:.1f} s, OpenUnlearning {theirs:.1f} s: {theirs / ours:.2f}×, "
+          f"{len(expected)} figures equal to 1e-4")  # fmt: skip
 
 
 def main():
@@ -149,7 +198,11 @@ def main():
     parser.add_argument("--split", default="forget01")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--openunlearning", type=Path, metavar="PATH", help="a checkout of OpenUnlearning")
+    parser.add_argument("--openunlearning-python", type=Path, metavar="PATH", help="of its environment")
     given = parser.parse_args()
+    if given.openunlearning:
+        python_of(given.openunlearning, given.openunlearning_python)  # before an hour is spent
 
     tokenizer = load_tokenizer(Path(given.model))
     data = read_tofu(given.data, given.split, given.holdout, given.limit)
@@ -192,17 +245,19 @@ def main():
 
     steered = DivergenceForCausalLM.from_parts(load(given.model), load(given.retain), load(given.model))
     texts = ["linear:0.25,0.5,0.75,1,1.5,2", "rank:1,5,20,100"]
-    examples = [layout.encode(question.record) for questions in data.sets.values() for question in questions]
+    attacked, others = _answers(data)
     times = {}
     for count, settings in ((1, parse_sweep(["linear:1"])), (10, parse_sweep(texts))):
         subject = Subject(steered, tokenizer, settings)
         times[count] = statistics.median(
-            _timed(lambda subject=subject: subject.scores(examples, moments=True, batch_size=BATCH, title=None))[0]
+            _timed(lambda subject=subject: _teacher_forced(subject, layout, attacked, others))[0]
             for _ in range(given.repeats)
         )
     print(
         f"teacher-forced sweep: 1 setting {times[1]:.1f} s, 10 settings {times[10]:.1f} s: {times[10] / times[1]:.2f}×"
     )
+    if given.openunlearning:
+        _against_openunlearning(given)
 
 
 if __name__ == "__main__":

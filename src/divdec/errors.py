@@ -10,3 +10,8 @@ class UsageError(ValueError):
 
 class FailedClosed(RuntimeError):
     """A model could not be steered while it answered; it gave an error instead of the target's own answer."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, in one line; the error's kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def steer_linear(
     Returns:
         Steered logits in float32.
     """
-    return target_logits.float() + alpha * divergence.float()
+    return torch.add(target_logits.float(), divergence.float(), alpha=alpha)
 
 
 def steer_rank(
@@ -65,30 +66,59 @@ def steer_rank(
     Raises:
         UsageError: k is not between 1 and the number of eligible tokens less one.
     """
-    target_logits, divergence = target_logits.float(), divergence.float()
-    vocab_size = target_logits.shape[-1]
-    check_k(k, vocab_size if eligible is None else int(eligible.sum()))
-    undefined = divergence.isnan().any(dim=-1, keepdim=True)
-    ranked = divergence
-    if eligible is not None:
-        ranked = divergence.masked_fill(~eligible.to(divergence.device), math.inf)
+    return _Ranking.of(target_logits, divergence, (k,), eligible).suppress(k, fill)
 
-    # All strictly below the k-th smallest, and of those equal to it the first ids: a stable sort's answer
-    # without sorting the vocabulary.
-    kth_smallest = ranked.topk(k, dim=-1, largest=False).values[..., -1:]
-    below = ranked < kth_smallest
-    tied = ranked == kth_smallest
-    if eligible is not None:
-        tied = tied & eligible.to(tied.device)
-    open_places = k - below.sum(dim=-1, keepdim=True)
-    suppressed = below | (tied & (tied.cumsum(dim=-1) <= open_places))
 
-    if fill == "soft":
-        filling = target_logits.topk(k, dim=-1).values[..., -1:]
-        steered = target_logits.where(~suppressed, filling)
-    else:
-        steered = target_logits.masked_fill(suppressed, -math.inf)
-    return steered.masked_fill(undefined, math.nan)
+@dataclasses.dataclass(frozen=True)
+class _Ranking:
+    """The vocabulary's order by divergence, as far as the rank rule needs it, for one or many k."""
+
+    target_logits: Float[Tensor, "... vocab"]
+    ranked: Float[Tensor, "... vocab"]
+    """The divergence, +∞ where a token is not eligible."""
+    smallest: Float[Tensor, "... some"]
+    """The smallest of them in order, one more than the largest k."""
+    undefined: Bool[Tensor, "... 1"]
+    """Where the divergence is NaN somewhere."""
+    eligible: Bool[Tensor, " vocab"] | None
+
+    @classmethod
+    def of(
+        cls,
+        target_logits: Float[Tensor, "... vocab"],
+        divergence: Float[Tensor, "... vocab"],
+        ks: Sequence[int],
+        eligible: Bool[Tensor, " vocab"] | None,
+    ) -> _Ranking:
+        target_logits, ranked = target_logits.float(), divergence.float()
+        for k in ks:
+            check_k(k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
+        undefined = ranked.amax(dim=-1, keepdim=True).isnan()
+        if eligible is not None:
+            ranked = ranked.masked_fill(~eligible.to(ranked.device), math.inf)
+        smallest = ranked.topk(max(ks) + 1, dim=-1, largest=False).values
+        return cls(target_logits, ranked, smallest, undefined, eligible)
+
+    @functools.cached_property
+    def largest(self) -> Float[Tensor, "... some"]:
+        """The largest target logits in order."""
+        return self.target_logits.topk(self.smallest.shape[-1] - 1, dim=-1).values
+
+    def suppress(self, k: int, fill: str) -> Float[Tensor, "... vocab"]:
+        """The target's logits without the first k tokens of the order."""
+        kth, following = self.smallest[..., k - 1 : k], self.smallest[..., k : k + 1]
+        filling = self.largest[..., k - 1 : k] if fill == "soft" else torch.full_like(kth, -math.inf)
+        special = self.undefined | (kth == following)
+        if special.device.type == "cpu" and not special.any():  # on a GPU asking would cost more than the rest
+            return torch.where(self.ranked <= kth, filling, self.target_logits)
+        # All strictly below the k-th smallest, and of those equal to it the first ids: a stable sort's answer
+        # without sorting the vocabulary.
+        below, tied = self.ranked < kth, self.ranked == kth
+        if self.eligible is not None:
+            tied = tied & self.eligible.to(tied.device)
+        open_places = k - below.sum(dim=-1, keepdim=True)
+        suppressed = below | (tied & (tied.cumsum(dim=-1) <= open_places))
+        return torch.where(suppressed, filling, self.target_logits).masked_fill(self.undefined, math.nan)
 
 
 def check_k(k: int, eligible_size: int) -> None:
@@ -240,6 +270,32 @@ class Steering:
         if eligible is None:
             eligible = self.eligible(target_logits.shape[-1])
         return steer_rank(target_logits, divergence, self.k, self.fill, eligible)
+
+
+def sweep(
+    settings: Sequence[Steering],
+    target_logits: Float[Tensor, "... vocab"],
+    divergence: Float[Tensor, "... vocab"],
+    eligible: Bool[Tensor, " vocab"] | None = None,
+) -> Iterator[Float[Tensor, "... vocab"]]:
+    """Steer by one setting after the other, as each would alone; those of the rank rule share one ordering.
+
+    Args:
+        settings: all of one eligible vocabulary.
+        target_logits: ℓ_P, of any floating dtype.
+        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        eligible: that vocabulary as a mask, where there is one.
+
+    Yields:
+        Steered logits of each setting, in float32.
+    """
+    ks = [setting.k for setting in settings if setting.rule == "rank"]
+    ranking = _Ranking.of(target_logits, divergence, ks, eligible) if ks else None
+    for setting in settings:
+        if ranking is not None and setting.rule == "rank":
+            yield ranking.suppress(setting.k, setting.fill)
+        else:
+            yield steer_linear(target_logits, divergence, setting.alpha)
 
 
 def _number(text: str, given: str) -> float:

@@ -9,7 +9,8 @@ import torch
 from divdec import UsageError
 from divdec.data.records import Message, Record
 from divdec.evaluation.layout import Layout
-from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse, read_muse
+from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse
+from divdec.evaluation.muse_data import read_muse
 from divdec.evaluation.results import read_results
 from divdec.evaluation.subject import Subject
 from divdec.model.checkpoint import load_model, load_tokenizer

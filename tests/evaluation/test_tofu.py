@@ -13,7 +13,8 @@ from divdec.evaluation.fluency import Fluency
 from divdec.evaluation.layout import Layout
 from divdec.evaluation.results import read_results
 from divdec.evaluation.subject import Subject
-from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
+from divdec.evaluation.tofu import TofuOptions, evaluate_tofu
+from divdec.evaluation.tofu_data import read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}

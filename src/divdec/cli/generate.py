@@ -50,7 +50,7 @@ def _answers(
     import torch
     from transformers import set_seed
 
-    from divdec.data.formatting import Format, encode_prompt, padding_id
+    from divdec.data.formatting import Format, encode_prompts, padding_id
     from divdec.evaluation.generation import left_padded
 
     set_seed(settings.seed)
@@ -63,7 +63,7 @@ def _answers(
         }  # fmt: skip
     for start in range(0, len(prompts), settings.batch_size):
         batch = prompts[start : start + settings.batch_size]
-        encoded = [encode_prompt(prompt, tokenizer, form) for prompt in batch]
+        encoded = encode_prompts(batch, tokenizer, form)
         check_fits(encoded, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
         input_ids, attention_mask = left_padded(encoded, padding)
         with torch.inference_mode():

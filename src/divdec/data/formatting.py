@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
+Text = tuple[str, bool]
+"""A text, and whether the tokenizer is to add its special tokens; a chat template has written them itself."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -57,39 +60,52 @@ def encode_set(
     """
     if records.kind == "text":
         return pack((record.answer for record in records), tokenizer, form.max_length)
-    return [encode(record, tokenizer, form) for record in records]
+    return encode_records(records.records, tokenizer, form)
 
 
 def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> Example:
-    """Lay one record out as prompt and answer; only the answer and the token that ends it are labelled.
+    """Lay one record out; see `encode_records`."""
+    return encode_records([record], tokenizer, form)[0]
+
+
+def encode_records(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format = Format()
+) -> list[Example]:
+    """Lay each record out as prompt and answer; only the answer and the token that ends it are labelled.
 
     Raises:
-        UsageError: no token of the answer is left, because it has none or because the prompt fills `max_length`.
+        UsageError: no token of an answer is left, because it has none or because the prompt fills `max_length`.
     """
-    prompt_ids = encode_prompt(record, tokenizer, form)
-    whole_ids = _whole_ids(record, tokenizer, form)
-    # Where a token straddles the boundary, it belongs to the answer: the prompt ends where both agree no more.
-    answer_start = common_length(prompt_ids, whole_ids)
-    whole_ids = whole_ids[: form.max_length]
+    prompts = encode_prompts(records, tokenizer, form)
     special = set(tokenizer.all_special_ids)
-    if all(token in special for token in whole_ids[answer_start:]):
-        raise UsageError(
-            f"{record.place or 'a record'}: no token of the answer is left within {form.max_length} tokens "
-            f"(the prompt alone has {len(prompt_ids)})"
-        )
-    labels = [IGNORED] * answer_start + whole_ids[answer_start:]
-    return Example(whole_ids, labels)
+    found = []
+    for record, prompt_ids, whole_ids in zip(records, prompts, _whole_ids(records, tokenizer, form), strict=True):
+        # Where a token straddles the boundary, it belongs to the answer: the prompt ends where both agree no more.
+        answer_start = common_length(prompt_ids, whole_ids)
+        whole_ids = whole_ids[: form.max_length]
+        if all(token in special for token in whole_ids[answer_start:]):
+            raise UsageError(
+                f"{record.place or 'a record'}: no token of the answer is left within {form.max_length} tokens "
+                f"(the prompt alone has {len(prompt_ids)})"
+            )
+        found.append(Example(whole_ids, [IGNORED] * answer_start + whole_ids[answer_start:]))
+    return found
 
 
-def encode_prompt(
-    record: Record,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format = Format(),
-) -> list[int]:
-    """The tokens before the answer, ready to be continued by generation."""
-    if record.messages and tokenizer.chat_template:
-        return _template(_turns(record, form), tokenizer, form, add_generation_prompt=True)
-    return _tokens(_plain_prompt(record, form), tokenizer)
+def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
+    """The tokens before one record's answer; see `encode_prompts`."""
+    return encode_prompts([record], tokenizer, form)[0]
+
+
+def encode_prompts(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format = Format()
+) -> list[list[int]]:
+    """The tokens before each answer, ready to be continued by generation."""
+    # A question is often asked with several answers, which its prompt does not depend on.
+    asked = [dataclasses.replace(record, answer="") for record in records]
+    texts = {record: _prompt_text(record, tokenizer, form) for record in dict.fromkeys(asked)}
+    ids = dict(zip(texts, _tokens(list(texts.values()), tokenizer), strict=True))
+    return [ids[record] for record in asked]
 
 
 def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Example]:
@@ -100,7 +116,7 @@ def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) 
     stream: list[int] = []
     ends = _end(tokenizer)
     for text in texts:
-        ids = _tokens(text, tokenizer)
+        (ids,) = _tokens([(text, True)], tokenizer)
         if not ids:
             raise UsageError("a text has no token")
         stream += ids
@@ -118,7 +134,7 @@ def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) 
 
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
     """How many records are longer than `max_length` tokens, so that their answers are cut."""
-    return sum(len(_whole_ids(record, tokenizer, form)) > form.max_length for record in records)
+    return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -135,20 +151,30 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [end] if isinstance(end, int) else []
 
 
-def _whole_ids(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[int]:
+def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> list[list[int]]:
+    """The tokens of prompts and answers together, up to what ends the answer."""
+    ends = _end(tokenizer)
+    found = []
+    for ids in _tokens([_whole_text(record, tokenizer, form) for record in records], tokenizer):
+        # Some templates write a line break after the token that ends the answer; it is never generated.
+        places = [place for place, token in enumerate(ids) if [token] == ends]
+        if places and not str(tokenizer.decode(ids[places[-1] + 1 :])).strip():
+            ids = ids[: places[-1] + 1]
+        found.append(ids if ids[-1:] == ends else ids + ends)
+    return found
+
+
+def _prompt_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
+    if record.messages and tokenizer.chat_template:
+        return _template(_turns(record, form), tokenizer, form, add_generation_prompt=True), False
+    return _plain_prompt(record, form), True
+
+
+def _whole_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
     if record.messages and tokenizer.chat_template:
         turns = [*_turns(record, form), {"role": "assistant", "content": record.answer}]
-        ids = _template(turns, tokenizer, form, add_generation_prompt=False)
-    elif record.messages:
-        ids = _tokens(f"{_plain_prompt(record, form)} {record.answer}", tokenizer)
-    else:
-        ids = _tokens(_plain_prompt(record, form) + record.answer, tokenizer)
-    ends = _end(tokenizer)
-    # Some templates write a line break after the token that ends the answer; it is never generated.
-    places = [place for place, token in enumerate(ids) if [token] == ends]
-    if places and not str(tokenizer.decode(ids[places[-1] + 1 :])).strip():
-        ids = ids[: places[-1] + 1]
-    return ids if ids[-1:] == ends else ids + ends
+        return _template(turns, tokenizer, form, add_generation_prompt=False), False
+    return _plain_prompt(record, form) + (" " if record.messages else "") + record.answer, True
 
 
 def _plain_prompt(record: Record, form: Format) -> str:
@@ -165,7 +191,7 @@ def _turns(record: Record, form: Format) -> list[dict[str, str]]:
     turns = record.messages
     if form.system_prompt and turns[0].role != "system":
         turns = (Message("system", form.system_prompt), *turns)
-    return [dataclasses.asdict(message) for message in turns]
+    return [{"role": message.role, "content": message.content} for message in turns]
 
 
 def _template(
@@ -174,20 +200,26 @@ def _template(
     form: Format,
     *,
     add_generation_prompt: bool,
-) -> list[int]:
+) -> str:
     options: dict[str, Any] = {"date_string": form.date} if form.date else {}
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
     assert isinstance(text, str)
-    # The template has written the special tokens itself.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    return text
 
 
-def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
-    # Some tokenizers end every text themselves; a prompt must stay open.
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
+def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in texts]
+    for special in (True, False):
+        places = [place for place, text in enumerate(texts) if text[1] is special]
+        if not places:
+            continue
+        batch: Any = tokenizer([texts[place][0] for place in places], add_special_tokens=special)
+        for place, ids in zip(places, batch["input_ids"], strict=True):
+            # Some tokenizers end every text themselves; a prompt must stay open.
+            while special and ids and ids[-1] == tokenizer.eos_token_id:
+                ids.pop()
+            found[place] = ids
+    return found
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from divdec.data.records import JSON_SUFFIXES, Message, Record, checked_text, json_rows, messages_of, read_text
+from divdec.data.files import JSON_SUFFIXES, checked_text, json_rows, read_text
+from divdec.data.records import Message, Record, messages_of
 from divdec.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from divdec.data.formatting import Format, encode
+from divdec.data.formatting import Format, encode_records
 from divdec.data.records import RecordSet
 
 if TYPE_CHECKING:
@@ -19,6 +19,6 @@ def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> 
     """The ids of all tokens that occur in the records, ascending; prompts count as much as answers."""
     found: set[int] = set()
     for records in sets:
-        for record in records:
-            found.update(encode(record, tokenizer, WHOLE).input_ids)
+        for example in encode_records(records.records, tokenizer, WHOLE):
+            found.update(example.input_ids)
     return tuple(sorted(found))

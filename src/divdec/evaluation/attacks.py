@@ -12,6 +12,7 @@ import torch
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.scoring import ItemScore
+from divdec.experts.neural import logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,16 +55,19 @@ def gradient_norm(model: PreTrainedModel, example: Example) -> float:
 
     Of a steered model the parameters of target and auxiliaries count alike.
     """
-    input_ids = torch.tensor([example.input_ids], device=model.device)
-    labels = torch.tensor([example.labels[:-1]], device=model.device)
+    # Only what is read is computed: nothing is predicted by the last two tokens.
+    input_ids = torch.tensor([example.input_ids[:-2]])
+    kept = max(1, input_ids.shape[1] + 1 - example.prompt_length)
     with torch.enable_grad():
-        logits = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits
-        chosen = labels[:, 1:] != IGNORED
-        log_p = logits[:, :-2][chosen].float().log_softmax(dim=-1)
-        mean_loss = -log_p.gather(1, labels[:, 1:].to(logits.device)[chosen][:, None]).mean()
+        logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, kept)[0]
+        labels = torch.tensor(example.labels[1:-1][-kept:], device=logits.device)
+        chosen = labels != IGNORED
+        log_p = logits[chosen].float().log_softmax(dim=-1)
+        mean_loss = -log_p.gather(1, labels[chosen][:, None]).mean()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(mean_loss, parameters, allow_unused=True)
-    return statistics.fmean(gradient.norm(p=2).item() for gradient in gradients if gradient is not None)
+    norms = [gradient.norm(p=2).to(model.device) for gradient in gradients if gradient is not None]
+    return statistics.fmean(torch.stack(norms).tolist())
 
 
 def _least(values: Sequence[float], share: float) -> float:

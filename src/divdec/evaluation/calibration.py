@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import IGNORED, Example, Format, encode
+from divdec.data.formatting import IGNORED, Example, Format, encode_records
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import UsageError
 from divdec.evaluation import attacks
@@ -160,4 +160,4 @@ def _split(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
 def _examples(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:
     if records.kind == "text":
         return [continuation(record, tokenizer, form.max_length) for record in records]
-    return [encode(record, tokenizer, form) for record in records]
+    return encode_records(records.records, tokenizer, form)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,9 +37,8 @@ class Fluency:
                 checkpoint, use_safetensors=True, dtype=torch.float32, **options
             ).eval()
         except (OSError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
             raise UsageError(
-                f"fluency classifier {checkpoint!r} cannot be loaded ({reason}); give a local folder, "
+                f"fluency classifier {checkpoint!r} cannot be loaded ({first_line(error)}); give a local folder, "
                 "or --fluency none to leave fluency out"
             ) from None
 

@@ -11,14 +11,14 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompt, padding_id
+from divdec.data.formatting import Format, encode_prompts, padding_id
 from divdec.data.records import Record
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FIRST_TOKENS = 48  # of an answer that are generated together with all others; most end before
+FIRST_TOKENS = 32  # of an answer that are generated together with all others
 
 
 def answers(
@@ -45,7 +45,7 @@ def answers(
     Returns:
         One answer a record, in their order, without special tokens and outer white space.
     """
-    prompts = [encode_prompt(record, tokenizer, form) for record in records]
+    prompts = encode_prompts(records, tokenizer, form)
     found = continuations(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
     return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
 
@@ -75,16 +75,21 @@ def continuations(
         The tokens after each prompt, in their order; padding may follow the one that ended them.
     """
     ends = _ends(model)
-    if not ends or options or max_new_tokens <= FIRST_TOKENS:
+    if not ends or options:
         return _continued(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
-    # Most answers are short, and a batch lasts as long as its longest: the few that go on, go on by themselves.
-    found = _continued(model, tokenizer, prompts, FIRST_TOKENS, batch_size, title, options)
-    open_places = [place for place, ids in enumerate(found) if ends.isdisjoint(ids)]
-    if open_places:
-        longer = [[*prompts[place], *found[place]] for place in open_places]
-        rest = _continued(model, tokenizer, longer, max_new_tokens - FIRST_TOKENS, batch_size, title, options)
-        for place, ids in zip(open_places, rest, strict=True):
-            found[place] = [*found[place], *ids]
+    # Most answers are short, and a batch lasts as long as its longest: those that are not done after a while go on
+    # by themselves, for as long again.
+    found: list[list[int]] = [[] for _ in prompts]
+    unfinished, done, stage = list(range(len(prompts))), 0, FIRST_TOKENS
+    while unfinished and done < max_new_tokens:
+        so_far = [[*prompts[place], *found[place]] for place in unfinished]
+        stage = min(stage, max_new_tokens - done)
+        for place, ids in zip(
+            unfinished, _continued(model, tokenizer, so_far, stage, batch_size, title, options), strict=True
+        ):
+            found[place] += ids
+        unfinished = [place for place in unfinished if ends.isdisjoint(found[place])]
+        done, stage = done + stage, done + stage
     return found
 
 

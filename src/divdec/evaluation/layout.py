@@ -6,9 +6,11 @@ It differs from `divdec.data.formatting` in the plain layout alone, whose white 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from divdec.data.formatting import IGNORED, Example, Format, common_length, encode, encode_prompt
+from divdec.data.formatting import IGNORED, Example, Format, common_length, encode_prompts, encode_records
 from divdec.data.records import Record
 from divdec.errors import UsageError
 
@@ -38,13 +40,48 @@ class Layout:
             raise UsageError("the tokenizer has no chat template; give --template plain")
 
     def encode(self, record: Record) -> Example:
-        """Prompt and answer as tokens, the answer and its end labelled.
+        """Prompt and answer as tokens, the answer and its end labelled; see `encode_all`."""
+        return self.encode_all([record])[0]
+
+    def encode_all(self, records: Sequence[Record]) -> list[Example]:
+        """Prompts and answers as tokens, the answers and their ends labelled.
 
         Raises:
-            UsageError: no token of the answer is left.
+            UsageError: no token of an answer is left.
         """
+        new = [record for record in dict.fromkeys(records) if record not in self._examples]
         if self.template == "chat":
-            return encode(record, self.tokenizer, self._form)
+            found = encode_records(new, self.tokenizer, self._form)
+        else:
+            found = [self._plain_example(record) for record in new]
+        self._examples.update(zip(new, found, strict=True))
+        return [self._examples[record] for record in records]
+
+    def prompt(self, record: Record) -> list[int]:
+        """The tokens before the answer; see `prompts`."""
+        return self.prompts([record])[0]
+
+    def prompts(self, records: Sequence[Record]) -> list[list[int]]:
+        """The tokens before each answer, which they do not depend on."""
+        asked = [dataclasses.replace(record, answer="") for record in records]
+        new = [record for record in dict.fromkeys(asked) if record not in self._prompts]
+        if self.template == "chat":
+            found = encode_prompts(new, self.tokenizer, self._form)
+        else:
+            found = [self._plain(record, "") for record in new]
+        self._prompts.update(zip(new, found, strict=True))
+        return [self._prompts[record] for record in asked]
+
+    @functools.cached_property
+    def _prompts(self) -> dict[Record, list[int]]:
+        return {}
+
+    @functools.cached_property
+    def _examples(self) -> dict[Record, Example]:
+        """What has been laid out already: an answer is scored, attacked and compared."""
+        return {}
+
+    def _plain_example(self, record: Record) -> Example:
         prompt, whole = self.prompt(record), self._plain_whole(record)
         # The space before an answer may be part of its first token: the prompt ends where both agree no more.
         # OpenUnlearning counts tokens instead, and so leaves the first token of many answers unlabelled.
@@ -55,12 +92,6 @@ class Layout:
                 f"(the prompt alone has {len(self._untruncated(record, ''))}); give a greater --max-length"
             )
         return Example(whole, [IGNORED] * start + whole[start:])
-
-    def prompt(self, record: Record) -> list[int]:
-        """The tokens before the answer."""
-        if self.template == "chat":
-            return encode_prompt(record, self.tokenizer, self._form)
-        return self._plain(record, "")
 
     def truth(self, record: Record) -> str:
         """The answer as it comes back from its tokens, cut where they are cut.

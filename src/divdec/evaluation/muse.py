@@ -1,23 +1,19 @@
-"""The MUSE suite (News and Books), as OpenUnlearning computes it.
-
-Layout of the data: `knowmem/{forget,retain}_qa.jsonl` with `…_qa_icl.jsonl`, `verbmem/forget.jsonl`,
-`privleak/{forget,holdout}.jsonl`; a folder that holds the knowmem files alone (Books) gives what they allow.
-"""
+"""The MUSE suite (News and Books), as OpenUnlearning computes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import Message, Record, json_rows, read_text
+from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation import attacks
 from divdec.evaluation.layout import Layout, decoded
 from divdec.evaluation.memorization import exact_memorization, extraction_strength
+from divdec.evaluation.muse_data import MuseData
 from divdec.evaluation.privacy import attack_auc, privleak
 from divdec.evaluation.results import Items, Results
 from divdec.evaluation.text import rouge
@@ -34,20 +30,6 @@ TEXT_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class MuseData:
-    """What MUSE asks, as far as the folder holds it."""
-
-    knowmem: dict[str, tuple[Record, ...]]
-    """Questions by 'forget' and 'retain'."""
-    shots: dict[str, tuple[Record, ...]]
-    """Examples put before each of their questions, likewise."""
-    verbmem: tuple[Record, ...] = ()
-    """Beginnings of forgotten texts, and how they go on."""
-    texts: dict[str, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
-    """Whole texts by 'forget' and 'holdout', for the membership attack."""
-
-
-@dataclasses.dataclass(frozen=True)
 class MuseOptions:
     """What the suite measures with, beside the model."""
 
@@ -56,34 +38,6 @@ class MuseOptions:
     batch_size: int = 32
     retain_results: Results | None = None
     """Of the retrained model: the reference of privacy leakage."""
-
-
-def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = None) -> MuseData:
-    """Read MUSE's files.
-
-    Args:
-        folder: see the module's text.
-        holdout: texts that no model has seen, instead of `privleak/holdout.jsonl`.
-        limit: take only the first so many of each set.
-
-    Raises:
-        UsageError: the questions are not there, or a line cannot be read (with its number).
-    """
-    if not folder.is_dir():
-        raise UsageError(f"data {folder} is not a folder; it must hold MUSE's files, such as knowmem/forget_qa.jsonl")
-    knowledge = folder / "knowmem" if (folder / "knowmem").is_dir() else folder
-    knowmem, shots = {}, {}
-    for name in ("forget", "retain"):
-        knowmem[name] = _rows(knowledge / f"{name}_qa.jsonl", _question, limit)
-        shots[name] = _rows(knowledge / f"{name}_qa_icl.jsonl", _question, None)
-    verbmem: tuple[Record, ...] = ()
-    if (folder / "verbmem" / "forget.jsonl").is_file():
-        verbmem = _rows(folder / "verbmem" / "forget.jsonl", _continuation, limit)
-    places = {"forget": folder / "privleak" / "forget.jsonl", "holdout": holdout or folder / "privleak/holdout.jsonl"}
-    texts = {}
-    if places["forget"].is_file() and (holdout is not None or places["holdout"].is_file()):
-        texts = {name: _rows(place, _whole_text, limit) for name, place in places.items()}
-    return MuseData(knowmem, shots, verbmem, texts)
 
 
 def evaluate_muse(
@@ -237,40 +191,6 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
-
-
-def _rows(file: Path, read: Callable[[Any, str], Record], limit: int | None) -> tuple[Record, ...]:
-    if not file.is_file():
-        raise UsageError(
-            f"{file} does not exist; MUSE's files come from the Hugging Face datasets muse-bench/MUSE-News"
-        )
-    found = []
-    for place, row in json_rows(file.name, read_text(file)):
-        if limit is not None and len(found) >= limit:
-            break
-        found.append(read(row, place))
-    if not found:
-        raise UsageError(f"{file} is empty")
-    return tuple(found)
-
-
-def _question(row: Any, place: str) -> Record:
-    return Record(_text(row, "answer", place), messages=(Message("user", _text(row, "question", place)),), place=place)
-
-
-def _continuation(row: Any, place: str) -> Record:
-    return Record(_text(row, "gt", place), prompt=_text(row, "prompt", place), place=place)
-
-
-def _whole_text(row: Any, place: str) -> Record:
-    return Record(_text(row if isinstance(row, dict) else {"text": row}, "text", place), place=place)
-
-
-def _text(row: Any, column: str, place: str) -> str:
-    value = row.get(column) if isinstance(row, dict) else None
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{place}: column {column} is missing or empty")
-    return value
 
 
 def _numbered(values: Any) -> Items:

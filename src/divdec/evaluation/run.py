@@ -169,7 +169,8 @@ def _suite(settings: EvalSettings) -> _Suite:
 
 def _tofu(settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None) -> _Suite:
     from divdec.evaluation.fluency import Fluency
-    from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
+    from divdec.evaluation.tofu import TofuOptions, evaluate_tofu
+    from divdec.evaluation.tofu_data import read_tofu
 
     questions = read_tofu(data, settings.split, holdout, settings.limit)
     options = TofuOptions(
@@ -191,7 +192,8 @@ def _tofu(settings: EvalSettings, data: Path, holdout: Path | None, retained: Re
 
 
 def _muse(settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None) -> _Suite:
-    from divdec.evaluation.muse import MuseOptions, evaluate_muse, read_muse
+    from divdec.evaluation.muse import MuseOptions, evaluate_muse
+    from divdec.evaluation.muse_data import read_muse
 
     content = read_muse(data, holdout, settings.limit)
     options = MuseOptions(settings.max_length, settings.batch_size, retained)

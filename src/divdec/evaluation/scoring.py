@@ -6,23 +6,28 @@ Many steering settings are scored on the same pass of target and auxiliaries. It
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
-from divdec.steering import Steering
+from divdec.evaluation.passes import Forward, Pass, passes
+from divdec.experts.neural import logits_of, new_cache, takes_cache
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.steering import Steering, sweep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
-    from divdec.model.modeling import DivergenceForCausalLM
+# How many logits are read at a time: what a processor's own memory holds, and what a GPU is kept busy by.
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 27}
+LEAST = -200.0  # float32's exp is 0 there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +80,11 @@ def score(
     Raises:
         UsageError: an answer has probability 0 or NaN; names the item.
     """
+    forward, cache = _running(model)
     scores: dict[int, ItemScore] = {}
     with torch.inference_mode():
-        for places, batch in _batches(examples, batch_size, title):
-            logits = model(
-                input_ids=batch["input_ids"].to(model.device),
-                attention_mask=batch["attention_mask"].to(model.device),
-                use_cache=False,
-            ).logits
-            _read(logits, batch["labels"], places, scores, moments)
+        for found in passes(_checked(examples), forward, cache, batch_size=batch_size, title=title):
+            scores |= _read(found, (found.output,), lambda logits: [logits], moments)[0]
     return [scores[place] for place in range(len(examples))]
 
 
@@ -112,96 +113,105 @@ def score_settings(
     Raises:
         UsageError: an answer has probability 0 under a setting, as hard rank masking may give.
     """
+    if len({setting.vocabulary for setting in settings}) != 1:
+        raise UsageError("settings that are scored together must be one or more, of one eligible vocabulary")
+    eligible = settings[0].eligible(model.vocab_size)
     scores: list[dict[int, ItemScore]] = [{} for _ in settings]
-    eligible = [steering.eligible(model.vocab_size) for steering in settings]
     with torch.inference_mode():
-        for places, batch in _batches(examples, batch_size, title):
-            target_logits, divergence = model.components(batch["input_ids"], batch["attention_mask"])
+        for found in passes(_checked(examples), model.components, model.new_cache, batch_size=batch_size, title=title):
             # Only the places that say how likely a labelled token is are steered.
-            labels, chosen = _labelled(batch["labels"], target_logits.device)
-            target_logits, divergence = target_logits[:, :-1][chosen], divergence[:, :-1][chosen]
-            for steering, mask, found in zip(settings, eligible, scores, strict=True):
-                mask = mask.to(target_logits.device) if mask is not None else None
-                logits = steering.apply(target_logits, divergence, mask)
-                _read_labelled(logits, labels, chosen.sum(dim=1).tolist(), places, found, moments)
-    return [[found[place] for place in range(len(examples))] for found in scores]
-
-
-def _batches(
-    examples: Sequence[Example], batch_size: int, title: str | None
-) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Right-padded batches of similar length, with the places of their items."""
-    order = sorted(range(len(examples)), key=lambda place: len(examples[place].input_ids))
-    with tqdm(total=len(examples), desc=title, unit="item", disable=title is None, dynamic_ncols=True) as bar:
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
-            chosen = [examples[place] for place in places]
-            width = max(len(example.input_ids) for example in chosen)
-            yield (
-                places,
-                {
-                    "input_ids": _padded([example.input_ids for example in chosen], width, 0),
-                    "attention_mask": _padded([[1] * len(example.input_ids) for example in chosen], width, 0),
-                    "labels": _padded([example.labels for example in chosen], width, IGNORED),
-                },
+            by_setting = _read(
+                found, found.output, lambda target, added: sweep(settings, target, added, eligible), moments
             )
-            bar.update(len(places))
+            for items, more in zip(scores, by_setting, strict=True):
+                items |= more
+    return [[items[place] for place in range(len(examples))] for items in scores]
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int, filling: int) -> Int[Tensor, "batch width"]:
-    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows])
+def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | None]:
+    """How a model is run, and what makes a cache for it; None where it takes none."""
+    if takes_cache(model):
+        new = model.new_cache if isinstance(model, DivergenceForCausalLM) else functools.partial(new_cache, model)
+        return functools.partial(logits_of, model), new
+
+    def run(input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache | None, kept: int) -> Tensor:
+        ids, mask = input_ids.to(model.device), mask.to(model.device)
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
+
+    return run, None
 
 
-def _labelled(
-    labels: Int[Tensor, "batch width"], device: torch.device
-) -> tuple[Int[Tensor, " labelled"], Bool[Tensor, "batch places"]]:
-    """The labelled tokens of a batch, and the places whose logits say how likely they are: each one before."""
-    chosen = (labels[:, 1:] != IGNORED).to(device)
-    return labels[:, 1:].to(device)[chosen], chosen
+def _checked(examples: Sequence[Example]) -> Sequence[Example]:
+    for place, example in enumerate(examples):
+        if all(label == IGNORED for label in example.labels[1:]):
+            raise UsageError(f"item {place}: it has no labelled token to score")
+    return examples
 
 
 def _read(
-    logits: Float[Tensor, "batch width vocab"],
-    labels: Int[Tensor, "batch width"],
-    places: Sequence[int],
-    scores: dict[int, ItemScore],
+    found: Pass,
+    parts: Sequence[Float[Tensor, "batch kept vocab"]],
+    steer: Callable[..., Iterable[Float[Tensor, "some vocab"]]],
     moments: bool,
-) -> None:
-    targets, chosen = _labelled(labels, logits.device)
-    _read_labelled(logits[:, :-1][chosen], targets, chosen.sum(dim=1).tolist(), places, scores, moments)
+) -> list[dict[int, ItemScore]]:
+    """Each item's score under each setting, for which `steer` makes logits from those of some labelled tokens."""
+    device, vocab_size = parts[0].device, parts[0].shape[-1]
+    rows = max(1, BLOCK.get(device.type, BLOCK["cuda"]) // vocab_size)
+    flat = [part.flatten(0, 1) for part in parts]
+    places, labels = found.chosen.flatten().nonzero()[:, 0].to(device), found.labels.to(device)
+    blocks = [
+        [_tokens(logits, some, moments) for logits in steer(*(part[where] for part in flat))]
+        for where, some in zip(places.split(rows), labels.split(rows), strict=True)
+    ]
+    # One transfer for all of a pass.
+    by_setting = torch.stack([torch.cat(tokens) for tokens in zip(*blocks, strict=True)]).tolist()
+    return [_scores(found, tokens, moments) for tokens in by_setting]
 
 
-def _read_labelled(
-    logits: Float[Tensor, "labelled vocab"],
-    targets: Int[Tensor, " labelled"],
-    counts: Sequence[int],
-    places: Sequence[int],
-    scores: dict[int, ItemScore],
-    moments: bool,
-) -> None:
-    """Collect each item's score; `counts` says how many of the labelled tokens each item has."""
-    log_p = logits.float().log_softmax(dim=-1)
-    log_probabilities = log_p.gather(1, targets[:, None])[:, 0].tolist()
-    hits = (logits.argmax(dim=-1) == targets).tolist()
-    found = _moments(log_p) if moments else []
-    start = 0
-    for place, count in zip(places, counts, strict=True):
-        item = slice(start, start + count)
+def _scores(found: Pass, tokens: Sequence[Sequence[float]], moments: bool) -> dict[int, ItemScore]:
+    scores, start = {}, 0
+    for item, count in zip(found.items, found.chosen.sum(dim=1).tolist(), strict=True):
+        log_probabilities, hits, means, variances = zip(*tokens[start : start + count], strict=True)
         start += count
-        if count == 0:
-            raise UsageError(f"item {place}: it has no labelled token to score")
-        if not all(map(math.isfinite, log_probabilities[item])):
+        if not all(map(math.isfinite, log_probabilities)):
             raise UsageError(
-                f"item {place}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
+                f"item {item}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
                 "score with the soft fill (rank:K:soft)"
             )
-        scores[place] = ItemScore(tuple(log_probabilities[item]), tuple(hits[item]), tuple(found[item]))
+        scores[item] = ItemScore(
+            log_probabilities, tuple(map(bool, hits)), tuple(zip(means, variances, strict=True)) if moments else ()
+        )
+    return scores
 
 
-def _moments(log_p: Float[Tensor, "labelled vocab"]) -> list[tuple[float, float]]:
-    """μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++); a token of probability 0 adds nothing to either."""
-    p = log_p.exp()
-    finite = log_p.masked_fill(p == 0, 0.0)
-    mean = (p * finite).sum(dim=-1)
-    variance = (p * finite.square()).sum(dim=-1) - mean.square()
-    return list(zip(mean.tolist(), variance.tolist(), strict=True))
+def _tokens(
+    logits: Float[Tensor, "labelled vocab"], labels: Int[Tensor, " labelled"], moments: bool
+) -> Float[Tensor, "labelled 4"]:
+    """For each label log p, whether it is the first choice, and mean and variance of log p over the vocabulary.
+
+    μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++), 0 unless asked for. The sums are those of logits less the
+    largest, which leaves σ² as it is and is more exact.
+    """
+    logits, labels = logits.float(), labels[:, None]
+    own = logits.gather(1, labels)
+    # Without its own logit the rest tells whether the label is first: much cheaper than argmax, save for ties.
+    others = logits.scatter_(1, labels, -math.inf).amax(dim=-1, keepdim=True)
+    logits.scatter_(1, labels, own)
+    first = own > others
+    tied = (own == others)[:, 0]
+    if tied.any():
+        first[tied] = logits[tied].argmax(dim=-1, keepdim=True) == labels[tied]
+    below = logits - torch.maximum(own, others)
+    weights = below.exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    log_total = total.log()
+    log_p = below.gather(1, labels) - log_total
+    mean = variance = torch.zeros_like(log_p)
+    if moments:
+        # A token of probability 0 adds nothing, however far below it lies.
+        below.clamp_(min=LEAST)
+        weights.mul_(below)
+        mean = weights.sum(dim=-1, keepdim=True) / total
+        variance = torch.linalg.vecdot(weights, below)[:, None] / total - mean.square()
+        mean = mean - log_total
+    return torch.cat([log_p, first, mean, variance], dim=1)

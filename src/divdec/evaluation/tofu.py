@@ -9,13 +9,12 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import scipy.stats
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import Message, Record, json_rows, read_text
+from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation import attacks
 from divdec.evaluation.layout import Layout, decoded
@@ -31,6 +30,7 @@ from divdec.evaluation.privacy import attack_auc, forget_quality, privleak
 from divdec.evaluation.results import Items, Results
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.text import rouge
+from divdec.evaluation.tofu_data import Question, TofuData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from divdec.evaluation.fluency import Fluency
     from divdec.evaluation.subject import Subject
 
-SPLITS = ("forget01", "forget05", "forget10")
-SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
 ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
 FLUENCY_TOKENS = 32
 NEW_TOKENS = 200
@@ -48,23 +46,6 @@ UTILITY = tuple(
     for name in ("retain", "ra", "wf")
     for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A question of TOFU with its right answers and the wrong ones."""
-
-    record: Record
-    paraphrased: str | None = None
-    wrong: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class TofuData:
-    """The questions of one forget split, by set: forget, retain, ra (real authors), wf (world facts), holdout."""
-
-    split: str
-    sets: dict[str, tuple[Question, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,38 +59,6 @@ class TofuOptions:
     batch_size: int = 32
     retain_results: Results | None = None
     """Of the retrained model: the reference of forget quality and privacy leakage."""
-
-
-def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int | None = None) -> TofuData:
-    """Read TOFU's files, as the Hugging Face dataset names them.
-
-    Args:
-        folder: holds `{split}_perturbed.json`, `retain_perturbed.json`, `real_authors_perturbed.json` and
-            `world_facts_perturbed.json`; also `holdout01.json` or the like, where `holdout` is not given.
-        split: 'forget01', 'forget05' or 'forget10'.
-        holdout: questions that no model has seen, for membership attacks.
-        limit: take only the first so many questions of each set.
-
-    Raises:
-        UsageError: a file or a column is missing, or a line cannot be read (with its number).
-    """
-    if split not in SPLITS:
-        raise UsageError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
-    if not folder.is_dir():
-        raise UsageError(f"data {folder} is not a folder; it must hold TOFU's files, such as {split}_perturbed.json")
-    files = {"forget": folder / f"{split}_perturbed.json"}
-    files |= {name: folder / f"{file}.json" for name, file in SETS.items()}
-    sets = {}
-    for name, file in files.items():
-        sets[name] = _questions(file, limit, paraphrased=name in ("forget", "retain"), wrong=True)
-    if holdout is None and (folder / f"{split.replace('forget', 'holdout')}.json").is_file():
-        holdout = folder / f"{split.replace('forget', 'holdout')}.json"
-    if holdout is not None:
-        sets["holdout"] = _questions(holdout, limit, paraphrased=False, wrong=False)
-        asked = {question.record.messages for question in sets["forget"]}
-        if both := sum(question.record.messages in asked for question in sets["holdout"]):
-            raise UsageError(f"holdout {holdout}: {both} of its questions stand in {split} too; they must differ")
-    return TofuData(split, sets)
 
 
 def evaluate_tofu(
@@ -179,7 +128,7 @@ class _Run:
         attacked = {key: None for key in self._answers if key[0] in ("forget", "holdout") and not key[2]}
         others = [key for key in self._answers if key not in attacked]
         for keys, moments in ((list(attacked), True), (others, False)):
-            examples = [self.layout.encode(record) for key in keys for record in self._answers[key]]
+            examples = self.layout.encode_all([record for key in keys for record in self._answers[key]])
             scores = self.subject.scores(
                 examples, moments=moments, batch_size=self.batch_size, title="attacked" if moments else "answers"
             )
@@ -247,7 +196,7 @@ class _Run:
         if "holdout" not in self.data.sets or all("mia_reference.holdout" in found.items for found in self.results):
             return
         for name in ("forget", "holdout"):
-            examples = [self.layout.encode(question.record) for question in self.data.sets[name]]
+            examples = self.layout.encode_all([question.record for question in self.data.sets[name]])
             scores = score(model, examples, batch_size=self.batch_size, title="reference")
             for found in self.results:
                 own = found.items[f"mia_loss.{name}"]
@@ -259,7 +208,7 @@ class _Run:
         """Greedy answers to every question, and their ROUGE against the true ones."""
         names = [name for name in self.data.sets if name != "holdout"]
         asked = [(name, question) for name in names for question in self.data.sets[name]]
-        prompts = [self.layout.prompt(question.record) for _, question in asked]
+        prompts = self.layout.prompts([question.record for _, question in asked])
         tokenizer = self.layout.tokenizer
         for setting, found in zip(self.subject.settings, self.results, strict=True):
             if all(f"{name}_Q_A_ROUGE" in found.items for name in names):
@@ -396,39 +345,6 @@ def _answers(question: Question) -> dict[str, tuple[str, ...]]:
     if question.wrong:
         texts["PERT"] = question.wrong
     return texts
-
-
-def _questions(file: Path, limit: int | None, *, paraphrased: bool, wrong: bool) -> tuple[Question, ...]:
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist; TOFU's files come from the Hugging Face dataset locuslab/TOFU")
-    found = []
-    for place, row in json_rows(file.name, read_text(file)):
-        if limit is not None and len(found) >= limit:
-            break
-        if not isinstance(row, dict):
-            raise UsageError(f"{place}: expected an object with question and answer")
-        record = Record(
-            _text(row, "answer", place), messages=(Message("user", _text(row, "question", place)),), place=place
-        )
-        rewording = _text(row, "paraphrased_answer", place) if paraphrased else None
-        found.append(Question(record, rewording, _texts(row, "perturbed_answer", place) if wrong else ()))
-    if not found:
-        raise UsageError(f"{file} is empty")
-    return tuple(found)
-
-
-def _text(row: dict[str, Any], column: str, place: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{place}: column {column} is {'empty' if column in row else 'missing'}")
-    return value
-
-
-def _texts(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
-    value = row.get(column)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
-        raise UsageError(f"{place}: column {column} is missing, or no list of texts")
-    return tuple(value)
 
 
 def _items(found: Results, metric: str) -> Items:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import Format, encode
+from divdec.data.formatting import Format, encode_records
 from divdec.data.records import Record
 from divdec.evaluation.generation import answers
 from divdec.evaluation.scoring import ItemScore, score, score_settings
@@ -102,7 +102,7 @@ class Bench:
         return rows
 
     def _examples(self, questions: Questions) -> list[Any]:
-        return [encode(record, self.tokenizer, self.form) for record in questions.records]
+        return encode_records(questions.records, self.tokenizer, self.form)
 
     def _row(
         self, name: str, setting: str | None, model: PreTrainedModel, scores: Sequence[Sequence[ItemScore]]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import Example, Format, encode_set
+from divdec.data.formatting import Example, Format, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.experiments.small_models import Shape, new_model, train_tokenizer
 from divdec.runs import output_folder, record, settings_hash, write_json
@@ -86,7 +86,7 @@ def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report
     """
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(material.texts, recipe.vocab_size)
-    corpus = [_unmasked(example) for example in _encoded(material.corpus, tokenizer, material.form)]
+    corpus = [_unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
     forget = encode_set(material.forget, tokenizer, material.form)
     retain = encode_set(material.retain, tokenizer, material.form)
     stages = _Stages(cache, tokenizer, seed, report)
@@ -153,12 +153,6 @@ class _Stages:
         from divdec.training.auxiliaries import load_for_training
 
         return load_for_training(start)
-
-
-def _encoded(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:
-    from divdec.data.formatting import encode
-
-    return [encode(record, tokenizer, form) for record in records]
 
 
 def _unmasked(example: Example) -> Example:

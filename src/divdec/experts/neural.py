@@ -108,13 +108,18 @@ def _same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     )
 
 
+def takes_cache(model: nn.Module) -> bool:
+    """Whether the model can go on from keys and values that it has computed before."""
+    return "past_key_values" in _forward_parameters(type(model))
+
+
 def check_part(name: str, model: nn.Module) -> None:
     """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
 
     Raises:
         UsageError: it is wrapped (PEFT), or recurrent with a state of its own kind (Mamba, RWKV).
     """
-    if not isinstance(model, PreTrainedModel) or "past_key_values" not in _forward_parameters(type(model)):
+    if not isinstance(model, PreTrainedModel) or not takes_cache(model):
         raise UsageError(
             f"{name} is a {type(model).__name__}, whose forward takes no past_key_values; accepted: a causal language "
             "model of transformers with a key-value cache (merge adapters first: merge_and_unload())"

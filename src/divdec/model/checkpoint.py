@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UsageError(f"{folder} cannot be loaded ({_first_line(error)})") from None
+        raise UsageError(f"{folder} cannot be loaded ({first_line(error)})") from None
     model, loading = loaded
     for what, names in (("lacks the weights", loading["missing_keys"]), ("misfits", loading["mismatched_keys"])):
         if names:
@@ -270,7 +270,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
-        raise UsageError(f"{folder}: the configuration cannot be used ({_first_line(error)})") from None
+        raise UsageError(f"{folder}: the configuration cannot be used ({first_line(error)})") from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -286,7 +286,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise UsageError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
 
 
 def vocabulary_width(config: PreTrainedConfig) -> int:
@@ -333,7 +333,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is not readable JSON ({error})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,6 +21,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts import Experts
 from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of, new_cache
 from divdec.model.cache import DivergenceCache
+from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
 from divdec.model.configuration import DivergenceConfig
 from divdec.steering import Steering
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from transformers.generation.configuration_utils import GenerationMode
 
 
-# What forward may be given beside its own arguments: the first two are used, the others change nothing.
-ACCEPTED = frozenset(
-    ("return_dict", "num_items_in_batch", "cache_position", "token_type_ids", "tokenizer", "assistant_tokenizer")
-)
 _OWNERS = itertools.count()
 
 
@@ -186,7 +183,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
             FailedClosed: the experts gave a divergence that is not finite.
         """
-        _refuse(input_ids, kwargs)
+        refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or use_cache is None):
@@ -224,9 +221,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
         past_length = past_key_values.check_length() if past_key_values is not None else 0
-        _check_mask(input_ids, attention_mask, past_length)
+        check_mask(input_ids, attention_mask, past_length)
         if position_ids is None:
-            position_ids = _positions(input_ids, attention_mask, past_length)
+            position_ids = positions_of(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)
         target_cache, experts_cache = None, None
         if past_key_values is not None:
@@ -236,7 +233,7 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
         divergence = divergence.to(target_logits.device)
-        _check_finite(divergence, attention_mask)
+        check_finite(divergence, attention_mask)
         return target_logits, divergence
 
     def _steer(
@@ -307,50 +304,3 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
         """Refused: the three parts share one vocabulary."""
         raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
-
-
-def _refuse(input_ids: object, kwargs: dict[str, Any]) -> None:
-    """Refuse what the parts would not all be given: it would be ignored, or change one of them only."""
-    if input_ids is None:
-        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
-    for name, value in kwargs.items():
-        if name not in ACCEPTED and value is not None and value is not False:
-            raise UsageError(
-                f"{name} is not offered by a steered model, where it would not reach target and experts alike; "
-                "model.target and model.experts have their own"
-            )
-
-
-def _check_mask(input_ids: Int[Tensor, "batch tokens"], attention_mask: Tensor | None, past_length: int) -> None:
-    expected = (input_ids.shape[0], past_length + input_ids.shape[1])
-    if attention_mask is not None and tuple(attention_mask.shape) != expected:
-        raise UsageError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs {expected}: "
-            "batch, and one entry for each cached and each new token"
-        )
-
-
-def _positions(
-    input_ids: Int[Tensor, "batch tokens"],
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-    past_length: int,
-) -> Int[Tensor, "batch_or_one tokens"]:
-    tokens = input_ids.shape[1]
-    if attention_mask is None:
-        return torch.arange(past_length, past_length + tokens, device=input_ids.device)[None]
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
-
-
-def _check_finite(
-    divergence: Float[Tensor, "batch kept vocab"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
-) -> None:
-    """Fail closed: a divergence that is NaN or infinite would leave some token unsteered."""
-    finite = divergence.isfinite().all(dim=-1)
-    if attention_mask is not None:
-        # What stands after a padding token is read by nobody and may be anything.
-        finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
-    message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
-    if divergence.device.type == "cuda":
-        torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
-    elif not finite.all():
-        raise FailedClosed(message)
