@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import reference
 from divdec import Steering, UsageError, steer_linear, steer_rank
+from divdec.steering import sweep
 
 VOCAB = 7
 NUMBERS = st.floats(-20, 20, width=32)
@@ -62,6 +63,16 @@ def test_rank_equals_the_stable_sort(target, divergence, data, fill):
     expected = reference.rank(target, divergence, steering)
     assert torch.equal(steering.apply(target, divergence), expected)
     assert steering.apply(target, divergence).isfinite().any()
+
+
+@settings(max_examples=200)
+@given(ROW, st.one_of(ROW, TIED_ROW), st.sampled_from([None, (0, 2, 3, 5, 6)]))
+def test_a_sweep_equals_each_setting_alone(target, divergence, vocabulary):
+    several = [Steering("rank", k=k, fill=fill, vocabulary=vocabulary) for k in (1, 4, 2) for fill in ("hard", "soft")]
+    several += [Steering(alpha=0.5, vocabulary=vocabulary)]
+    eligible = several[0].eligible(VOCAB)
+    for setting, logits in zip(several, sweep(several, target, divergence, eligible), strict=True):
+        assert torch.equal(logits, setting.apply(target, divergence, eligible))
 
 
 def test_rank_masks_by_hand():

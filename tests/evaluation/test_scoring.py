@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import reference
-from conftest import make_parts
+from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode
 from divdec.data.records import Message, Record
@@ -69,6 +69,82 @@ def test_many_settings_on_one_pass_equal_one_by_one(model):
         for one, other in zip(score(model, EXAMPLES), items, strict=True):
             assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-6)
     model.steering = "linear:1.5"
+
+
+SHARED_PROMPTS = [
+    Example([*prompt, *answer], [IGNORED] * len(prompt) + answer)
+    for prompt, answers_to_it in (
+        ([5, 9, 200, 31, 7, 8, 44, 3, 17, 260, 91, 12], ([6, 250], [12, 33, 9, 4, 77], [3])),
+        ([77, 8], ([300, 12], [301, 5, 6])),
+        ([1], ([4, 4], [9, 2, 4])),
+        ([60, 61, 62], ([63],)),
+    )
+    for answer in answers_to_it
+]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral"])
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_a_prompt_that_is_read_once_gives_what_it_gives_every_time(family, batch_size):
+    model = DivergenceForCausalLM.from_parts(*make_parts(family), steering="linear:1.5")
+    settings = [Steering(alpha=1.5), Steering("rank", k=9, fill="soft")]
+    found = score_settings(model, SHARED_PROMPTS, settings, moments=True, batch_size=batch_size)
+    plain = score(model.target, SHARED_PROMPTS, batch_size=batch_size)
+    steered = score(model, SHARED_PROMPTS, batch_size=batch_size)
+    parts = model.target, model.experts.retain, model.experts.forget
+    for place, example in enumerate(SHARED_PROMPTS):
+        for steering, items in zip([*settings, settings[0], None], [*found, steered, plain], strict=True):
+            steering = steering or Steering(alpha=0.0)
+            logits = reference.steered_logits(*parts, example.input_ids, steering).log_softmax(-1)
+            places = range(example.prompt_length, len(example.labels))
+            expected = [logits[t - 1, example.labels[t]].item() for t in places]
+            assert items[place].log_probabilities == pytest.approx(expected, abs=1e-4)
+            assert items[place].hits == tuple(int(logits[t - 1].argmax()) == example.labels[t] for t in places)
+
+
+def test_shared_prompts_cost_their_tokens_once(model):
+    read = []
+    handle = model.target.register_forward_pre_hook(
+        lambda module, arguments, given: read.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    score_settings(model, SHARED_PROMPTS[:3], [Steering()])
+    handle.remove()
+    # The prompt without its last token, and each answer, padded to the longest, in place of its last.
+    assert read == [11, 3 * 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_is_hit_where_it_is_the_first_choice_also_among_equals(dtype):
+    class Equals(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, attention_mask, use_cache):
+            row = torch.tensor([0.0, 2.0, 2.0, 1.0], dtype=dtype)
+            return CausalLMOutputWithPast(logits=row.expand(*input_ids.shape, 4))
+
+    (found,) = score(Equals(), [Example([0, 1, 2, 3, 0], [IGNORED, 1, 2, 3, 0])])
+    assert found.hits == (True, False, False, False)  # of equals the lowest id is the first choice
+
+
+def test_moments_by_eye_also_where_tokens_have_no_probability(model):
+    log_p = torch.tensor([0.5, 0.25, 0.25]).log()
+    mean = (log_p.exp() * log_p).sum()
+    variance = (log_p.exp() * log_p.square()).sum() - mean.square()
+
+    class Masked(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, attention_mask, use_cache):
+            row = torch.cat([log_p + 3, torch.tensor([-math.inf])])
+            return CausalLMOutputWithPast(logits=row.expand(*input_ids.shape, 4))
+
+    (found,) = score(Masked(), [Example([0, 1], [IGNORED, 1])], moments=True)
+    assert found.vocabulary_moments[0] == pytest.approx((mean.item(), variance.item()), abs=1e-6)
+
+
+def test_settings_of_two_vocabularies_are_not_scored_together(model):
+    with pytest.raises(UsageError, match="eligible vocabulary"):
+        score_settings(model, EXAMPLES, [Steering("rank", k=2, vocabulary=(1, 2, 3)), Steering("rank", k=2)])
 
 
 def test_a_probability_of_zero_is_an_error_that_names_the_item(model):
