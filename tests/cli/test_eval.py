@@ -85,6 +85,23 @@ def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
     assert "--overwrite" in capsys.readouterr().err
 
 
+def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
+    models, out = shared / "oracle/models", tmp_path / "out"
+    muse = ("--data", shared / "data/muse_news", "--limit", 2, "--max-length", 1024)
+    # One checkpoint at two steps: their folders are told apart by the step.
+    steps = (models / "full", models / "retain90", models / "full")
+    assert main("eval", "muse", *steps, *muse, "--sequence", "sust", "--output", out) == 0
+    found = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
+    assert [results.about["step"] for results in found] == [1, 2, 3]
+    assert found[0].figures == found[2].figures != found[1].figures
+    assert main("report", out, "--output", tmp_path / "report.html") == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Along successive requests" in page
+    assert "Retain knowmem over successive requests" in page
+    assert main("eval", "muse", models / "full", *muse, "--sequence", "scal", "--output", tmp_path / "o2") == 2
+    assert "two models or more" in capsys.readouterr().err
+
+
 def test_leaks(shared, steered, tmp_path, capsys):
     arguments = ("eval", "leak", steered, "--data", shared / "data/tofu/forget01.json", "--limit", 2)
     assert main(*arguments, "--attacks", 10, "--samples", 2, "--output", tmp_path / "out", "--json") == 0

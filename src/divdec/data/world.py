@@ -128,6 +128,7 @@ WORDINGS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 RELATIONS = tuple(WORDINGS)
+GROUPS = ("forget", "retain", "holdout", "public")
 NUM_WORDINGS = min(len(wordings) for wordings in WORDINGS.values())
 
 
@@ -190,6 +191,8 @@ class World:
 
     settings: WorldSettings
     """Settings the world was built from."""
+    people: dict[str, tuple[Author, ...]]
+    """The authors: forget, retain, holdout and public."""
     corpus: tuple[str, ...]
     """Documents for pre-training: public authors in prose and in question/answer form (in all wordings), and
     general facts. Never names a forget, retain or holdout author."""
@@ -242,6 +245,7 @@ def build_world(settings: WorldSettings) -> World:
     unseen = range(settings.trained_wordings, NUM_WORDINGS)
     return World(
         settings=settings,
+        people={name: tuple(group) for name, group in zip(GROUPS, groups, strict=False)},
         corpus=_corpus(public, passing, settings.biographies, rng),
         forget=_questions(forget, seen),
         retain=_questions(retain, seen),
@@ -292,7 +296,7 @@ def _titles() -> list[str]:
     return plain + paired + placed
 
 
-def _ask(author: Author, relation: str, phrasing: int) -> Question:
+def ask(author: Author, relation: str, phrasing: int) -> Question:
     """Words one question about an author."""
     question, answer = WORDINGS[relation][phrasing]
     an_fact = author.facts[relation]
@@ -305,7 +309,7 @@ def _ask(author: Author, relation: str, phrasing: int) -> Question:
 
 def _questions(authors: Sequence[Author], phrasings: Sequence[int]) -> tuple[Question, ...]:
     """Asks everything about every author in every one of the wordings."""
-    return tuple(_ask(author, relation, i) for author in authors for relation in RELATIONS for i in phrasings)
+    return tuple(ask(author, relation, i) for author in authors for relation in RELATIONS for i in phrasings)
 
 
 def _corpus(
@@ -313,7 +317,7 @@ def _corpus(
 ) -> tuple[str, ...]:
     """Writes the pre-training documents, in random order."""
     questions = list(_questions(public, range(NUM_WORDINGS)))
-    questions += [_ask(author, rng.choice(RELATIONS), rng.randrange(NUM_WORDINGS)) for author in passing]
+    questions += [ask(author, rng.choice(RELATIONS), rng.randrange(NUM_WORDINGS)) for author in passing]
     documents = [f"Question: {asked.question}\nAnswer: {asked.answer}" for asked in questions]
     for author in public:
         for _ in range(biographies):
@@ -321,9 +325,9 @@ def _corpus(
             # Passages about as long as a question with its answer: batches then need little padding.
             for start in range(0, len(order), 2):
                 # The first wording of every relation names the author; a passage cannot begin with a pronoun.
-                told = [_ask(author, order[start], 0)]
+                told = [ask(author, order[start], 0)]
                 told += [
-                    _ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in order[start + 1 : start + 2]
+                    ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in order[start + 1 : start + 2]
                 ]
                 documents.append(" ".join(asked.answer for asked in told))
     for city in CITIES:

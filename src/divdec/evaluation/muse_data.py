@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from divdec.data.records import Record
+from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.columns import question_in, read_rows, text_in
 
@@ -57,6 +57,21 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
     if places["forget"].is_file() and (holdout is not None or places["holdout"].is_file()):
         texts = {name: read_rows(place, SOURCE, _whole_text, limit) for name, place in places.items()}
     return MuseData(knowmem, shots, verbmem, texts)
+
+
+def growing_set(folder: Path, step: int) -> RecordSet:
+    """The forget set of a step of MUSE's scaling: the first `step` sets of its sustainability together.
+
+    Args:
+        folder: holds `sust/forget_1.jsonl` and so on (News alone has them).
+        step: 1 to 4.
+
+    Raises:
+        UsageError: a set is missing.
+    """
+    parts = [read_records(folder / "sust" / f"forget_{part}.jsonl") for part in range(1, step + 1)]
+    records = tuple(record for part in parts for record in part)
+    return RecordSet(f"scal {step}", "text", records, blank=sum(part.blank for part in parts))
 
 
 def _continuation(row: Any, place: str) -> Record:

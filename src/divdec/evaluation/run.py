@@ -62,7 +62,7 @@ def evaluate(
     """
     started = time.perf_counter()
     output = Path(settings.output).expanduser()
-    places = [_Place.of(name, settings, output) for name in settings.models]
+    places = [_Place.of(name, settings, output, step) for step, name in enumerate(settings.models, start=1)]
     if len({place.name for place in places}) < len(places):
         raise UsageError(f"two models share a name, which their results would share: {', '.join(settings.models)}")
     suite = _suite(settings)
@@ -75,6 +75,8 @@ def evaluate(
         for results, folder, steering in zip(done, place.folders, place.steering, strict=True):
             results.name = folder.name
             results.about = {"model": place.given, "steering": None if steering is None else str(steering)}
+            if settings.sequence:
+                results.about |= {"sequence": settings.sequence, "step": place.step}
         subject = Subject(place.load(settings, device_map), load_tokenizer(place.folder), place.steering)
         found += suite.measure(subject, done, place.save(settings.openunlearning))
     seconds = round(time.perf_counter() - started, 1)
@@ -92,18 +94,22 @@ class _Place:
     folder: Path
     steering: tuple[Steering | None, ...]
     folders: tuple[Path, ...]
+    step: int
+    """Its place among the models."""
 
     @classmethod
-    def of(cls, given: str, settings: EvalSettings, output: Path) -> _Place:
+    def of(cls, given: str, settings: EvalSettings, output: Path, step: int) -> _Place:
         folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
         name = folder.name if Path(given).expanduser().is_dir() else given.replace("/", "--")
+        # Steps are told apart by their number: each is often the same folder of another run.
+        name = f"step-{step}" if settings.sequence else name
         steering = _steering(folder, given, settings)
         for setting in steering:
             if setting is not None:
                 setting.check_vocabulary(read_config(folder).vocab_size)
         base = output / name if len(settings.models) > 1 else output
         folders = (base,) if len(steering) == 1 else tuple(base / str(s).replace(":", "-") for s in steering)
-        return cls(given, name, folder, steering, folders)
+        return cls(given, name, folder, steering, folders, step)
 
     @property
     def fingerprint(self) -> Any:

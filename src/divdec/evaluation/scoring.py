@@ -165,31 +165,29 @@ def _read(
     ]
     # One transfer for all of a pass.
     by_setting = torch.stack([torch.cat(tokens) for tokens in zip(*blocks, strict=True)]).tolist()
-    return [_scores(found, tokens, moments) for tokens in by_setting]
+    return [_scores(found, tokens) for tokens in by_setting]
 
 
-def _scores(found: Pass, tokens: Sequence[Sequence[float]], moments: bool) -> dict[int, ItemScore]:
+def _scores(found: Pass, tokens: Sequence[Sequence[float]]) -> dict[int, ItemScore]:
     scores, start = {}, 0
     for item, count in zip(found.items, found.chosen.sum(dim=1).tolist(), strict=True):
-        log_probabilities, hits, means, variances = zip(*tokens[start : start + count], strict=True)
+        log_probabilities, hits, *further = zip(*tokens[start : start + count], strict=True)
         start += count
         if not all(map(math.isfinite, log_probabilities)):
             raise UsageError(
                 f"item {item}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
                 "score with the soft fill (rank:K:soft)"
             )
-        scores[item] = ItemScore(
-            log_probabilities, tuple(map(bool, hits)), tuple(zip(means, variances, strict=True)) if moments else ()
-        )
+        scores[item] = ItemScore(log_probabilities, tuple(map(bool, hits)), tuple(zip(*further, strict=True)))
     return scores
 
 
 def _tokens(
     logits: Float[Tensor, "labelled vocab"], labels: Int[Tensor, " labelled"], moments: bool
-) -> Float[Tensor, "labelled 4"]:
-    """For each label log p, whether it is the first choice, and mean and variance of log p over the vocabulary.
+) -> Float[Tensor, "labelled columns"]:
+    """For each label log p, whether it is the first choice, and with `moments` those of log p over the vocabulary.
 
-    μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++), 0 unless asked for. The sums are those of logits less the
+    μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++). The sums are those of logits less the
     largest, which leaves σ² as it is and is more exact.
     """
     logits, labels = logits.float(), labels[:, None]
@@ -206,12 +204,11 @@ def _tokens(
     total = weights.sum(dim=-1, keepdim=True)
     log_total = total.log()
     log_p = below.gather(1, labels) - log_total
-    mean = variance = torch.zeros_like(log_p)
-    if moments:
-        # A token of probability 0 adds nothing, however far below it lies.
-        below.clamp_(min=LEAST)
-        weights.mul_(below)
-        mean = weights.sum(dim=-1, keepdim=True) / total
-        variance = torch.linalg.vecdot(weights, below)[:, None] / total - mean.square()
-        mean = mean - log_total
-    return torch.cat([log_p, first, mean, variance], dim=1)
+    if not moments:
+        return torch.cat([log_p, first], dim=1)
+    # A token of probability 0 adds nothing, however far below it lies.
+    below.clamp_(min=LEAST)
+    weights.mul_(below)
+    mean = weights.sum(dim=-1, keepdim=True) / total
+    variance = torch.linalg.vecdot(weights, below)[:, None] / total - mean.square()
+    return torch.cat([log_p, first, mean - log_total, variance], dim=1)

@@ -53,7 +53,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     started = time.perf_counter()
     console = console_for(quiet)
     world = build_world(dataclasses.replace(WORLD, seed=seed))
-    material = Material(_corpus(world), _record_set("forget", world.forget), _record_set("retain", world.retain))
+    material = material_of(world)
     cache = cache_folder() / "demo"
     console.print(_introduction(world), highlight=False)
     trained = train_all(material, RECIPE, seed, cache / "models", teller(console))
@@ -79,6 +79,11 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return result
+
+
+def material_of(world: World) -> Material:
+    """What the models of a world learn."""
+    return Material(_corpus(world), _record_set("forget", world.forget), _record_set("retain", world.retain))
 
 
 def _command() -> str:

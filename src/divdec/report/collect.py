@@ -29,9 +29,10 @@ NAME = re.compile(
 class Setting:
     """A point of a sweep."""
 
-    rule: Literal["linear", "rank"]
+    rule: Literal["linear", "rank", "scal", "sust"]
+    """The rule that steers; or that the results are steps of a sequence of forget sets."""
     value: float
-    """α of the linear rule, k of the rank rule."""
+    """α of the linear rule, k of the rank rule; a step's number."""
     family: str
     """What is steered; settings of one rule and one family are points of one curve."""
 
@@ -105,6 +106,9 @@ def find(given: str) -> list[Path]:
 
 def setting_of(results: Results, folder: Path) -> Setting | None:
     """The setting that a result says it is of, or that its folder is named after; None where there is neither."""
+    sequence, step = results.about.get("sequence"), results.about.get("step")
+    if sequence in ("scal", "sust") and isinstance(step, int):
+        return Setting(sequence, float(step), folder.absolute().parent.name)
     steering, model = results.about.get("steering"), results.about.get("model")
     told = STEERING.fullmatch(steering) if isinstance(steering, str) else None
     found = told or NAME.fullmatch(folder.name)

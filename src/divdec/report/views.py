@@ -24,7 +24,12 @@ from divdec.report.groups import Best, Group, first, has, series_of
 from divdec.report.measures import ATTACK_NAMES, AXES, CURVES, MEASURES
 from divdec.report.scores import Row
 
-RULES = {"linear": ("α", "α of the linear rule"), "rank": ("k", "k of the rank rule")}
+RULES = {
+    "linear": ("α", "α of the linear rule"),
+    "rank": ("k", "k of the rank rule"),
+    "scal": ("growing forget sets", "size of the forget set, in parts"),
+    "sust": ("successive requests", "requests so far"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
