@@ -40,6 +40,9 @@ def test_scores_by_eye():
     assert found[0].probability == pytest.approx(3 / 5)
     assert found[1].hits == (False,)
     assert found[1].loss == pytest.approx(math.log(5))
+    two = ItemScore((-1.0, -3.0), (True, False))
+    assert (two.loss, two.loss_without_end) == (2.0, 1.0)
+    assert math.isnan(found[1].loss_without_end)
     assert ItemScore((0.0, 0.0, 0.0, 0.0), (True, False, True, True)).token_accuracy == 0.75
 
 
