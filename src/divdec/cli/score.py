@@ -11,8 +11,8 @@ from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from divdec.evaluation.aggregate import Scores
-    from divdec.evaluation.bootstrap import Bootstrap
     from divdec.evaluation.results import Results
+    from divdec.report.scores import Scorer
 
 POSITIONAL = ("suite", "results")
 EXAMPLE = "divdec score tofu runs/linear runs/rank --target runs/target --retrain runs/retrain --variant paper --latex"
@@ -79,15 +79,16 @@ class Row:
 
 def run(settings: Settings) -> None:
     """Score every result against the same target and retrained model."""
+    from divdec.evaluation.aggregate import UTILITY
     from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.report.scores import Scorer
 
-    bootstrap = Bootstrap(settings.level, settings.draws, settings.seed)
     target, retrain = (_read(folder, settings.suite) for folder in (settings.target, settings.retrain))
-    score = _tofu if settings.suite == "tofu" else _muse
-    rows = [
-        score(folder, _read(folder, settings.suite), target, retrain, settings, bootstrap)
-        for folder in settings.results
-    ]
+    if settings.suite == "tofu" and target.figures.get(UTILITY) is None:
+        raise UsageError(f"target {settings.target} has no {UTILITY}, and Utility is relative to the target's")
+    bootstrap = Bootstrap(settings.level, settings.draws, settings.seed)
+    scorer = Scorer(target, retrain, settings.variant, bootstrap)
+    rows = [_row(folder, _read(folder, settings.suite), scorer) for folder in settings.results]
     if settings.json:
         print(json.dumps([row.as_json(settings) for row in rows], indent=2, ensure_ascii=False))
     else:
@@ -105,60 +106,16 @@ def _read(folder: str, suite: str) -> Results:
     return results
 
 
-def _tofu(
-    folder: str, results: Results, target: Results, retrain: Results, settings: Settings, bootstrap: Bootstrap
-) -> Row:
-    from divdec.evaluation.aggregate import UTILITY, aggregate, needed, tofu_figures
-
-    if target.figures.get(UTILITY) is None:
-        raise UsageError(f"target {settings.target} has no {UTILITY}, and Utility is relative to the target's")
-    scores = aggregate(tofu_figures(results), target.figures, retrain.figures, settings.variant)
-    fluency = not scores.notes
-    parts = needed(settings.variant, fluency=fluency)
-    return _row(
-        folder,
-        results,
-        scores,
-        [name for part, names in parts.items() if scores.values[part] is not None for name in names],
-        lambda draws: aggregate(draws, target.figures, retrain.figures, settings.variant, fluency=fluency),
-        bootstrap,
-    )
-
-
-def _muse(
-    folder: str, results: Results, target: Results, retrain: Results, settings: Settings, bootstrap: Bootstrap
-) -> Row:
-    from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM, muse_distances
-
-    scores = muse_distances(results.figures, target.figures, retrain.figures)
-    forgotten = dict(zip(scores.values, (VERBMEM, FORGET_KNOWMEM), strict=True))
-    return _row(
-        folder,
-        results,
-        scores,
-        [*(name for score, name in forgotten.items() if scores.values[score] is not None), RETAIN_KNOWMEM],
-        lambda draws: muse_distances(draws, target.figures, retrain.figures),
-        bootstrap,
-    )
-
-
-def _row(folder: str, results: Results, scores: Scores, figures: list[str], rescore: Any, bootstrap: Bootstrap) -> Row:
+def _row(folder: str, results: Results, scorer: Scorer) -> Row:
     """Scores and their intervals; a result of which nothing can be said is an error."""
+    found = scorer.scored(results, aggregates_alone=True)
+    scores = found.scores
     if all(value is None for value in scores.values.values()):
         reasons = "; ".join(dict.fromkeys(scores.reasons.values()))
         raise UsageError(f"{folder} has no figures that can be scored: {reasons}")
     name = Path(folder).expanduser().absolute().name
     if not results.items:
         return Row(name, folder, scores, None, "the folder holds figures only, no items")
-    from divdec.evaluation.bootstrap import Resampler, score_intervals
-
-    draws, reasons = Resampler(results, bootstrap).figures(figures)
-    rescored = rescore(draws)
-    intervals = score_intervals(rescored, bootstrap)
-    unexplained = [
-        reason
-        for part, reason in rescored.reasons.items()
-        if not reasons and scores.values[part] is not None and intervals[part] is None
-    ]
-    why = "; ".join(dict.fromkeys([*reasons.values(), *unexplained])) or None
+    intervals = {part: found.intervals.get(part) for part in scores.values}
+    why = "; ".join(dict.fromkeys(found.lacking.values())) or None
     return Row(name, folder, scores, intervals if any(intervals.values()) else None, why)

@@ -27,7 +27,6 @@ from divdec.evaluation.aggregate import (
     UTILITY,
     VERBMEM,
     WRONG,
-    Scores,
     harmonic_mean,
     probability_truth_ratios,
 )
@@ -98,14 +97,6 @@ def auc_interval(
     wins = holdout_wins(np.asarray(forget_scores, float), np.asarray(holdout_scores, float))
     forget, holdout = wins.shape
     return bootstrap.interval(_aucs(wins, bootstrap.counts(forget, "forget"), bootstrap.counts(holdout, "holdout")))
-
-
-def score_intervals(draws: Scores, bootstrap: Bootstrap) -> dict[str, tuple[float, float] | None]:
-    """The interval of each score that was computed from draws; None where there was none."""
-    return {
-        name: bootstrap.interval(np.asarray(values)) if values is not None else None
-        for name, values in draws.values.items()
-    }
 
 
 def _same(values: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from divdec.evaluation.aggregate import (
     Scores,
     aggregate,
     muse_distances,
+    needed,
     tofu_figures,
 )
 from divdec.evaluation.bootstrap import Bootstrap, Resampler
@@ -42,7 +43,22 @@ ONE_SIDED = ("priv", *DISTANCES)
 OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
 NO_ITEMS = "no intervals: the folder holds figures only, no items"
 
+ALL_SCORES = frozenset(name for names in SCORES.values() for name in names)
+
 Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A result's aggregates and figures, before they are put into words."""
+
+    scores: Scores
+    values: dict[str, float | None]
+    """By name, aggregates and figures; None where one could not be had."""
+    intervals: dict[str, Interval]
+    """Of those that have one."""
+    lacking: dict[str, str]
+    """Why one of them has none although there are items."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,38 +108,65 @@ class Scorer:
     """TOFU's; see `divdec.evaluation.aggregate.VARIANTS`."""
     bootstrap: Bootstrap
 
-    def row(self, entry: Entry) -> Row:
-        """All that can be said of a result.
+    def scored(self, results: Results, *, aggregates_alone: bool = False) -> Scored:
+        """A result's aggregates, and the intervals of these and of its figures.
+
+        Args:
+            results: figures, and items where there are any.
+            aggregates_alone: resample only the figures that an aggregate is made from.
 
         Raises:
             UsageError: the variant is not known, or an item does not hold what it must.
         """
-        results = entry.results
-        figures = tofu_figures(results) if results.suite == "tofu" else results.figures
-        scores = self._scores(results.suite, figures)
-        values: dict[str, float | None] = {name: _number(value) for name, value in scores.values.items()}
-        values |= {name: _number(figures.get(name)) for name in MEASURES if name not in SCORES[results.suite]}
-        values = {name: values.get(name) for name in MEASURES if name in values}
+        suite = results.suite
+        own = tofu_figures(results) if suite == "tofu" else results.figures
+        scores = self._scores(suite, own)
+        values = {name: _number(value) for name, value in {**own, **scores.values}.items()}
         if not results.items:
-            return Row(entry, values, {}, scores.reasons, (*scores.notes, NO_ITEMS))
-        names = [name for name in RESAMPLED[results.suite] if values.get(name) is not None]
+            return Scored(scores, values, {}, {})
+        figures = self._needed(suite, scores) if aggregates_alone else RESAMPLED[suite]
+        names = [name for name in figures if values.get(name) is not None]
         draws, lacking = Resampler(results, self.bootstrap).figures(names)
-        rescored = self._scores(results.suite, draws, fluency=values.get(FLUENCY) is not None)
+        rescored = self._scores(suite, draws, fluency=values.get(FLUENCY) is not None)
         intervals = {
             name: interval
             for name, drawn in {**draws, **rescored.values}.items()
             if drawn is not None and values.get(name) is not None and (interval := self._interval(drawn))
         }
+        if not lacking:
+            lacking = {
+                name: reason for name, reason in rescored.reasons.items()
+                if values.get(name) is not None and name not in intervals
+            }  # fmt: skip
+        return Scored(scores, values, intervals, lacking)
+
+    def row(self, entry: Entry) -> Row:
+        """All that a page says of a result.
+
+        Raises:
+            UsageError: see `scored`.
+        """
+        suite, found = entry.results.suite, self.scored(entry.results)
+        values = {name: found.values.get(name) for name in MEASURES if name in found.values or name not in ALL_SCORES}
+        notes = list(found.scores.notes if values.get("utility") is not None or suite == "muse" else ())
+        if not entry.results.items:
+            return Row(entry, values, {}, found.scores.reasons, (*notes, NO_ITEMS))
         outside = [
             MEASURES[name].short for name in ONE_SIDED
-            if (ends := intervals.get(name)) and not ends[0] <= (values[name] or 0.0) <= ends[1]
+            if (ends := found.intervals.get(name)) and not ends[0] <= (values[name] or 0.0) <= ends[1]
         ]  # fmt: skip
-        notes = [
-            *scores.notes,
-            *(f"{name}{OUTSIDE}" for name in outside),
-            *(f"no interval of {MEASURES[name].short}: {why}" for name, why in lacking.items()),
-        ]
-        return Row(entry, values, intervals, scores.reasons, tuple(notes))
+        notes += [f"{name}{OUTSIDE}" for name in outside]
+        notes += [f"no interval of {MEASURES[name].short}: {why}" for name, why in found.lacking.items()]
+        return Row(entry, values, found.intervals, found.scores.reasons, tuple(notes))
+
+    def _needed(self, suite: str, scores: Scores) -> list[str]:
+        if suite == "tofu":
+            parts = needed(self.variant, fluency=not scores.notes)
+        else:
+            parts = {
+                score: (name, RETAIN_KNOWMEM) for score, name in zip(DISTANCES, (VERBMEM, FORGET_KNOWMEM), strict=True)
+            }
+        return [name for part, names in parts.items() if scores.values[part] is not None for name in names]
 
     def _scores(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
         target, retrain = (of.figures if of is not None else {} for of in (self.target, self.retrain))
@@ -141,8 +184,7 @@ class Scorer:
         else:
             lacking = [why for of, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if of is None]
             reasons |= dict.fromkeys(SCORES["muse"], ", ".join(lacking)) if lacking else {}
-        notes = scores.notes if scores.values.get("utility") is not None else ()
-        return Scores(scores.values, reasons, notes)
+        return Scores(scores.values, reasons, scores.notes)
 
     def _interval(self, drawn: Any) -> Interval | None:
         low, high = self.bootstrap.interval(drawn)
