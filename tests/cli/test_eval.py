@@ -96,8 +96,8 @@ def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
     assert found[0].figures == found[2].figures != found[1].figures
     assert main("report", out, "--output", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
-    assert "Along successive requests" in page
-    assert "Retain knowmem over successive requests" in page
+    assert "Over successive requests" in page
+    assert "Retain knowmem over step" in page
     assert main("eval", "muse", models / "full", *muse, "--sequence", "scal", "--output", tmp_path / "o2") == 2
     assert "two models or more" in capsys.readouterr().err
 

@@ -103,6 +103,8 @@ class Curves(Plot):
     levels: tuple[tuple[Look, float], ...] = ()
     """Values that do not change along it, such as the target's."""
     log: bool = False
+    whole: bool = False
+    """Whether there is nothing between whole numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,8 @@ def curves(plot: Curves) -> Markup:
             )  # fmt: skip
         axes.margins(x=0.04, y=0.08)
         axes.grid(True, color=GRID, linewidth=0.6)
+        if plot.whole:
+            axes.locator_params(axis="x", integer=True)
         if plot.log:
             _log_ticks(axes, sorted({dot.x for series in plot.series for dot in series.dots}))
 

@@ -24,11 +24,12 @@ from divdec.report.groups import Best, Group, first, has, series_of
 from divdec.report.measures import ATTACK_NAMES, AXES, CURVES, MEASURES
 from divdec.report.scores import Row
 
+# Of each sweep what its values are, on an axis and in a heading.
 RULES = {
-    "linear": ("α", "α of the linear rule"),
-    "rank": ("k", "k of the rank rule"),
-    "scal": ("growing forget sets", "size of the forget set, in parts"),
-    "sust": ("successive requests", "requests so far"),
+    "linear": ("α", "α of the linear rule", "Along α"),
+    "rank": ("k", "k of the rank rule", "Along k"),
+    "scal": ("step", "step: parts of the forget set", "Over growing forget sets"),
+    "sust": ("step", "step: requests so far", "Over successive requests"),
 }
 
 
@@ -75,7 +76,9 @@ def scatter_views(rows: Sequence[Row], suite: str, bests: Sequence[Best | None])
     words = ["Each point is a result"]
     words[0] += "; the goal is the retrained model." if any(row.entry.role == "retrain" for row in rows) else "."
     if any(group.rule for group in series_of(rows)):
-        words.append("Lines join the settings of a sweep in their order; numbers are α or k, as far as there is room.")
+        words.append(
+            "Lines join the settings of a sweep in their order; numbers are α, k or steps, as far as there is room."
+        )
     if ringed:
         named = "; ".join(f"{best.row.entry.name}, {best.words}" for best in ringed)
         words.append(f"A ring marks the best on these same items: {named}.")
@@ -87,7 +90,7 @@ def scatter_views(rows: Sequence[Row], suite: str, bests: Sequence[Best | None])
 def curve_views(rows: Sequence[Row], suite: str) -> list[View]:
     """Figures along α and along k."""
     views = []
-    for rule, (sign, words) in RULES.items():
+    for rule, (sign, words, heading) in RULES.items():
         groups = [group for group in series_of(rows) if group.rule == rule]
         if not any(len(group.members) > 1 for group in groups):
             continue
@@ -115,14 +118,21 @@ def curve_views(rows: Sequence[Row], suite: str) -> list[View]:
             said = f"{MEASURES[name].short} over {sign}. {_course(series, name, sign)}"
             plots.append(
                 Curves(
-                    words, "", series, said, f"{MEASURES[name].short} {MEASURES[name].arrow}", levels, rule == "rank"
+                    words,
+                    "",
+                    series,
+                    said,
+                    f"{MEASURES[name].short} {MEASURES[name].arrow}",
+                    levels,
+                    log=rule == "rank",
+                    whole=sign == "step",
                 )
             )
         if plots:
             banded = any(dot.y_interval for plot in plots for one in plot.series for dot in one.dots)
             text = "Bands are the intervals of the tables." if banded else "Without items there are no bands."
             key = dict.fromkeys([*_key(plots), *(pair for plot in plots for pair in _levels(plot))])
-            views.append(View("curves", f"Along {sign}", text, tuple(plots), tuple(key)))
+            views.append(View("curves", heading, text, tuple(plots), tuple(key)))
     return views
 
 
