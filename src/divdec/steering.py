@@ -281,7 +281,7 @@ def sweep(
     """Steer by one setting after the other, as each would alone; those of the rank rule share one ordering.
 
     Args:
-        settings: all of one eligible vocabulary.
+        settings: those of the rank rule all have one eligible vocabulary.
         target_logits: ℓ_P, of any floating dtype.
         divergence: ℓ_q − ℓ_p over the same vocabulary.
         eligible: that vocabulary as a mask, where there is one.

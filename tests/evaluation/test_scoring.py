@@ -1,9 +1,11 @@
 """Scores against logits that can be checked by eye, and against the slow way."""
 
+import copy
 import math
 
 import pytest
 import torch
+import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import reference
@@ -11,7 +13,8 @@ from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode
 from divdec.data.records import Message, Record
-from divdec.evaluation.generation import answers
+from divdec.evaluation.attacks import gradient_norm
+from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.influence import pushed_down
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.evaluation.text import contains_fact, rouge_l_recall
@@ -105,6 +108,37 @@ def test_a_prompt_that_is_read_once_gives_what_it_gives_every_time(family, batch
             assert items[place].hits == tuple(int(logits[t - 1].argmax()) == example.labels[t] for t in places)
 
 
+def other_model(kind):
+    """Architectures whose caches or positions are of another kind."""
+    torch.manual_seed(0)
+    small = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    encoder = {name: value for name, value in small.items() if name != "num_key_value_heads"}
+    config = {
+        "lfm2": lambda: transformers.Lfm2Config(**small, layer_types=["conv", "full_attention"]),  # states
+        "roberta": lambda: transformers.RobertaConfig(**encoder, is_decoder=True),  # positions begin at 2
+        "bart": lambda: transformers.BartConfig(  # positions that cannot be given
+            vocab_size=400, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+            max_position_embeddings=64,
+        ),
+        "bloom": lambda: transformers.BloomConfig(vocab_size=400, hidden_size=32, n_layer=2, n_head=4),  # no positions
+    }[kind]()  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "roberta", "bart", "bloom"])
+def test_other_caches_and_positions_are_scored_as_alone(kind):
+    model = other_model(kind)
+    for batch_size in (3, 16):
+        found = score(model, SHARED_PROMPTS, batch_size=batch_size)
+        for example, item in zip(SHARED_PROMPTS, found, strict=True):
+            with torch.no_grad():
+                log_p = model(torch.tensor([example.input_ids]), use_cache=False).logits[0].log_softmax(-1)
+            places = range(example.prompt_length, len(example.labels))
+            expected = [log_p[t - 1, example.labels[t]].item() for t in places]
+            assert item.log_probabilities == pytest.approx(expected, abs=1e-4)
+
+
 def test_shared_prompts_cost_their_tokens_once(model):
     read = []
     handle = model.target.register_forward_pre_hook(
@@ -143,6 +177,35 @@ def test_moments_by_eye_also_where_tokens_have_no_probability(model):
 
     (found,) = score(Masked(), [Example([0, 1], [IGNORED, 1])], moments=True)
     assert found.vocabulary_moments[0] == pytest.approx((mean.item(), variance.item()), abs=1e-6)
+
+
+def test_answers_that_count_their_tokens_are_not_generated_in_stages(model, tokenizer):
+    prompts = [[5, 9, 200], [77, 8]]
+    before = copy.deepcopy(model.generation_config)
+    try:
+        for name, value in (("min_new_tokens", 40), ("forced_eos_token_id", 1), ("num_beams", 2)):
+            model.generation_config = copy.deepcopy(before)
+            setattr(model.generation_config, name, value)
+            found = continuations(model, tokenizer, prompts, max_new_tokens=44)
+            for prompt, ids in zip(prompts, found, strict=True):
+                whole = model.generate(torch.tensor([prompt]), max_new_tokens=44, do_sample=False, pad_token_id=0)
+                expected = whole[0, len(prompt) :].tolist()
+                assert ids[: len(expected)] == expected, name
+    finally:
+        model.generation_config = before
+
+
+def test_the_gradient_norm_of_an_answer_of_one_token_is_zero(model):
+    assert gradient_norm(model, Example([5, 6], [IGNORED, 6])) == 0
+
+
+def test_linear_settings_need_no_vocabulary(model):
+    several = [Steering(alpha=1.0), Steering("rank", k=2, fill="soft", vocabulary=tuple(range(9)))]
+    together = score_settings(model, EXAMPLES, several)
+    for setting, items in zip(several, together, strict=True):
+        (alone,) = score_settings(model, EXAMPLES, [setting])
+        assert items == alone
+    assert score_settings(model, EXAMPLES, []) == []
 
 
 def test_settings_of_two_vocabularies_are_not_scored_together(model):

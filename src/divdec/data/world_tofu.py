@@ -26,6 +26,9 @@ def write_tofu(world: World, folder: Path) -> None:
     Args:
         world: its forget, retain, holdout and public authors become TOFU's sets.
         folder: is made where it is missing.
+
+    Raises:
+        ValueError: the world has too few authors to draw five wrong facts from.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(world.settings.seed)
@@ -35,7 +38,8 @@ def write_tofu(world: World, folder: Path) -> None:
         _write(folder / f"{name}.json", _rows(group, everybody, 5, rng))
     _write(folder / "real_authors_perturbed.json", _rows(people["public"][:PUBLIC], everybody, 3, rng))
     _write(folder / "world_facts_perturbed.json", _cities(world, rng))
-    _write(folder / "holdout01.json", _rows(people["holdout"], everybody, 1, rng))
+    if people["holdout"]:
+        _write(folder / "holdout01.json", _rows(people["holdout"], everybody, 1, rng))
 
 
 def _write(file: Path, rows: Iterable[Any]) -> None:
@@ -47,6 +51,8 @@ def _rows(group: Sequence[Author], everybody: Sequence[Author], wrong: int, rng:
         for relation in RELATIONS:
             asked, reworded = (ask(author, relation, wording) for wording in (ASKED, REWORDED))
             facts = sorted({other.facts[relation] for other in everybody} - {author.facts[relation]})
+            if len(facts) < wrong:
+                raise ValueError(f"{len(everybody)} authors have too few facts of {relation} for {wrong} wrong answers")
             others = [
                 ask(dataclasses.replace(author, facts={relation: fact}), relation, REWORDED).answer
                 for fact in rng.sample(facts, wrong)

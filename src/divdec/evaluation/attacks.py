@@ -53,11 +53,13 @@ def min_k_plus_plus(item: ItemScore, share: float = SHARE) -> float:
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:
     """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
 
-    Of a steered model the parameters of target and auxiliaries count alike.
+    0 where there is no other.     Of a steered model the parameters of target and auxiliaries count alike.
     """
+    if all(label == IGNORED for label in example.labels[1:-1]):
+        return 0.0
     # Only what is read is computed: nothing is predicted by the last two tokens.
     input_ids = torch.tensor([example.input_ids[:-2]])
-    kept = max(1, input_ids.shape[1] + 1 - example.prompt_length)
+    kept = input_ids.shape[1] + 1 - max(example.prompt_length, 1)
     with torch.enable_grad():
         logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, kept)[0]
         labels = torch.tensor(example.labels[1:-1][-kept:], device=logits.device)

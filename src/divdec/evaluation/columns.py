@@ -43,10 +43,9 @@ def text_in(row: Any, column: str, place: str) -> str:
     Raises:
         UsageError: it is missing or empty, or no text.
     """
-    value = row.get(column) if isinstance(row, dict) else None
+    value = _row(row, place).get(column)
     if not isinstance(value, str) or not value.strip():
-        present = isinstance(row, dict) and column in row
-        raise UsageError(f"{place}: column {column} is {'empty or no text' if present else 'missing'}")
+        raise UsageError(f"{place}: column {column} is {'empty or no text' if column in row else 'missing'}")
     return value
 
 
@@ -56,10 +55,16 @@ def texts_in(row: Any, column: str, place: str) -> tuple[str, ...]:
     Raises:
         UsageError: it is missing, or no list of texts.
     """
-    value = row.get(column) if isinstance(row, dict) else None
+    value = _row(row, place).get(column)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
         raise UsageError(f"{place}: column {column} is missing, or no list of texts")
     return tuple(value)
+
+
+def _row(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UsageError(f"{place}: expected an object with columns, such as question and answer")
+    return row
 
 
 def question_in(row: Any, place: str) -> Record:

@@ -18,6 +18,10 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+COUNTED = (
+    "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
+    "stop_strings",
+)  # fmt: skip
 FIRST_TOKENS = 32  # of an answer that are generated together with all others
 
 
@@ -75,7 +79,7 @@ def continuations(
         The tokens after each prompt, in their order; padding may follow the one that ended them.
     """
     ends = _ends(model)
-    if not ends or options:
+    if not ends or options or max_new_tokens <= FIRST_TOKENS or _counts_new_tokens(model):
         return _continued(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
     # Most answers are short, and a batch lasts as long as its longest: those that are not done after a while go on
     # by themselves, for as long again.
@@ -91,6 +95,14 @@ def continuations(
         unfinished = [place for place in unfinished if ends.isdisjoint(found[place])]
         done, stage = done + stage, done + stage
     return found
+
+
+def _counts_new_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model's own generation settings depend on how many tokens are new, or on a whole search."""
+    configuration = model.generation_config
+    return configuration is not None and (
+        (configuration.num_beams or 1) > 1 or any(getattr(configuration, name, None) for name in COUNTED)
+    )
 
 
 def _ends(model: PreTrainedModel) -> set[int]:

@@ -14,7 +14,7 @@ from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.columns import question_in, read_rows, text_in
 
-SOURCE = "muse-bench/MUSE-News"
+SOURCE = "muse-bench/MUSE-News or muse-bench/MUSE-Books"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any, int], Any]
-"""Takes input_ids, attention_mask, position_ids, a cache or None, and logits_to_keep."""
+Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
+"""Takes input_ids, attention_mask, no position_ids (models count their own), a cache or None, and logits_to_keep."""
 Group = tuple[tuple[int, ...], list[int]]
 """A prompt, and the places of the examples that begin with it."""
 
@@ -51,22 +53,28 @@ def passes(
     Args:
         examples: prompt and labelled answer each.
         forward: runs the models.
-        new_cache: makes an empty cache for them; with None a prompt is read again for every answer to it.
+        new_cache: makes an empty cache for them; with None, or where rows cannot be taken out of it, a prompt is read
+            again for every answer to it.
         batch_size: sequences in a pass; those of similar length come together.
         title: what the progress bar is called; None shows none.
     """
-    groups = _by_prompt(examples)
-    shared = [group for group in groups if len(group[1]) > 1 and group[0]] if new_cache is not None else []
+    shared = []
+    if new_cache is not None and _selectable(new_cache()):
+        shared = [group for group in _by_prompt(examples) if len(group[1]) > 1 and group[0]]
     apart = set(range(len(examples))).difference(*(places for _, places in shared))
     with tqdm(total=len(examples), desc=title, unit="item", disable=title is None, dynamic_ncols=True) as bar:
         for places in _batches(apart, lambda place: len(examples[place].input_ids), batch_size):
             yield _pass(places, [examples[place] for place in places], forward)
             bar.update(len(places))
-        for chosen in _batches(shared, lambda group: len(group[0]), batch_size):
-            assert new_cache is not None
-            for found in _after_prompts(examples, chosen, forward, new_cache(), batch_size):
-                yield found
-                bar.update(len(found.items))
+        # Prompts that are read together are of one length. Padding them on the left would not do: where positions begin
+        # and what shifts them is each architecture's own.
+        shared.sort(key=lambda group: len(group[0]))
+        for _, alike in itertools.groupby(shared, key=lambda group: len(group[0])):
+            for chosen in _batches(alike, lambda group: 0, batch_size):
+                assert new_cache is not None
+                for found in _after_prompts(examples, chosen, forward, new_cache(), batch_size):
+                    yield found
+                    bar.update(len(found.items))
 
 
 def _by_prompt(examples: Sequence[Example]) -> list[Group]:
@@ -80,21 +88,15 @@ def _by_prompt(examples: Sequence[Example]) -> list[Group]:
 def _after_prompts(
     examples: Sequence[Example], groups: Sequence[Group], forward: Forward, cache: Cache, batch_size: int
 ) -> Iterator[Pass]:
-    """Read the prompts together, then all answers, each with its prompt's keys and values."""
-    prompts = [prompt for prompt, _ in groups]
-    width = max(map(len, prompts))
-    mask = _padded([[1] * len(prompt) for prompt in prompts], width, 0, left=True)
-    forward(_padded(prompts, width, 0, left=True), mask, _positions(mask), cache, 1)
+    """Read prompts of one length together, then all answers, each with its prompt's keys and values."""
+    prompts = torch.tensor([prompt for prompt, _ in groups])
+    start = prompts.shape[1]
+    forward(prompts, torch.ones_like(prompts), None, cache, 1)
     row_of = {place: row for row, (_, places) in enumerate(groups) for place in places}
-    for places in _batches(row_of, lambda place: len(examples[place].input_ids) - len(prompts[row_of[place]]),
-                           batch_size):  # fmt: skip
+    for places in _batches(row_of, lambda place: len(examples[place].input_ids), batch_size):
+        answers = [Example(examples[place].input_ids[start:], examples[place].labels[start:]) for place in places]
         rows = torch.tensor([row_of[place] for place in places])
-        cut = [len(prompts[row]) for row in rows.tolist()]
-        answers = [
-            Example(examples[place].input_ids[start:], examples[place].labels[start:])
-            for place, start in zip(places, cut, strict=True)
-        ]
-        yield _pass(places, answers, forward, _selected(cache, rows), mask[rows])
+        yield _pass(places, answers, forward, _selected(cache, rows), start)
 
 
 def _pass(
@@ -102,25 +104,29 @@ def _pass(
     examples: Sequence[Example],
     forward: Forward,
     cache: Cache | None = None,
-    before: Int[Tensor, "batch past"] | None = None,
+    past: int = 0,
 ) -> Pass:
-    """One forward pass, right-padded; `before` is the mask of what the cache holds."""
+    """One forward pass, right-padded; `past` tokens of each row are in the cache."""
     # Nothing is predicted by an answer's last token.
     width = max(len(example.input_ids) for example in examples) - 1
     input_ids = _padded([example.input_ids[:-1] for example in examples], width, 0)
-    mask = _padded([[1] * (len(example.input_ids) - 1) for example in examples], width, 0)
-    if before is not None:
-        mask = torch.cat([before, mask], dim=1)
+    mask = _padded([[1] * (past + len(example.input_ids) - 1) for example in examples], past + width, 0)
     kept = width + 1 - min(max(example.prompt_length, 1) for example in examples)
     labels = _padded([example.labels[1:] for example in examples], width, IGNORED)[:, width - kept :]
     chosen = labels != IGNORED
-    output = forward(input_ids, mask, _positions(mask)[:, -width:], cache, kept)
+    output = forward(input_ids, mask, None, cache, kept)
     return Pass(places, output, labels[chosen], chosen)
 
 
 def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[list[Any]]:
     order = sorted(items, key=length)
     return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _selectable(cache: Cache) -> bool:
+    """Whether selecting by batch reaches all that a cache holds: not states of linear attention or convolutions."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 
 
 def _selected(cache: Cache, rows: Int[Tensor, " batch"]) -> Cache:
@@ -132,14 +138,5 @@ def _selected(cache: Cache, rows: Int[Tensor, " batch"]) -> Cache:
     return chosen
 
 
-def _positions(mask: Int[Tensor, "batch width"]) -> Int[Tensor, "batch width"]:
-    return (mask.cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def _padded(
-    rows: Sequence[Sequence[int]], width: int, filling: int, *, left: bool = False
-) -> Int[Tensor, "batch width"]:
-    filled = [[filling] * (width - len(row)) for row in rows]
-    return torch.tensor(
-        [[*more, *row] if left else [*row, *more] for row, more in zip(rows, filled, strict=True)], dtype=torch.long
-    )
+def _padded(rows: Sequence[Sequence[int]], width: int, filling: int) -> Int[Tensor, "batch width"]:
+    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=torch.long)

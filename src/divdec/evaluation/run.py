@@ -75,7 +75,7 @@ def evaluate(
         for results, folder, steering in zip(done, place.folders, place.steering, strict=True):
             results.name = folder.name
             results.about = {"model": place.given, "steering": None if steering is None else str(steering)}
-            if settings.sequence:
+            if settings.sequence != "none":
                 results.about |= {"sequence": settings.sequence, "step": place.step}
         subject = Subject(place.load(settings, device_map), load_tokenizer(place.folder), place.steering)
         found += suite.measure(subject, done, place.save(settings.openunlearning))
@@ -102,7 +102,7 @@ class _Place:
         folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
         name = folder.name if Path(given).expanduser().is_dir() else given.replace("/", "--")
         # Steps are told apart by their number: each is often the same folder of another run.
-        name = f"step-{step}" if settings.sequence else name
+        name = f"step-{step}" if settings.sequence != "none" else name
         steering = _steering(folder, given, settings)
         for setting in steering:
             if setting is not None:

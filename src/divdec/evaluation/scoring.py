@@ -119,9 +119,12 @@ def score_settings(
     Raises:
         UsageError: an answer has probability 0 under a setting, as hard rank masking may give.
     """
-    if len({setting.vocabulary for setting in settings}) != 1:
-        raise UsageError("settings that are scored together must be one or more, of one eligible vocabulary")
-    eligible = settings[0].eligible(model.vocab_size)
+    if not settings:
+        return []
+    ranked = {setting.vocabulary: setting for setting in settings if setting.rule == "rank"}
+    if len(ranked) > 1:
+        raise UsageError("rank settings that are scored together must have one eligible vocabulary")
+    eligible = next(iter(ranked.values())).eligible(model.vocab_size) if ranked else None
     scores: list[dict[int, ItemScore]] = [{} for _ in settings]
     with torch.inference_mode():
         for found in passes(_checked(examples), model.components, model.new_cache, batch_size=batch_size, title=title):
@@ -140,7 +143,7 @@ def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | Non
         new = model.new_cache if isinstance(model, DivergenceForCausalLM) else functools.partial(new_cache, model)
         return functools.partial(logits_of, model), new
 
-    def run(input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache | None, kept: int) -> Tensor:
+    def run(input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int) -> Tensor:
         ids, mask = input_ids.to(model.device), mask.to(model.device)
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
 

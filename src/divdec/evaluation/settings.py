@@ -36,7 +36,7 @@ class EvalSettings:
     """Text classifier whose class 0 means fluent: a folder or hub id; 'none' leaves fluency out."""
     reference: str | None = None
     """A model for the reference attack: a folder or hub id, of the same tokenizer."""
-    sequence: Literal["scal", "sust"] | None = None
+    sequence: Literal["none", "scal", "sust"] = "none"
     """muse: the models are steps, in this order: of growing forget sets (scal), or of successive requests (sust)."""
     template: Literal["chat", "plain"] = "chat"
     """Layout of TOFU's questions: the tokenizer's chat template, or 'Question: … Answer: …'."""
@@ -89,7 +89,7 @@ class EvalSettings:
             raise UsageError(f"limit is {self.limit}; accepted: a whole number of at least 1")
         if self.sweep and self.steering:
             raise UsageError("give --steering or --sweep, not both")
-        if self.sequence and (self.suite != "muse" or len(self.models) < 2 or self.sweep):
+        if self.sequence != "none" and (self.suite != "muse" or len(self.models) < 2 or self.sweep):
             raise UsageError("--sequence takes two models or more of the suite muse, one a step, and no --sweep")
         if self.sweep and len(self.models) > 1:
             raise UsageError("--sweep takes one bundle")

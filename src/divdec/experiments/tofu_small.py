@@ -102,8 +102,7 @@ def tofu_material(data: Path) -> tuple[Material, list[Questions]]:
     material = Material(
         corpus=[*general, *between],
         forget=forget,
-        # What everybody knows is kept as well: models this small would have lost it after fifteen epochs of authors.
-        retain=RecordSet("retain", forget.kind, (*retain, *general)),
+        retain=RecordSet("retain", forget.kind, retain),
         form=Format(max_length=512),
     )
     sets = [
