@@ -1,7 +1,8 @@
 """How good the choice of `divdec calibrate` is, held against every setting scored with the retrained model in hand.
 
-The models of `make demo`, or those of `make tofu-small` with general knowledge among what is kept (trained where the cache
-lacks them), are measured by the TOFU suite under all of calibrate's settings. Agg is that of the variant `paper` without fluency.
+The models of `make demo`, or those of `make tofu-small` with general knowledge among what is kept (trained where the
+cache lacks them), are measured by the TOFU suite under all of calibrate's settings. Agg is that of the variant `paper`
+without fluency.
 
     python benchmarks/calibration.py demo [--seed 1]
     python benchmarks/calibration.py tofu-small --data TOFU
