@@ -1,6 +1,8 @@
 """What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -136,3 +138,12 @@ def bundle(own_checkpoints, tmp_path):
         forget_auxiliary=str(own_checkpoints / "forget"),
         steering="linear:1.5",
     )
+
+
+def loads_torch(arguments):
+    """Whether a command of divdec, in a process of its own, loads torch."""
+    code = f"import sys; from divdec.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    answer = result.stdout.strip().splitlines()[-1:]
+    assert answer in (["True"], ["False"]), result.stderr
+    return answer == ["True"]

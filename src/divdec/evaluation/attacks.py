@@ -53,7 +53,7 @@ def min_k_plus_plus(item: ItemScore, share: float = SHARE) -> float:
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:
     """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
 
-    0 where there is no other.     Of a steered model the parameters of target and auxiliaries count alike.
+    0 where there is no other. Of a steered model the parameters of target and auxiliaries count alike.
     """
     if all(label == IGNORED for label in example.labels[1:-1]):
         return 0.0

@@ -109,9 +109,9 @@ class _Run:
         if all("forget_Q_A_Prob" in found.items for found in self.results):
             return
         # Only membership attacks read the vocabulary's moments, and only of these few answers.
-        attacked = {key: None for key in self._answers if key[0] in ("forget", "holdout") and not key[2]}
-        others = [key for key in self._answers if key not in attacked]
-        for keys, moments in ((list(attacked), True), (others, False)):
+        attacked = [key for key in self._answers if key[0] in ("forget", "holdout") and not key[2]]
+        others = [key for key in self._answers if key[0] not in ("forget", "holdout") or key[2]]
+        for keys, moments in ((attacked, True), (others, False)):
             examples = self.layout.encode_all([record for key in keys for record in self._answers[key]])
             scores = self.subject.scores(
                 examples, moments=moments, batch_size=self.batch_size, title="attacked" if moments else "answers"

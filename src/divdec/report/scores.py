@@ -43,8 +43,6 @@ ONE_SIDED = ("priv", *DISTANCES)
 OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
 NO_ITEMS = "no intervals: the folder holds figures only, no items"
 
-ALL_SCORES = frozenset(name for names in SCORES.values() for name in names)
-
 Interval = tuple[float, float]
 
 
@@ -146,9 +144,9 @@ class Scorer:
         Raises:
             UsageError: see `scored`.
         """
-        suite, found = entry.results.suite, self.scored(entry.results)
-        values = {name: found.values.get(name) for name in MEASURES if name in found.values or name not in ALL_SCORES}
-        notes = list(found.scores.notes if values.get("utility") is not None or suite == "muse" else ())
+        found = self.scored(entry.results)
+        values = {name: found.values.get(name) for name in MEASURES}
+        notes = list(found.scores.notes if values["utility"] is not None else ())
         if not entry.results.items:
             return Row(entry, values, {}, found.scores.reasons, (*notes, NO_ITEMS))
         outside = [
