@@ -1,0 +1,105 @@
+"""A cache of the tokens themselves, for experts that read them instead of keys and values.
+
+It is a layer like any other of transformers, so that cropping, reordering and selecting by batch reach it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from divdec.errors import UsageError
+
+PADDING = -1  # stands where a sequence has no token
+
+
+class TokenLayer(CacheLayerMixin):
+    """The tokens seen so far, one row a sequence; −1 where there was padding."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: Int[Tensor, "batch tokens"] | None = None
+
+    def extend(
+        self, input_ids: Int[Tensor, "batch tokens"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
+    ) -> Int[Tensor, "batch past_and_tokens"]:
+        """Add tokens, and return all of them.
+
+        Raises:
+            UsageError: another number of sequences than the cache holds.
+        """
+        added = masked(input_ids, attention_mask)
+        if self.tokens is None:
+            self.tokens = added
+        elif len(self.tokens) != len(added):
+            raise UsageError(f"the cache holds {len(self.tokens)} sequences, {len(added)} were given")
+        else:
+            self.tokens = torch.cat([self.tokens, added], dim=1)
+        self.is_initialized = True
+        return self.tokens
+
+    def get_seq_length(self) -> int:
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def reset(self) -> None:
+        self.tokens = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.tokens is not None:
+            self.tokens = self.tokens[:, : -abs(tokens_to_remove)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.tokens is not None:
+            self.tokens = self.tokens.index_select(0, beam_idx.to(self.tokens.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.tokens is not None:
+            self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.tokens is not None:
+            self.tokens = self.tokens[indices.to(self.tokens.device)]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a cache of tokens holds no keys and values")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a cache of tokens holds no keys and values")
+
+    def offload(self) -> None:
+        """Nothing: tokens are small."""
+
+    prefetch = offload
+
+
+class TokenCache(Cache):
+    """A cache with a single layer of tokens."""
+
+    def __init__(self) -> None:
+        self.token_layer = TokenLayer()
+        super().__init__(layers=[self.token_layer])
+
+
+def masked(
+    input_ids: Int[Tensor, "batch tokens"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
+) -> Int[Tensor, "batch tokens"]:
+    """The tokens on the CPU, −1 where the mask says padding."""
+    tokens = input_ids.cpu().long()
+    if attention_mask is None:
+        return tokens
+    return tokens.masked_fill(attention_mask[:, -tokens.shape[1] :].cpu() == 0, PADDING)
