@@ -47,38 +47,48 @@ class TokenLayer(CacheLayerMixin):
         return self.tokens
 
     def get_seq_length(self) -> int:
+        """How many tokens each row has, padding included."""
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def get_max_length(self) -> int:
+        """No limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over all tokens."""
         return self.get_seq_length() + query_length, 0
 
     def reset(self) -> None:
+        """Forget all tokens."""
         self.tokens = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens."""
         if tokens_to_remove and self.tokens is not None:
             self.tokens = self.tokens[:, : -abs(tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other rows, for beam search."""
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, beam_idx.to(self.tokens.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
         if self.tokens is not None:
             self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
         if self.tokens is not None:
             self.tokens = self.tokens[indices.to(self.tokens.device)]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refused: there are no keys and values."""
         raise NotImplementedError("a cache of tokens holds no keys and values")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: there are no keys and values."""
         raise NotImplementedError("a cache of tokens holds no keys and values")
 
     def offload(self) -> None:

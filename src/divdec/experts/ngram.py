@@ -1,0 +1,185 @@
+"""A pair of n-gram language models: Stupid Backoff (Brants et al. 2007) over the target's own tokens.
+
+It knows nothing of how counts are made or kept; anything that says what follows a context will do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
+
+from divdec.errors import UsageError
+from divdec.experts.ngram_counts import Counts
+from divdec.experts.token_cache import PADDING, TokenCache, masked
+
+SPACES = ("score", "log")
+BACKOFF = 0.4  # Brants et al. 2007, section 4
+KEPT = 1 << 24  # numbers that may be kept for frequent tokens (64 MiB a model)
+
+
+class StupidBackoff:
+    """Scores S(w | context) = f(context w) / f(context), or 0.4·S(w | shorter context) where that is 0 (eq. 5).
+
+    In the space 'log' the logarithm of that, for which every token counts one more at the lowest level. A score is a
+    dense part, the same for every context of a length, on which what follows the context is written; after frequent
+    tokens, which so much follows that writing it would be most of the work, the dense part is kept with it.
+    """
+
+    def __init__(self, counts: Counts, space: str = "score") -> None:
+        self.counts = counts
+        self.space = space
+        self._longest = counts.order - 1
+
+    def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
+        """The score of every token after each context.
+
+        Args:
+            contexts: int64 [contexts, order − 1], −1 in front of those that are shorter.
+        """
+        lengths = (contexts != PADDING).sum(axis=1)
+        kept = self._kept_rows(contexts[:, -1], lengths)
+        found = self._table.index_select(0, torch.from_numpy(np.where(kept > 0, kept, lengths)))
+        # The longer the context, the later it is written: a follower of the longest one overrides the others.
+        for length in range(1, self._longest + 1):
+            rows = np.flatnonzero((lengths >= length) & ((kept == 0) | (length > 1)))
+            if len(rows):
+                self._write(found, rows, contexts[rows, self._longest - length :], lengths[rows])
+        return found
+
+    def _write(
+        self, scores: Float[Tensor, "contexts vocab"], rows: np.ndarray, contexts: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """Write what follows contexts of one length into rows whose whole contexts have some lengths."""
+        followers = self.counts.followers(contexts)
+        score = followers.counts / followers.totals[followers.rows]
+        steps = lengths - contexts.shape[1]
+        same = int(steps[0]) if (steps == steps[0]).all() else None
+        for step in range(int(steps.max())):
+            if same is not None:
+                score *= BACKOFF
+            else:
+                score = np.where(step < steps[followers.rows], BACKOFF * score, score)
+        places = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
+        scores.view(-1).numpy()[places] = np.log(score) if self.space == "log" else score
+
+    @functools.cached_property
+    def _table(self) -> Float[Tensor, "kept vocab"]:
+        """The dense parts: by length of context, then those of frequent tokens as they are needed."""
+        unigrams = np.asarray(self.counts.unigrams, dtype=np.float64)
+        if self.space == "log":
+            unigrams = unigrams + 1
+        score = unigrams / max(unigrams.sum(), 1.0)
+        table = torch.empty(self.counts.order + len(self._frequent), self.counts.vocab_size)
+        for length in range(self.counts.order):
+            table[length] = torch.from_numpy(np.log(score) if self.space == "log" else score)
+            score = BACKOFF * score
+        return table
+
+    @functools.cached_property
+    def _frequent(self) -> np.ndarray:
+        """The tokens whose dense part is worth keeping, as far as memory for it goes."""
+        room = min(KEPT // self.counts.vocab_size, self.counts.vocab_size)
+        return np.argsort(-self.counts.unigrams, kind="stable")[:room]
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        """Where each token's dense part stands in the table: its place, minus it while it is not made, 0 for none."""
+        places = np.zeros(self.counts.vocab_size, dtype=np.int64)
+        places[self._frequent] = -np.arange(self.counts.order, self.counts.order + len(self._frequent))
+        return places
+
+    def _kept_rows(self, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The table's row for each context of full length that ends in a frequent token; 0 for the others."""
+        possible = (lengths == self._longest) & (last >= 0) & (last < self.counts.vocab_size)
+        found = np.where(possible, self._places[np.where(possible, last, 0)], 0)
+        if (found < 0).any():
+            missing = np.unique(last[found < 0])
+            rows = -self._places[missing]
+            made = self._table[self._longest].repeat(len(rows), 1)
+            self._write(made, np.arange(len(rows)), missing[:, None], np.full(len(rows), self._longest))
+            self._table[torch.from_numpy(rows)] = made  # whole, since another thread may read the same rows
+            self._places[missing] = rows
+        return np.abs(found)
+
+
+class NgramPair:
+    """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
+
+    def __init__(self, retain: Counts, forget: Counts, space: str = "score") -> None:
+        if space not in SPACES:
+            raise UsageError(f"space is {space!r}; accepted: 'score', 'log'")
+        if (retain.vocab_size, retain.order) != (forget.vocab_size, forget.order):
+            raise UsageError(
+                f"the n-gram counts do not belong together: retain has order {retain.order} over {retain.vocab_size} "
+                f"tokens, forget order {forget.order} over {forget.vocab_size}"
+            )
+        if retain is forget:
+            raise UsageError("retain and forget n-grams are the same: nothing would be forgotten")
+        self.retain = StupidBackoff(retain, space)
+        self.forget = StupidBackoff(forget, space)
+        self.vocab_size = retain.vocab_size
+        self.order = retain.order
+
+    def new_cache(self) -> TokenCache:
+        """An empty cache of tokens."""
+        return TokenCache()
+
+    def divergence(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """S_q − S_p; see `divdec.experts.Experts.divergence`."""
+        tokens = tokens_of(input_ids, attention_mask, cache)
+        kept = logits_to_keep or input_ids.shape[1]
+        contexts = contexts_of(tokens.numpy(), min(kept, input_ids.shape[1]), self.order - 1)
+        flat = contexts.reshape(-1, self.order - 1)
+        divergence = self.retain.scores(flat).sub_(self.forget.scores(flat))
+        return divergence.view(*contexts.shape[:2], self.vocab_size).to(input_ids.device)
+
+
+def tokens_of(
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    cache: Cache | None,
+) -> Int[Tensor, "batch past_and_tokens"]:
+    """All tokens up to now, the cached ones included; −1 for padding."""
+    if cache is None:
+        return masked(input_ids, attention_mask)
+    if not isinstance(cache, TokenCache):
+        raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+    return cache.token_layer.extend(input_ids, attention_mask)
+
+
+def contexts_of(tokens: np.ndarray, kept: int, length: int) -> np.ndarray:
+    """The last tokens up to each of the last positions, padding left out wherever it stands.
+
+    Args:
+        tokens: int64 [batch, tokens], −1 for padding.
+        kept: how many positions, from the end.
+        length: how many tokens each context has.
+
+    Returns:
+        int64 [batch, kept, length], −1 in front of contexts that are shorter.
+    """
+    batch, width = tokens.shape
+    tail = tokens[:, max(width - kept - length + 1, 0) :]
+    if tail.shape[1] == kept + length - 1 and (tail != PADDING).all():
+        return np.lib.stride_tricks.sliding_window_view(tail, length, axis=1)
+    places = np.where(tokens != PADDING, np.arange(width), -1)
+    latest = np.maximum.accumulate(places, axis=1)  # the last token at or before each place
+    rows = np.arange(batch)[:, None]
+    current = latest[:, width - kept :]
+    found = np.full((batch, kept, length), PADDING, dtype=np.int64)
+    for step in range(length - 1, -1, -1):
+        found[..., step] = np.where(current >= 0, tokens[rows, current], PADDING)
+        current = np.where(current > 0, latest[rows, np.maximum(current - 1, 0)], -1)
+    return found

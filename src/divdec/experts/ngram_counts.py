@@ -1,0 +1,240 @@
+"""Counts of n-grams in sorted arrays that stay on disk.
+
+An n-gram's place in the sorted list of its length is its id; the key of an n-gram is the id of its first n−1 tokens
+times the size of the vocabulary plus its last token. Keys of any order so fit into 64 bits, and all that follows a
+context lies side by side: each list is a sparse matrix (CSR) whose rows are contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from divdec.errors import UsageError, first_line
+from divdec.runs import file_sha256, read_json, write_json
+
+LARGEST_ORDER = 5
+FORMAT = "divdec n-gram counts 1"
+DESCRIPTION = "counts.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Followers:
+    """What follows each of some contexts of one length."""
+
+    totals: np.ndarray
+    """How often each context itself occurs, [contexts]; 0 where it never does."""
+    rows: np.ndarray
+    """Which of the contexts each follower belongs to, [followers]."""
+    tokens: np.ndarray
+    """Token ids, [followers]; none stands twice in a row."""
+    counts: np.ndarray
+    """How often each follows its context, [followers]."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """What Stupid Backoff reads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """Length of the longest n-grams."""
+        ...
+
+    @property
+    def unigrams(self) -> np.ndarray:
+        """Occurrences by token id, int64 [vocab]."""
+        ...
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """What follows each context; int64 [contexts, length] of tokens, with a length of 1 to the order less one."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramCounts:
+    """How often each n-gram up to an order occurs in some documents (a `Counts`)."""
+
+    vocab_size: int
+    unigrams: np.ndarray
+    keys: tuple[np.ndarray, ...]
+    """For lengths 2 to the order, the sorted keys, int64."""
+    counts: tuple[np.ndarray, ...]
+    """For the same lengths, how often each occurs."""
+    rows: tuple[np.ndarray, ...]
+    """For the same lengths, where the n-grams of each context begin in `keys`, and where the last ones end."""
+
+    @property
+    def order(self) -> int:
+        """Length of the longest n-grams."""
+        return len(self.keys) + 1
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """How many tokens have been counted."""
+        return int(self.unigrams.sum())
+
+    @property
+    def distinct(self) -> int:
+        """How many distinct n-grams there are, of every length."""
+        return int(np.count_nonzero(self.unigrams)) + sum(map(len, self.keys))
+
+    @classmethod
+    def load(cls, folder: Path, *, verify: bool = True) -> NgramCounts:
+        """Map the arrays of a folder into memory; pages are read when they are needed.
+
+        Args:
+            folder: what `divdec.experts.ngram_fit.fit` wrote.
+            verify: compare every file with its digest first.
+
+        Raises:
+            UsageError: the folder holds no counts, or a file of it is missing or has changed.
+        """
+        about = read_description(folder, FORMAT)
+        if verify:
+            check_digests(folder, about)
+        try:
+            order, vocab_size = int(about["order"]), int(about["vocab_size"])
+            arrays = [
+                tuple(load_array(folder / f"{name}-{length}.npy") for length in range(2, order + 1))
+                for name in ("keys", "counts", "rows")
+            ]
+            return cls(vocab_size, np.asarray(load_array(folder / "unigrams.npy")), *arrays)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"{folder}: the counts cannot be read ({first_line(error)}); fit them again") from None
+
+    def ids_of(self, ngrams: np.ndarray) -> np.ndarray:
+        """The id of each n-gram among those of its length; −1 for one that never occurs.
+
+        Args:
+            ngrams: int64 [n-grams, length].
+        """
+        ids = np.where((ngrams[:, 0] >= 0) & (ngrams[:, 0] < self.vocab_size), ngrams[:, 0], -1)
+        for place in range(1, ngrams.shape[1]):
+            token, keys = ngrams[:, place], self.keys[place - 1]
+            sought = ids * self.vocab_size + token
+            found = np.minimum(np.searchsorted(keys, sought), max(len(keys) - 1, 0))
+            possible = (ids >= 0) & (token >= 0) & (token < self.vocab_size)
+            ids = np.where(possible & (keys[found] == sought), found, -1) if len(keys) else np.full_like(ids, -1)
+        return ids
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """What follows each context, by row and token id."""
+        length = contexts.shape[1]
+        ids = self.ids_of(contexts)
+        known = ids >= 0
+        places = np.where(known, ids, 0)
+        totals = self.unigrams[places] if length == 1 else _at(self.counts[length - 2], places)
+        rows = self.rows[length - 1]
+        starts, ends = rows[places].astype(np.int64), rows[places + 1].astype(np.int64)
+        lengths = np.where(known, ends - starts, 0)
+        listed = np.repeat(np.arange(len(ids)), lengths)
+        entries = np.arange(len(listed)) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        tokens = self.keys[length - 1][entries] - np.repeat(places * self.vocab_size, lengths)
+        return Followers(np.where(known, totals, 0), listed, tokens, self.counts[length - 1][entries])
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedCounts:
+    """Two counts together, as if they had been made of the documents of both (a `Counts`)."""
+
+    one: Counts
+    other: Counts
+    """The smaller one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.one.vocab_size
+
+    @property
+    def order(self) -> int:
+        """Length of the longest n-grams."""
+        return self.one.order
+
+    @functools.cached_property
+    def unigrams(self) -> np.ndarray:
+        """Occurrences by token id, [vocab]."""
+        return self.one.unigrams + self.other.unigrams
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """What follows each context in either."""
+        one, other = self.one.followers(contexts), self.other.followers(contexts)
+        return summed(one, other, self.vocab_size)
+
+
+def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:
+    """The followers of the same contexts in two counts, added up."""
+    totals = one.totals + other.totals
+    if not len(other.tokens):
+        return dataclasses.replace(one, totals=totals)
+    places = one.rows * vocab_size + one.tokens
+    sought = other.rows * vocab_size + other.tokens
+    if len(places) > 1 and not np.all(places[1:] > places[:-1]):
+        order = np.argsort(places)
+        one = Followers(one.totals, one.rows[order], one.tokens[order], one.counts[order])
+        places = places[order]
+    found = np.searchsorted(places, sought)
+    shared = found < len(places)
+    shared[shared] = places[found[shared]] == sought[shared]
+    counts = one.counts.astype(np.int64)
+    counts[found[shared]] += other.counts[shared]
+    new = ~shared
+    return Followers(
+        totals,
+        np.concatenate([one.rows, other.rows[new]]),
+        np.concatenate([one.tokens, other.tokens[new]]),
+        np.concatenate([counts, other.counts[new]]),
+    )
+
+
+def load_array(path: Path) -> np.ndarray:
+    """An array on disk, mapped into memory; an empty one cannot be mapped and is read."""
+    array = np.load(path, mmap_mode="r", allow_pickle=False) if path.stat().st_size > 256 else np.load(path)
+    return array.view(np.ndarray)
+
+
+def describe(folder: Path, form: str, **about: Any) -> None:
+    """Write what a folder of arrays holds, with the digest of every array."""
+    digests = {path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))}
+    write_json(folder / DESCRIPTION, {"format": form, **about, "sha256": digests})
+
+
+def read_description(folder: Path, form: str) -> dict[str, Any]:
+    """What a folder of arrays holds.
+
+    Raises:
+        UsageError: it holds none, or those of another program.
+    """
+    if not (folder / DESCRIPTION).is_file():
+        raise UsageError(f"{folder} holds no n-gram counts: it has no {DESCRIPTION}; `divdec ngram` writes them")
+    about = read_json(folder / DESCRIPTION)
+    if not isinstance(about, dict) or about.get("format") != form or not isinstance(about.get("sha256"), dict):
+        raise UsageError(f"{folder / DESCRIPTION} is not the description of {form!r}; fit the counts again")
+    return about
+
+
+def check_digests(folder: Path, about: dict[str, Any]) -> None:
+    """Compare the arrays of a folder with its description.
+
+    Raises:
+        UsageError: one is missing or has changed.
+    """
+    for name, digest in about["sha256"].items():
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UsageError(f"{folder}: {name} is missing; fit the counts again")
+        if file_sha256(folder / name) != digest:
+            raise UsageError(f"{folder / name} has changed since it was written; fit the counts again")
+
+
+def _at(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return array[places] if len(array) else np.zeros(len(places), dtype=np.int64)

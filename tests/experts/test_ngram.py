@@ -1,0 +1,223 @@
+"""Stupid Backoff against a slow dictionary, counting in chunks, and the experts' protocol."""
+
+import collections
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from divdec.errors import UsageError
+from divdec.experts.ngram import NgramPair, StupidBackoff, contexts_of
+from divdec.experts.ngram_counts import NgramCounts, SummedCounts
+from divdec.experts.ngram_fit import fit
+
+VOCAB = 12
+
+
+class Slow:
+    """Counts in a dictionary, and the recursion as Brants et al. write it."""
+
+    def __init__(self, documents, vocab_size, order):
+        self.vocab_size, self.order = vocab_size, order
+        self.counts = collections.Counter(
+            tuple(document[start : start + length])
+            for document in documents
+            for length in range(1, order + 1)
+            for start in range(len(document) - length + 1)
+        )
+        self.total = sum(map(len, documents))
+
+    def score(self, context, token, space="score"):
+        context = tuple(context)[max(len(context) - self.order + 1, 0) :]
+        if not context:
+            if space == "log":
+                return (self.counts[(token,)] + 1) / (self.total + self.vocab_size)
+            return self.counts[(token,)] / self.total
+        if count := self.counts[(*context, token)]:
+            return count / self.counts[context]
+        return 0.4 * self.score(context[1:], token, space)
+
+    def scores(self, context, space="score"):
+        found = [self.score(context, token, space) for token in range(self.vocab_size)]
+        return np.float32([math.log(score) for score in found] if space == "log" else found)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=30), min_size=1, max_size=6).filter(
+    lambda documents: any(documents)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return lambda: tmp_path_factory.mktemp("counts")
+
+
+@settings(max_examples=60)
+@given(documents=DOCUMENTS, order=st.integers(2, 5), chunk=st.sampled_from((3, 8, 1000)), data=st.data())
+def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data):
+    slow = Slow(documents, VOCAB, order)
+    counts = fit(documents, VOCAB, folder(), order=order, chunk=chunk)
+    assert counts.tokens == slow.total
+    assert counts.distinct == len(slow.counts)
+    contexts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=order - 1), min_size=1, max_size=5))
+    padded = np.array([[-1] * (order - 1 - len(context)) + context for context in contexts])
+    for space in ("score", "log"):
+        model = StupidBackoff(counts, space)
+        for _ in range(2):  # the second time what is kept for frequent tokens has been made
+            found = model.scores(padded).numpy()
+            expected = np.stack([slow.scores(context, space) for context in contexts])
+            if space == "score":
+                assert np.array_equal(found, expected)
+            else:  # numpy's and Python's logarithms may differ in their last digit
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [0, 3 * VOCAB])
+def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, kept, monkeypatch):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, VOCAB, 200).tolist() for _ in range(5)]
+    counts, slow = fit(documents, VOCAB, folder()), Slow(documents, VOCAB, 3)
+    monkeypatch.setattr("divdec.experts.ngram.KEPT", kept)
+    contexts = rng.integers(0, VOCAB, (40, 2))
+    found = StupidBackoff(counts).scores(contexts).numpy()
+    assert np.array_equal(found, np.stack([slow.scores(context) for context in contexts.tolist()]))
+
+
+@settings(max_examples=30)
+@given(one=DOCUMENTS, other=DOCUMENTS, order=st.integers(2, 4), data=st.data())
+def test_sums_are_the_counts_of_both_sets_of_documents(folder, one, other, order, data):
+    both = fit([*one, *other], VOCAB, folder(), order=order)
+    summed = SummedCounts(*(fit(documents, VOCAB, folder(), order=order) for documents in (one, other)))
+    contexts = np.array(
+        data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=order - 1, max_size=order - 1), min_size=1))
+    )
+    assert torch.equal(StupidBackoff(both).scores(contexts), StupidBackoff(summed).scores(contexts))
+
+
+def test_counting_is_deterministic_and_independent_of_the_chunk(folder):
+    rng = np.random.default_rng(0)
+    documents = [rng.zipf(1.3, size).clip(max=499) for size in rng.integers(0, 300, 40)]
+    contents = []
+    for chunk in (1 << 20, 1 << 20, 700, 63):
+        place = folder()
+        fit(documents, 500, place, order=4, chunk=chunk)
+        contents.append({path.name: path.read_bytes() for path in place.iterdir()})
+    assert all(content == contents[0] for content in contents)
+    assert set(contents[0]) == {
+        "counts.json", "unigrams.npy", *(f"{name}-{n}.npy" for name in ("keys", "counts", "rows") for n in (2, 3, 4))
+    }  # fmt: skip
+
+
+def test_large_vocabularies_do_not_overflow(folder):
+    vocab_size = 200_000
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(vocab_size - 40, vocab_size, 300).tolist() for _ in range(3)]
+    counts, slow = fit(documents, vocab_size, folder(), order=5), Slow(documents, vocab_size, 5)
+    context = documents[0][10:14]
+    found = StupidBackoff(counts).scores(np.array([context])).numpy()[0]
+    for token in (*documents[0][14:16], vocab_size - 1, 0):
+        assert found[token] == np.float32(slow.score(context, token))
+
+
+def test_contexts_leave_out_padding_wherever_it_stands():
+    tokens = np.array([[-1, -1, 5, 6, 7], [1, -1, 2, -1, 3], [-1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
+    found = contexts_of(tokens, 2, 2)
+    assert found.tolist() == [[[5, 6], [6, 7]], [[1, 2], [2, 3]], [[-1, -1], [-1, -1]], [[3, 4], [4, 5]]]
+    assert contexts_of(tokens[3:], 5, 2).tolist() == [[[-1, 1], [1, 2], [2, 3], [3, 4], [4, 5]]]
+
+
+@pytest.fixture
+def pair(folder):
+    rng = np.random.default_rng(2)
+    retain, forget = ([rng.integers(0, VOCAB, 60).tolist() for _ in range(4)] for _ in range(2))
+    return NgramPair(fit(retain, VOCAB, folder()), fit(forget, VOCAB, folder()))
+
+
+def test_step_by_step_equals_all_at_once(pair):
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCAB, (3, 9))
+    whole = pair.divergence(ids)
+    cache = pair.new_cache()
+    steps = [
+        pair.divergence(ids[:, :4], cache=cache),
+        *(pair.divergence(ids[:, [t]], cache=cache) for t in range(4, 9)),
+    ]
+    assert torch.equal(torch.cat(steps, dim=1), whole)
+    assert torch.equal(pair.divergence(ids, logits_to_keep=2), whole[:, -2:])
+
+
+def test_left_padded_equals_alone(pair):
+    ids = torch.tensor([[0, 0, 3, 4, 5], [7, 8, 9, 1, 2]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    batch = pair.divergence(ids, mask)
+    assert torch.equal(batch[:1, 2:], pair.divergence(ids[:1, 2:]))
+    assert torch.equal(batch[1:], pair.divergence(ids[1:]))
+
+
+def test_the_cache_crops_reorders_and_selects(pair):
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    cache = pair.new_cache()
+    pair.divergence(ids, cache=cache)
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    found = pair.divergence(torch.tensor([[9], [10]]), cache=cache)
+    expected = pair.divergence(torch.tensor([[5, 6, 7, 9], [1, 2, 3, 10]]), logits_to_keep=1)
+    assert torch.equal(found, expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_token_ids_beyond_the_counts_are_an_unknown_context(pair):
+    known = pair.divergence(torch.tensor([[VOCAB + 3]]))  # a padded vocabulary's
+    assert known.isfinite().all()
+
+
+def test_bad_counts_are_refused_in_one_line(folder, tmp_path):
+    for documents, order, words in (
+        ([[1, 2]], 6, "order is 6"),
+        ([[1, 2]], 1, "order is 1"),
+        ([[1, VOCAB]], 3, f"token id {VOCAB} lies outside"),
+        ([[-1]], 3, "token id -1"),
+        ([], 3, "no token"),
+        ([[]], 3, "no token"),
+        ([np.array([0.5])], 3, "give token ids"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            fit(documents, VOCAB, folder(), order=order)
+    place = folder()
+    one = fit([[1, 2, 3, 4]], VOCAB, place)
+    with pytest.raises(UsageError, match="same"):
+        NgramPair(one, one)
+    with pytest.raises(UsageError, match="belong together"):
+        NgramPair(one, fit([[1, 2]], VOCAB, folder(), order=2))
+    with pytest.raises(UsageError, match="space"):
+        NgramPair(one, fit([[1, 2]], VOCAB, folder()), "probability")
+    with pytest.raises(UsageError, match=r"no counts\.json"):
+        NgramCounts.load(tmp_path)
+    (place / "keys-2.npy").write_bytes((place / "keys-2.npy").read_bytes()[:-1] + b"\1")
+    with pytest.raises(UsageError, match=r"keys-2\.npy has changed"):
+        NgramCounts.load(place)
+    (place / "keys-2.npy").unlink()
+    with pytest.raises(UsageError, match=r"keys-2\.npy is missing"):
+        NgramCounts.load(place)
+    (place / "counts.json").write_text(json.dumps({"format": "another"}))
+    with pytest.raises(UsageError, match="not the description"):
+        NgramCounts.load(place)
+
+
+def test_interrupted_counting_leaves_no_description(folder):
+    place = folder()
+
+    def documents():
+        yield [1, 2, 3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(documents(), VOCAB, place)
+    assert not list(place.iterdir())
