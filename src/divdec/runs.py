@@ -44,6 +44,25 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file so that after a crash, also one of the machine, it is there whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 

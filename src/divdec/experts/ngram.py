@@ -110,7 +110,9 @@ class StupidBackoff:
 class NgramPair:
     """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
 
-    def __init__(self, retain: Counts, forget: Counts, space: str = "score") -> None:
+    def __init__(self, retain: Counts | StupidBackoff, forget: Counts, space: str = "score") -> None:
+        scorer = retain if isinstance(retain, StupidBackoff) else StupidBackoff(retain, space)
+        retain = scorer.counts
         if space not in SPACES:
             raise UsageError(f"space is {space!r}; accepted: 'score', 'log'")
         if (retain.vocab_size, retain.order) != (forget.vocab_size, forget.order):
@@ -120,7 +122,7 @@ class NgramPair:
             )
         if retain is forget:
             raise UsageError("retain and forget n-grams are the same: nothing would be forgotten")
-        self.retain = StupidBackoff(retain, space)
+        self.retain = scorer
         self.forget = StupidBackoff(forget, space)
         self.vocab_size = retain.vocab_size
         self.order = retain.order

@@ -161,7 +161,7 @@ class SummedCounts:
         """Length of the longest n-grams."""
         return self.one.order
 
-    @functools.cached_property
+    @property
     def unigrams(self) -> np.ndarray:
         """Occurrences by token id, [vocab]."""
         return self.one.unigrams + self.other.unigrams

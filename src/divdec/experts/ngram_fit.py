@@ -17,6 +17,7 @@ from divdec.errors import UsageError
 from divdec.experts.ngram_counts import FORMAT, LARGEST_ORDER, NgramCounts, describe
 
 BOUNDARY = -1  # stands between documents, so that no n-gram crosses it
+NOTHING = "the documents hold no token: there is nothing to count"
 CHUNK = 1 << 22  # tokens; a chunk costs about 100 bytes each while it is sorted
 
 
@@ -69,6 +70,30 @@ def fit(
     return NgramCounts.load(folder, verify=False)
 
 
+def count(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int, order: int) -> NgramCounts:
+    """Count the n-grams of documents that fit into memory; nothing is written anywhere.
+
+    Raises:
+        UsageError: see `fit`.
+    """
+    check_order(order)
+    parts = [part for ids in _checked(documents, vocab_size) for part in (ids, np.array([BOUNDARY], dtype=np.int32))]
+    if not parts:
+        raise UsageError(NOTHING)
+    stream = np.concatenate(parts)
+    keys: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    for length in range(2, order + 1):
+        found = np.sort(_keys_in(stream, keys, vocab_size))
+        distinct, numbers = _counted(found, np.ones(len(found), dtype=np.int64))
+        rows.append(_rows(distinct, vocab_size if length == 2 else len(keys[-1]), vocab_size))
+        keys.append(distinct)
+        counts.append(_narrow(numbers))
+    unigrams = np.bincount(stream[stream != BOUNDARY], minlength=vocab_size)
+    return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
+
+
 def check_order(order: int) -> None:
     """Refuse an order for which there are no counts here."""
     if not 2 <= order <= LARGEST_ORDER:
@@ -84,23 +109,29 @@ def _written(
     """All documents in one file of 32-bit ids, mapped into memory."""
     boundary, found = np.array([BOUNDARY], dtype=np.int32), 0
     with path.open("wb") as file:
-        for document in documents:
-            ids = np.asarray(document)
-            if not len(ids):
-                continue
-            if ids.dtype.kind not in "iu" or ids.ndim != 1:
-                raise UsageError(f"a document is an array of {ids.dtype} of {ids.ndim} dimensions; give token ids")
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-                raise UsageError(f"token id {wrong} lies outside the vocabulary of {vocab_size} tokens")
-            ids.astype(np.int32).tofile(file)
+        for ids in _checked(documents, vocab_size):
+            ids.tofile(file)
             boundary.tofile(file)
             found += len(ids)
             if progress is not None:
                 progress(len(ids))
     if not found:
-        raise UsageError("the documents hold no token: there is nothing to count")
+        raise UsageError(NOTHING)
     return np.memmap(path, dtype=np.int32, mode="r").view(np.ndarray)
+
+
+def _checked(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
+    """Every document that is not empty, as 32-bit ids."""
+    for document in documents:
+        ids = np.asarray(document)
+        if not len(ids):
+            continue
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise UsageError(f"a document is an array of {ids.dtype} of {ids.ndim} dimensions; give token ids")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise UsageError(f"token id {wrong} lies outside the vocabulary of {vocab_size} tokens")
+        yield ids.astype(np.int32)
 
 
 def _keys_in(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:

@@ -6,6 +6,7 @@ It knows nothing of steering. Safetensors only: a checkpoint of pickled weights 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -287,6 +288,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
+
+
+def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of a tokenizer's tokens and their ids: whatever holds token ids belongs to one of these."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=False).encode()).hexdigest()
 
 
 def vocabulary_width(config: PreTrainedConfig) -> int:

@@ -1,0 +1,272 @@
+"""What the requests in force say together, looked up by keyed hash, and the experts that follow a registry.
+
+A state of the registry is never changed: a running answer keeps the one it began with, the next takes the newest.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
+
+from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_counts import Followers, NgramCounts, SummedCounts
+from divdec.experts.takedowns.log import LOG_FILE, State, read_log
+from divdec.experts.takedowns.sealed import Sealed
+from divdec.experts.takedowns.secret import Secret, context_bytes, read_key
+from divdec.experts.token_cache import TokenCache
+from divdec.runs import read_json
+
+DESCRIPTION, FORMAT, RETAIN, FILES = "registry.json", "divdec registry 1", "retain", "entries"
+OPENED = 1 << 15  # contexts whose counts are kept open in memory
+ATTEMPTS = 5  # to read a registry that is being written
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where the blocks of some files stand, by hash of their context."""
+
+    hashes: np.ndarray
+    files: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def of(cls, number: int, sealed: Sealed, nonces: frozenset[bytes]) -> Run:
+        """The blocks of those requests of a file that are in force."""
+        alive = np.array([nonce.tobytes() in nonces for nonce in sealed.nonces])
+        blocks = np.flatnonzero(alive[sealed.owners])
+        return cls(sealed.hashes[blocks], np.full(len(blocks), number, dtype=np.int32), blocks)
+
+    def merged(self, other: Run) -> Run:
+        """Both as one."""
+        hashes = np.concatenate([self.hashes, other.hashes])
+        order = np.argsort(hashes, kind="stable")
+        files, blocks = np.concatenate([self.files, other.files]), np.concatenate([self.blocks, other.blocks])
+        return Run(hashes[order], files[order], blocks[order])
+
+
+class SealedCounts:
+    """The counts of all requests in force (a `Counts`), opened context by context when they are asked for."""
+
+    def __init__(
+        self, secret: Secret, vocab_size: int, order: int, files: tuple[Sealed, ...], runs: tuple[Run, ...]
+    ) -> None:
+        self.vocab_size, self.order = vocab_size, order
+        self._secret = secret
+        self._files = files
+        self._runs = runs
+        self._opened: collections.OrderedDict[bytes, tuple[int, np.ndarray, np.ndarray]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def unigrams(self) -> np.ndarray:
+        """Occurrences by token id, [vocab]."""
+        _, tokens, counts = self._look_up(b"")
+        found = np.zeros(self.vocab_size, dtype=np.int64)
+        found[tokens] = counts
+        return found
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """What follows each context."""
+        found = [self._look_up(context_bytes(context)) for context in contexts]
+        return Followers(
+            np.array([total for total, _, _ in found], dtype=np.int64),
+            np.repeat(np.arange(len(found)), [len(tokens) for _, tokens, _ in found]),
+            np.concatenate([tokens for _, tokens, _ in found]),
+            np.concatenate([counts for _, _, counts in found]),
+        )
+
+    def _look_up(self, context: bytes) -> tuple[int, np.ndarray, np.ndarray]:
+        with self._lock:
+            if context in self._opened:
+                self._opened.move_to_end(context)
+                return self._opened[context]
+        number, seed = self._secret.context(context)
+        parts = []
+        for run in self._runs:
+            start = int(np.searchsorted(run.hashes, np.uint64(number), side="left"))
+            while start < len(run.hashes) and int(run.hashes[start]) == number:
+                parts.append(self._files[run.files[start]].open(int(run.blocks[start]), seed))
+                start += 1
+        tokens, counts = (np.concatenate([np.zeros(0, np.int64), *(part[k] for part in parts)]) for k in (1, 2))
+        if len(tokens) and not (tokens < self.vocab_size).all():
+            raise FailedClosed("a request's counts hold impossible tokens; `divdec forget verify` tells more")
+        if len(parts) != 1:
+            tokens, places = np.unique(tokens, return_inverse=True)
+            counts = np.bincount(places, weights=counts, minlength=len(tokens)).astype(np.int64)
+        found = sum(part[0] for part in parts), tokens, counts
+        with self._lock:
+            self._opened[context] = found
+            if len(self._opened) > OPENED:
+                self._opened.popitem(last=False)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A registry at some moment."""
+
+    state: State
+    files: dict[str, tuple[int, Sealed]]
+    """Number and content by name of each file that has been read."""
+    runs: tuple[Run, ...]
+    pair: NgramPair | None
+    """None where no request is in force."""
+
+    def __deepcopy__(self, memo: Any) -> Snapshot:
+        return self  # it is never changed, and copies of caches share it
+
+
+class SnapshotCache(TokenCache):
+    """The tokens of an answer, and the state of the registry that it began with."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+
+class RegistryExperts:
+    """n-gram experts whose forget side is a registry of takedown requests, followed while it changes.
+
+    q counts the registry's retain set, p that and all texts in force (paper, section 5, "right to be forgotten").
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], space: str = "score", *, verify: bool = True) -> None:
+        self.folder = Path(folder)
+        about = read_description(self.folder)
+        self.vocab_size, self.order, self.space = about["vocab_size"], about["order"], space
+        self._secret = read_key(self.folder, about["key_check"])
+        retain = NgramCounts.load(self.folder / RETAIN, verify=verify)
+        self._retain = StupidBackoff(retain, space)
+        if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
+            raise UsageError(f"{self.folder}: {RETAIN} holds other counts than {DESCRIPTION} says; restore both")
+        self._lock = threading.Lock()
+        self._signature: tuple[int, ...] | None = None
+        self._snapshot = Snapshot(State(), {}, (), None)
+        self.snapshot()
+
+    def snapshot(self) -> Snapshot:
+        """The registry as it is now; what has changed since the last call is read.
+
+        Raises:
+            FailedClosed: log or counts are damaged; nothing is answered before they are whole again.
+        """
+        with self._lock:
+            signature = self._current_signature()
+            if signature != self._signature:
+                self._snapshot = self._newest()
+                self._signature = signature
+            return self._snapshot
+
+    def new_cache(self) -> SnapshotCache:
+        """An empty cache of tokens, bound to the registry as it is now."""
+        return SnapshotCache(self.snapshot())
+
+    def divergence(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """S_q − S_p, 0 while no request is in force; see `divdec.experts.Experts.divergence`."""
+        if cache is None:
+            snapshot = self.snapshot()
+        elif isinstance(cache, SnapshotCache):
+            snapshot = cache.snapshot
+        else:
+            raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+        if snapshot.pair is not None:
+            return snapshot.pair.divergence(input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        if isinstance(cache, SnapshotCache):
+            cache.token_layer.extend(input_ids, attention_mask)
+        kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        return torch.zeros(input_ids.shape[0], kept, self.vocab_size, device=input_ids.device)
+
+    def _current_signature(self) -> tuple[int, ...]:
+        try:
+            found = (self.folder / LOG_FILE).stat()
+        except OSError:
+            raise FailedClosed(f"{self.folder / LOG_FILE} is gone: nothing can tell what is to be forgotten") from None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _newest(self) -> Snapshot:
+        known = self._snapshot
+        for attempt in range(ATTEMPTS):
+            state = read_log(self.folder, self._secret, known.state)
+            try:
+                return self._read(known, state)
+            except FileNotFoundError as error:
+                # Its request may have been removed, or the registry compacted, since the log was read.
+                if attempt == ATTEMPTS - 1:
+                    raise FailedClosed(
+                        f"{error} is missing, though a request in force needs it; restore it from a backup"
+                    ) from None
+        raise AssertionError
+
+    def _read(self, known: Snapshot, state: State) -> Snapshot:
+        """The snapshot of a state; files that are known already are not read again."""
+        files = {name: known.files[name] for name in state.files if name in known.files}
+        nonces = frozenset(bytes.fromhex(entry.nonce) for entry in state.entries.values())
+        only_more = len(files) == len(known.files) and known.state.entries.keys() <= state.entries.keys()
+        runs, contents = (list(known.runs), self._contents(known)) if only_more else ([], [])
+        if not only_more:  # numbers are places in a list: count anew
+            files = {name: (number, sealed) for number, (name, (_, sealed)) in enumerate(files.items())}
+            contents = [sealed for _, sealed in files.values()]
+            for number, sealed in files.values():
+                _add(runs, Run.of(number, sealed, nonces))
+        for name, digest in state.files.items():
+            if name in files:
+                continue
+            try:
+                sealed = Sealed.load(self.folder / FILES / name, digest)
+            except (KeyError, ValueError) as error:
+                raise FailedClosed(f"{self.folder / FILES / name} cannot be read ({first_line(error)})") from None
+            files[name] = (len(contents), sealed)
+            _add(runs, Run.of(len(contents), sealed, nonces))
+            contents.append(sealed)
+        pair = None
+        if state.entries:
+            counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
+            pair = NgramPair(self._retain, SummedCounts(self._retain.counts, counts), self.space)
+        return Snapshot(state, files, tuple(runs), pair)
+
+    @staticmethod
+    def _contents(known: Snapshot) -> list[Sealed]:
+        return [sealed for _, sealed in sorted(known.files.values(), key=lambda file: file[0])]
+
+
+def _add(runs: list[Run], run: Run) -> None:
+    """Keep few runs: a shorter one is merged into the next, so that each block is moved a logarithm of times."""
+    while runs and len(runs[-1].hashes) <= 2 * len(run.hashes):
+        run = runs.pop().merged(run)
+    runs.append(run)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What a registry's folder says of itself.
+
+    Raises:
+        UsageError: it is no registry.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise UsageError(f"{folder} is no registry: it has no {DESCRIPTION}; `divdec forget init` makes one")
+    about = read_json(path)
+    kinds = {"format": str, "vocab_size": int, "order": int, "tokenizer": str, "key_check": str}
+    if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
+        raise UsageError(f"{path} does not describe a registry; restore it from a backup")
+    if about["format"] != FORMAT:
+        raise UsageError(f"{path} is of the format {about['format']!r}; this divdec reads {FORMAT!r}")
+    return about

@@ -1,0 +1,188 @@
+"""The log of a registry: every change a line, each sealed together with all lines before it.
+
+The log is the registry's state: what it says has happened, and nothing else. A line without its end is one whose
+writer died; it has not happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.takedowns.secret import Secret
+from divdec.runs import read_json, write_durably
+
+LOG_FILE, HEAD_FILE = "log.jsonl", "head.json"
+START = "0" * 32  # stands for the seal before the first line
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A request that is in force."""
+
+    id: str
+    time: str
+    """When it was added, in UTC."""
+    reference: str
+    """What the requester calls it."""
+    text_hash: str
+    """Keyed hash of its texts."""
+    documents: int
+    tokens: int
+    ngrams: int
+    """Distinct n-grams of all lengths."""
+    file: str
+    """Which file holds its counts."""
+    nonce: str
+    """Names it within the file, and makes its key streams its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Where a log ends."""
+
+    sequence: int = 0
+    """How many lines there are."""
+    seal: str = START
+    """That of the last line."""
+    offset: int = 0
+    """Bytes up to its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a log says up to some line; it is never changed."""
+
+    head: Head = Head()
+    entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    """In force, by id, in the order in which they came."""
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 by name of each file that holds counts of these."""
+
+
+def read_log(folder: Path, secret: Secret, known: State = State()) -> State:
+    """Read what has been added to a log since `known`, and check its seals.
+
+    Raises:
+        FailedClosed: a line has been changed, removed or is not readable; the registry cannot be trusted.
+    """
+    entries, files, head = dict(known.entries), dict(known.files), known.head
+    # Before the log, since its writer writes it after: a head ahead of the log means that lines are gone.
+    stated = read_head(folder)
+    for event, head in _events(folder, secret, known.head):
+        try:
+            _apply(event, entries, files)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FailedClosed(f"{folder / LOG_FILE}, line {head.sequence}: it cannot be followed ({error})") from None
+        if head.sequence == stated.sequence and head != stated:
+            break
+    if stated.sequence > head.sequence or (stated.sequence == head.sequence and stated != head):
+        raise FailedClosed(
+            f"{folder / LOG_FILE} does not end as {HEAD_FILE} says (line {stated.sequence}): lines have been "
+            "removed or changed; restore both from a backup"
+        )
+    used = {entry.file for entry in entries.values()}
+    return State(head, entries, {name: digest for name, digest in files.items() if name in used})
+
+
+def events(folder: Path, secret: Secret) -> list[dict[str, Any]]:
+    """What has happened, oldest first, each with its number and time.
+
+    Raises:
+        FailedClosed: see `read_log`.
+    """
+    return [event for event, _ in _events(folder, secret, Head())]
+
+
+def append(folder: Path, secret: Secret, event: dict[str, Any]) -> None:
+    """Add a line; it has happened when the line is on disk. The caller holds the registry's lock.
+
+    Raises:
+        FailedClosed: the end of the log has been changed.
+    """
+    head = read_head(folder)
+    for _, later in list(_events(folder, secret, head)):  # lines whose writer died before it wrote the head
+        head = later
+    text = json.dumps({"sequence": head.sequence + 1, **event}, ensure_ascii=False)
+    seal = secret.seal(head.seal, text)
+    line = (json.dumps({"event": text, "seal": seal}, ensure_ascii=False) + "\n").encode()
+    with (folder / LOG_FILE).open("r+b") as file:
+        file.truncate(head.offset)  # a line without its end, whose writer died
+        file.seek(head.offset)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    write_head(folder, Head(head.sequence + 1, seal, head.offset + len(line)))
+
+
+def write_head(folder: Path, head: Head) -> None:
+    """Say beside the log how long it is, so that removed lines are missed."""
+    write_durably(folder / HEAD_FILE, json.dumps(dataclasses.asdict(head)).encode())
+
+
+def read_head(folder: Path) -> Head:
+    """Where the log ends, or ended before its last line was written.
+
+    Raises:
+        FailedClosed: the file that says so is missing or unreadable.
+    """
+    try:
+        fields = read_json(folder / HEAD_FILE)
+        return Head(int(fields["sequence"]), str(fields["seal"]), int(fields["offset"]))
+    except (OSError, UsageError, KeyError, TypeError, ValueError):
+        raise FailedClosed(f"{folder / HEAD_FILE} is missing or unreadable; restore it from a backup") from None
+
+
+def _events(folder: Path, secret: Secret, head: Head) -> Iterator[tuple[dict[str, Any], Head]]:
+    """The lines after `head` with the head after each."""
+    path = folder / LOG_FILE
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(head.offset)
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        raise FailedClosed(f"{path} cannot be read: nothing can tell what is to be forgotten") from None
+    if size < head.offset:
+        raise FailedClosed(f"{path} has become shorter: lines have been removed; restore it from a backup")
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return  # its writer died, or is writing
+        number = head.sequence + 1
+        try:
+            found = json.loads(line)
+            text, seal = found["event"], found["seal"]
+            if not hmac.compare_digest(secret.seal(head.seal, text), seal):
+                raise ValueError("its seal is wrong")
+            event = json.loads(text)
+            if event["sequence"] != number:
+                raise ValueError("its number is wrong")
+        except (ValueError, KeyError, TypeError) as error:
+            raise FailedClosed(
+                f"{path}, line {number}: it has been changed, or a line before it removed ({error}); "
+                "restore the registry from a backup"
+            ) from None
+        head = Head(number, seal, head.offset + len(line))
+        yield event, head
+
+
+def _apply(event: dict[str, Any], entries: dict[str, Entry], files: dict[str, str]) -> None:
+    """Let a change that the log tells happen."""
+    if event["action"] == "add":
+        entry = Entry(**{field.name: event[field.name] for field in dataclasses.fields(Entry)})
+        if entry.id in entries:
+            raise ValueError(f"request {entry.id!r} is added twice")
+        entries[entry.id] = entry
+        files[entry.file] = event["sha256"]
+    elif event["action"] == "remove":
+        entries.pop(event["id"])
+    elif event["action"] == "compact":
+        for name, entry in entries.items():
+            entries[name] = dataclasses.replace(entry, file=event["file"])
+        files[event["file"]] = event["sha256"]

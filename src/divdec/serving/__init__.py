@@ -1,0 +1,1 @@
+"""What a deployment needs beside a model: the registry of takedown requests."""

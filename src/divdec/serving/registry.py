@@ -1,0 +1,276 @@
+"""A registry of takedown requests: a folder to which texts are added that a model shall not repeat.
+
+A request takes effect in seconds: nothing is trained and nothing restarted, a running model reads what has changed
+before it begins its next answer (`divdec.experts.takedowns.live`). The folder holds counts of n-grams, contexts as
+keyed hashes and what follows them under a key stream; neither texts nor readable n-grams.
+
+Every change is one line of a sealed log, written when all it names lies on disk: a writer that dies leaves the
+registry as it was, or changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from divdec.data.documents import documents
+from divdec.data.records import RecordSet
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram_counts import NgramCounts
+from divdec.experts.ngram_fit import check_order, count, fit
+from divdec.experts.takedowns.live import DESCRIPTION, FILES, FORMAT, RETAIN, read_description
+from divdec.experts.takedowns.log import LOG_FILE, Entry, Head, State, append, events, read_log, write_head
+from divdec.experts.takedowns.sealed import NONCE_BYTES, Sealed, joined, seal
+from divdec.experts.takedowns.secret import new_key, read_key
+from divdec.model.checkpoint import load_tokenizer, vocabulary_sha256, vocabulary_width
+from divdec.runs import file_sha256, output_folder, write_durably, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER, LOCK, IDS = "tokenizer", "lock", "ids"
+LONGEST_ID = 200
+
+
+class Registry:
+    """Adds, removes and lists the requests of a registry's folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Open a registry.
+
+        Raises:
+            UsageError: the folder is no registry, or its key is missing or another one's.
+        """
+        self.folder = Path(folder).expanduser()
+        about = read_description(self.folder)
+        self.vocab_size: int = about["vocab_size"]
+        self.order: int = about["order"]
+        self._tokenizer_sha256: str = about["tokenizer"]
+        self._secret = read_key(self.folder, about["key_check"])
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        retain: RecordSet,
+        checkpoint: str | os.PathLike[str],
+        *,
+        order: int = 3,
+        progress: Any = None,
+    ) -> Registry:
+        """Make a registry without requests.
+
+        Args:
+            folder: it must be empty or absent.
+            retain: what the model may know; its n-grams are kept readable, as those of any model would be.
+            checkpoint: folder of the model that is to be steered, for its tokenizer and the width of its logits.
+            order: length of the longest n-grams, 2 to 5.
+            progress: told how many tokens have been read since it was told last.
+
+        Raises:
+            UsageError: the folder is in use, the checkpoint has no tokenizer, or there is nothing to count.
+        """
+        from divdec.model.checkpoint import load_config
+
+        check_order(order)
+        checkpoint = Path(checkpoint).expanduser()
+        tokenizer = load_tokenizer(checkpoint)
+        vocab_size = vocabulary_width(load_config(checkpoint))
+        folder = Path(folder).expanduser()
+        with output_folder(folder) as temporary:
+            secret = new_key(temporary)
+            for name in (RETAIN, FILES, IDS):
+                (temporary / name).mkdir()
+            sha256 = vocabulary_sha256(tokenizer)
+            tokens = documents(retain, tokenizer)
+            fit(tokens, vocab_size, temporary / RETAIN, order=order, progress=progress, tokenizer=sha256)
+            tokenizer.save_pretrained(temporary / TOKENIZER)
+            (temporary / LOG_FILE).touch()
+            write_head(temporary, Head())
+            about = {"vocab_size": vocab_size, "order": order, "tokenizer": sha256, "key_check": secret.check}
+            write_json(
+                temporary / DESCRIPTION, {"format": FORMAT, "created": _now(), "retain_set": retain.label, **about}
+            )
+        return cls(folder)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that requests are read with.
+
+        Raises:
+            UsageError: it is not the one that the registry was made with.
+        """
+        tokenizer = load_tokenizer(self.folder / TOKENIZER)
+        if vocabulary_sha256(tokenizer) != self._tokenizer_sha256:
+            raise UsageError(f"{self.folder / TOKENIZER} holds another tokenizer than the registry's; restore it")
+        return tokenizer
+
+    def add(self, name: str, texts: RecordSet, reference: str = "") -> Entry:
+        """Take texts down; in force, also for models that are running, when this returns.
+
+        Args:
+            name: the request's id.
+            texts: what shall not be repeated.
+            reference: what the requester calls it.
+
+        Raises:
+            UsageError: there is such a request already, or the texts hold no token.
+            FailedClosed: the registry is damaged.
+        """
+        _check_name(name)
+        counts = count(documents(texts, self.tokenizer()), self.vocab_size, self.order)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        sealed = seal(counts, self._secret, nonce)
+        with self._locked():
+            if self._marker(name).exists() and name in self._state().entries:
+                raise UsageError(f"request {name!r} is in {self.folder} already; give another id, or remove it first")
+            write_durably(self._marker(name), b"")
+            file = f"{nonce.hex()}.npz"
+            digest = self._store(file, sealed)
+            entry = Entry(
+                id=name,
+                time=_now(),
+                reference=reference,
+                text_hash=self._secret.text(texts.sha256),
+                documents=len(texts),
+                tokens=counts.tokens,
+                ngrams=counts.distinct,
+                file=file,
+                nonce=nonce.hex(),
+            )
+            append(self.folder, self._secret, {"action": "add", **vars(entry), "sha256": digest})
+        return entry
+
+    def remove(self, name: str) -> Entry:
+        """Withdraw a request; what it took down may be repeated again.
+
+        Raises:
+            UsageError: there is no such request.
+            FailedClosed: the registry is damaged.
+        """
+        with self._locked():
+            state = self._state()
+            if name not in state.entries:
+                known = ", ".join(list(state.entries)[:5]) or "none"
+                raise UsageError(f"there is no request {name!r} in {self.folder}; in force: {known}")
+            entry = state.entries[name]
+            append(self.folder, self._secret, {"action": "remove", "id": name, "time": _now()})
+            self._marker(name).unlink(missing_ok=True)
+            if all(other.file != entry.file for other in state.entries.values() if other.id != name):
+                (self.folder / FILES / entry.file).unlink(missing_ok=True)
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """The requests in force, oldest first.
+
+        Raises:
+            FailedClosed: the log is damaged.
+        """
+        return list(self._state().entries.values())
+
+    def history(self) -> list[dict[str, Any]]:
+        """Who was added or removed and when, oldest first.
+
+        Raises:
+            FailedClosed: the log is damaged.
+        """
+        return events(self.folder, self._secret)
+
+    def compact(self) -> int:
+        """Put the counts of all requests into one file, and delete what withdrawn ones and dead writers left.
+
+        Returns:
+            How many files were deleted.
+
+        Raises:
+            FailedClosed: the registry is damaged; nothing has been changed.
+        """
+        with self._locked():
+            state = self._state()
+            if len(state.files) > 1 or self._withdrawn(state):
+                nonces = [bytes.fromhex(entry.nonce) for entry in state.entries.values()]
+                parts = [(self._load(name, digest), nonces) for name, digest in state.files.items()]
+                file = f"{secrets.token_hex(NONCE_BYTES)}.npz"
+                digest = self._store(file, joined(parts))
+                append(self.folder, self._secret, {"action": "compact", "time": _now(), "file": file, "sha256": digest})
+                state = self._state()
+            markers = {self._marker(name).name for name in state.entries}
+            leftovers = [path for path in (self.folder / FILES).iterdir() if path.name not in state.files]
+            leftovers += [path for path in (self.folder / IDS).iterdir() if path.name not in markers]
+            for path in leftovers:
+                path.unlink()
+        return len(leftovers)
+
+    def verify(self) -> list[str]:
+        """What is wrong with the registry, a line each; nothing where it is whole."""
+        problems = []
+        try:
+            NgramCounts.load(self.folder / RETAIN)
+            self.tokenizer()
+        except UsageError as error:
+            problems.append(str(error))
+        try:
+            state = self._state()
+        except FailedClosed as error:
+            return [*problems, str(error)]
+        for name, digest in state.files.items():
+            try:
+                sealed = self._load(name, digest)
+            except FailedClosed as error:
+                problems.append(str(error))
+                continue
+            held = {nonce.tobytes().hex() for nonce in sealed.nonces}
+            for entry in state.entries.values():
+                if entry.file == name and entry.nonce not in held:
+                    problems.append(f"{self.folder / FILES / name} does not hold the counts of request {entry.id!r}")
+        return problems
+
+    def _state(self) -> State:
+        return read_log(self.folder, self._secret)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        # The system gives the lock back when its holder dies.
+        with FileLock(self.folder / LOCK):
+            yield
+
+    def _marker(self, name: str) -> Path:
+        # While there is none, no request of this id is in force, which saves reading the whole log to add one.
+        return self.folder / IDS / self._secret.text(f"id {name}")
+
+    def _store(self, file: str, sealed: Sealed) -> str:
+        write_durably(self.folder / FILES / file, sealed.to_bytes())
+        return file_sha256(self.folder / FILES / file)
+
+    def _load(self, name: str, digest: str) -> Sealed:
+        try:
+            return Sealed.load(self.folder / FILES / name, digest)
+        except FileNotFoundError as error:
+            raise FailedClosed(f"{error} is missing, though a request in force needs it; restore it") from None
+
+    def _withdrawn(self, state: State) -> bool:
+        """Whether a file still holds counts of a request that is no longer in force."""
+        held = {nonce.tobytes().hex() for name in state.files for nonce in self._load(name, state.files[name]).nonces}
+        return held != {entry.nonce for entry in state.entries.values()}
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name) > LONGEST_ID or not name.isprintable() or name != name.strip():
+        raise UsageError(f"request id {name!r} cannot be used; accepted: 1 to {LONGEST_ID} printable characters")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
+    """Plain texts as a record set, for callers that hold them in memory."""
+    from divdec.data.records import record_set
+
+    return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])
