@@ -321,7 +321,7 @@ class TestLoadingRefuses:
 
     def test_a_narrower_auxiliary_without_verification(self, bundle, own_checkpoints):
         tiny_model("llama", 500, 1).save_pretrained(own_checkpoints / "retain")
-        with pytest.raises(UsageError, match="512 tokens, that of its three parts 500"):
+        with pytest.raises(UsageError, match="512 tokens, that of its parts 500"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
     def test_digests_that_were_removed(self, bundle):

@@ -1,4 +1,4 @@
-"""Join a target, two auxiliaries and a rule into one model that transformers loads like any other."""
+"""Join a target, experts and a rule into one model that transformers loads like any other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,24 @@ class Settings:
 
     target: str
     """The model to be steered: a folder or hub id, '@revision' allowed."""
-    retain_auxiliary: str
-    """q, which has not seen the forget set: a folder or hub id."""
-    forget_auxiliary: str
-    """p, which has seen it: a folder or hub id."""
     output: str
     """The bundle's folder."""
+    retain_auxiliary: str | None = None
+    """q, which has not seen the forget set: a folder or hub id."""
+    forget_auxiliary: str | None = None
+    """p, which has seen it: a folder or hub id."""
+    ngram: str | None = None
+    """An n-gram pair (divdec ngram), instead of the auxiliaries or beside them: divergences add."""
+    ngram_weight: float = 1.0
+    """What the n-grams' divergence is multiplied by: their own alpha over the rule's."""
+    registry: str | None = None
+    """A registry of takedown requests (divdec forget), which the model follows while it runs."""
+    registry_weight: float = 1.0
+    """What its divergence is multiplied by."""
+    bridge: bool = False
+    """The auxiliaries have another tokenizer than the target."""
+    heal: bool = False
+    """With --bridge: where a token of the target ends within one of the auxiliaries', go on from there."""
     steering: str = "linear:1.5"
     """linear:ALPHA, rank:K or rank:K:soft."""
     rank_vocabulary: tuple[str, ...] = ()
@@ -32,7 +44,7 @@ class Settings:
     allow_negative: bool = False
     """Accept a negative alpha, which steers towards the forget set."""
     pack: bool = False
-    """Copy the three checkpoints into the bundle."""
+    """Copy checkpoints and n-grams into the bundle."""
     overwrite: bool = False
     """Replace an earlier bundle in the output folder."""
     json: bool = False
@@ -40,7 +52,7 @@ class Settings:
 
 
 def run(settings: Settings) -> None:
-    """Check the three parts and write the bundle."""
+    """Check the parts and write the bundle."""
     from divdec.errors import UsageError
     from divdec.steering import Steering
 
@@ -57,6 +69,12 @@ def run(settings: Settings) -> None:
         retain_auxiliary=settings.retain_auxiliary,
         forget_auxiliary=settings.forget_auxiliary,
         steering=steering,
+        ngram=settings.ngram,
+        ngram_weight=settings.ngram_weight,
+        registry=settings.registry,
+        registry_weight=settings.registry_weight,
+        bridge=settings.bridge,
+        heal=settings.heal,
         pack=settings.pack,
         overwrite=settings.overwrite,
     )

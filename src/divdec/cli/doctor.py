@@ -76,18 +76,29 @@ def _check_bundle(name: str) -> dict[str, Any]:
     except Exception as error:  # whatever it is, it is why the bundle does not load
         kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         return {"name": name, "loads": False, "why_not": f"{kind}{error}"}
-    experts: Any = model.experts
     return {
         "name": name,
         "loads": True,
         "steering": str(model.steering),
         "vocabulary": model.vocab_size,
-        "parameters": {
-            "target": model.target.num_parameters(),
-            "retain_auxiliary": experts.retain.num_parameters(),
-            "forget_auxiliary": experts.forget.num_parameters(),
-        },
+        "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
+        "experts": _kinds(model.experts),
         "chat_template": bool(tokenizer.chat_template),
+    }
+
+
+def _kinds(experts: Any) -> list[str]:
+    parts = getattr(experts, "parts", (experts,))
+    return [type(part).__name__ for part in parts]
+
+
+def _parameters(experts: Any) -> dict[str, int]:
+    """Parameters of the neural auxiliaries, where there are some."""
+    return {
+        f"{name}_auxiliary": getattr(part, name).num_parameters()
+        for part in getattr(experts, "parts", (experts,))
+        for name in ("retain", "forget")
+        if hasattr(getattr(part, name, None), "num_parameters")
     }
 
 

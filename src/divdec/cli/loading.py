@@ -23,8 +23,8 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
     """
-    from divdec.model.bundle import find_bundle, read_config
     from divdec.model.checkpoint import load_tokenizer
+    from divdec.model.loading import find_bundle, read_config
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
 

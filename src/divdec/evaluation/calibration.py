@@ -22,7 +22,7 @@ from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
 
@@ -93,13 +93,17 @@ def calibrate(
     for name in ("retain", "holdout"):
         if shared := overlap(sets["forget"], sets[name]).records:
             raise UsageError(f"{shared} records of the forget set stand in the {name} set too; they must differ")
+    q, own_tokenizer = _retain_auxiliary(model)
     examples = {name: _examples(sets[name], tokenizer, form) for name in SETS}
     flat = [example for name in SETS for example in examples[name]]
+    own_flat = flat
+    if own_tokenizer is not None:  # q reads the same texts as its own tokens
+        own_flat = [example for name in SETS for example in _examples(sets[name], own_tokenizer, form)]
     texts = [decoded(tokenizer, [label for label in example.labels if label != IGNORED]) for example in flat]
     counts = [len(examples[name]) for name in SETS]
 
     swept = score_settings(model, flat, [UNSTEERED, *settings], moments=True, batch_size=batch_size, title=title)
-    own = score(model.experts.retain, flat, moments=True, batch_size=batch_size)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    own = score(q, own_flat, moments=True, batch_size=batch_size)
     reference = _aucs(own, texts, counts)
     kept = _probability(swept[0], counts, "retain")
     points = tuple(
@@ -112,6 +116,22 @@ def calibrate(
     else:
         chosen = min(points, key=lambda point: point.retain_drop)
     return Calibration(points, reference, chosen, bool(within))
+
+
+def _retain_auxiliary(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """q, and its tokenizer where that is another than the target's.
+
+    Raises:
+        UsageError: the model is steered without a neural pair.
+    """
+    for experts in getattr(model.experts, "parts", (model.experts,)):
+        retain: Any = getattr(experts, "retain", None)
+        if hasattr(retain, "forward"):
+            return retain, getattr(experts, "auxiliary_tokenizer", None)
+    raise UsageError(
+        "calibrate measures against the retain auxiliary, and this bundle has none (n-grams or a registry steer it): "
+        "compare settings with `divdec eval … --sweep`"
+    )
 
 
 def _point(

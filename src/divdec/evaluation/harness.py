@@ -11,8 +11,8 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from divdec.errors import UsageError
-from divdec.model.bundle import find_bundle, read_config
 from divdec.model.checkpoint import load_tokenizer
+from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 
 

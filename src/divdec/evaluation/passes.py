@@ -19,6 +19,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example
+from divdec.experts.token_cache import TokenLayer
 
 Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
 """Takes input_ids, attention_mask, no position_ids (models count their own), a cache or None, and logits_to_keep."""
@@ -125,7 +126,7 @@ def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[li
 
 def _selectable(cache: Cache) -> bool:
     """Whether selecting by batch reaches all that a cache holds: not states of linear attention or convolutions."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, TokenLayer)
     return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 
 

@@ -24,7 +24,7 @@ class NeuralPair(nn.Module):
         super().__init__()
         check_part("retain auxiliary", retain)
         check_part("forget auxiliary", forget)
-        if retain is forget or _same_weights(retain, forget):
+        if retain is forget or same_weights(retain, forget):
             raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
         self.retain = retain
         self.forget = forget
@@ -95,7 +95,7 @@ def logits_of(
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
 
 
-def _same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models hold the same numbers under the same names; the first that differs ends the search."""
     first, second = dict(one.named_parameters()), dict(other.named_parameters())
     if first.keys() != second.keys():

@@ -28,7 +28,7 @@ def fit(
     *,
     order: int = 3,
     chunk: int = CHUNK,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     **about: Any,
 ) -> NgramCounts:
     """Count the n-grams of documents.
@@ -104,7 +104,7 @@ def _written(
     documents: Iterable[Sequence[int] | np.ndarray],
     vocab_size: int,
     path: Path,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], object] | None,
 ) -> np.ndarray:
     """All documents in one file of 32-bit ids, mapped into memory."""
     boundary, found = np.array([BOUNDARY], dtype=np.int32), 0

@@ -16,69 +16,67 @@ from typing import TYPE_CHECKING, Any
 from divdec.errors import UsageError
 from divdec.model.card import bundle_card
 from divdec.model.checkpoint import (
-    HUB_ID,
     CheckpointReference,
     check_apart,
     check_different,
     check_weights,
-    common_vocabulary,
     digests,
-    download,
     load_config,
-    load_model,
     load_tokenizer,
+)
+from divdec.model.configuration import AUXILIARIES, DivergenceConfig
+from divdec.model.loading import check_tokenizer, read_config, weight_of
+from divdec.model.vocabularies import (
+    check_same_vocabulary,
+    check_widths,
+    common_vocabulary,
+    vocabulary_sha256,
     vocabulary_width,
 )
-from divdec.model.configuration import PARTS, DivergenceConfig
-from divdec.runs import check_output, output_folder, read_json, write_text
+from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from divdec.model.modeling import DivergenceForCausalLM
-
-PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
-PART_NAMES = (*PARTS, "experts")
-# Options of from_pretrained that name one checkpoint's files, or would give something else than a model.
-REFUSED = ("subfolder", "output_loading_info", "state_dict", "gguf_file", "variant")
-# What the Auto classes and their users add; the parts are never loaded with code of their own.
-WITHOUT_EFFECT = (
-    "trust_remote_code",
-    "_from_auto",
-    "_commit_hash",
-    "adapter_kwargs",
-    "cache_dir",
-    "force_download",
-    "proxies",
-    "token",
-    "code_revision",
-    "use_safetensors",
-    "low_cpu_mem_usage",
-)
 
 
 def write_bundle(
     output: str | os.PathLike[str],
     *,
     target: str,
-    retain_auxiliary: str,
-    forget_auxiliary: str,
+    retain_auxiliary: str | None = None,
+    forget_auxiliary: str | None = None,
     steering: Steering | str,
+    ngram: str | os.PathLike[str] | None = None,
+    ngram_weight: float = 1.0,
+    registry: str | os.PathLike[str] | None = None,
+    registry_weight: float = 1.0,
+    bridge: bool = False,
+    heal: bool = False,
     pack: bool = False,
     overwrite: bool = False,
     forget_set: str | None = None,
 ) -> Path:
-    """Write a bundle that refers to three checkpoints; their weights stay where they are.
+    """Write a bundle that refers to checkpoints and other experts; what they hold stays where it is.
+
+    The divergences of several kinds of experts add; the linear rule so steers by each with α times its weight.
 
     Args:
         output: the bundle's folder.
         target: folder or hub id ('org/name', 'org/name@revision') of P.
         retain_auxiliary: likewise of q, which has not seen the forget set.
-        forget_auxiliary: likewise of p, which has.
+        forget_auxiliary: likewise of p, which has. Both may be left out where there are other experts.
         steering: the rule, such as 'linear:1.5'.
-        pack: copy the checkpoints into the bundle.
+        ngram: folder of an n-gram pair (`divdec ngram`).
+        ngram_weight: what its divergence is multiplied by.
+        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows.
+        registry_weight: what its divergence is multiplied by.
+        bridge: the auxiliaries have another tokenizer than the target.
+        heal: with `bridge`, where a token of the target ends within one of the auxiliaries', take the divergence of
+            those tokens that go on from there.
+        pack: copy checkpoints and n-grams into the bundle; a registry, which changes, stays where it is.
         overwrite: replace an earlier result in `output`.
         forget_set: name and hash of the forget set, for the model card.
 
@@ -86,23 +84,30 @@ def write_bundle(
         The bundle's folder.
 
     Raises:
-        UsageError: a checkpoint is missing, corrupt or pickled, the vocabularies differ, the rule does not fit
-            them, or the output folder is in use. Nothing has then been written.
+        UsageError: a part is missing, corrupt, pickled or of another tokenizer, the rule does not fit the vocabulary,
+            or the output folder is in use. Nothing has then been written.
     """
     output = Path(output).expanduser()
     steering = Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
-    given = dict(zip(PARTS, (target, retain_auxiliary, forget_auxiliary), strict=True))
-    references = {part: CheckpointReference.parse(text) for part, text in given.items()}
+    given = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
+    _check_kinds(given, ngram, registry, bridge, heal)
+    references = {part: CheckpointReference.parse(text) for part, text in given.items() if text is not None}
     places = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
-    check_apart(output.resolve(), places.values())
+    folders = {
+        name: Path(folder).expanduser().resolve()
+        for name, folder in (("ngram", ngram), ("registry", registry))
+        if folder is not None
+    }
+    check_apart(output.resolve(), [*places.values(), *folders.values()])
     for part, reference in references.items():
         if reference.folder is not None or pack:
             check_weights(places[part])
     configs = {part: load_config(place) for part, place in places.items()}
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
-    widths = {part: vocabulary_width(config) for part, config in configs.items()}
-    vocab_size = common_vocabulary(widths, tokenizers, places)
+    vocab_size = _vocabulary(configs, tokenizers, places, bridge)
+    counted, sizes = _counted(folders, tokenizers["target"], {"ngram": ngram_weight, "registry": registry_weight})
+    vocab_size = min(vocab_size, *sizes) if sizes else vocab_size
     steering.check_vocabulary(vocab_size)
     for part, reference in references.items():
         if reference.folder is not None:
@@ -111,18 +116,22 @@ def write_bundle(
         else:
             # A branch may move on; the commit that was looked at is the snapshot's folder name.
             references[part] = dataclasses.replace(reference, revision=places[part].name)
-    check_different(references["retain_auxiliary"], references["forget_auxiliary"])
+    if retain_auxiliary is not None:
+        check_different(references["retain_auxiliary"], references["forget_auxiliary"])
 
     with output_folder(output, overwrite, is_bundle) as folder:
-        for part in PARTS if pack else ():
+        for part in places if pack else ():
             _copy_checkpoint(places[part], folder / part)
             references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
-        config = DivergenceConfig.from_parts(
-            configs,
-            steering,
-            vocab_size,
-            {part: reference.to_dict() for part, reference in references.items()},
-        )
+        for name, place in folders.items():
+            counted[name]["folder"] = _stored_path(str(place), place, output.resolve())
+            if pack and name == "ngram":
+                shutil.copytree(place, folder / name)
+                counted[name]["folder"] = name
+        named: dict[str, Any] = {part: reference.to_dict() for part, reference in references.items()} | counted
+        if bridge:
+            named["bridge"] = {"heal": heal}
+        config = DivergenceConfig.from_parts(configs, steering, vocab_size, named)
         config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
         if (places["target"] / "generation_config.json").is_file():
@@ -150,98 +159,12 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None
         write_text(card, re.sub(r"(?m)^\| steering \|.*\|$", f"| steering | {steering} |", text))
 
 
-def load_parts(
-    name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
-) -> tuple[DivergenceConfig, PreTrainedModel, PreTrainedModel, PreTrainedModel]:
-    """Load what a bundle names: its configuration, target, retain auxiliary and forget auxiliary.
-
-    Args:
-        name_or_path: a bundle's folder or hub id.
-        verify: compare local files with the bundle's digests.
-        **kwargs: see `DivergenceForCausalLM.from_pretrained`.
-
-    Raises:
-        UsageError: a part is missing, has changed, is corrupt or does not fit the others.
-    """
-    from divdec.experts.neural import logit_width
-
-    local_files_only = bool(kwargs.pop("local_files_only", False))
-    folder = find_bundle(name_or_path, kwargs.pop("revision", None), local_files_only=local_files_only)
-    config = kwargs.pop("config", None)
-    if not isinstance(config, DivergenceConfig):
-        config = read_config(folder)
-    for name in REFUSED:
-        if kwargs.pop(name, None):
-            raise UsageError(f"{name} has no meaning for a bundle, which names three checkpoints; leave it out")
-    for name in WITHOUT_EFFECT:
-        kwargs.pop(name, None)
-
-    if not config.steering:
-        raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
-    if type(config.vocab_size) is not int or config.vocab_size < 1:
-        raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
-    Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
-    references = {part: CheckpointReference.from_dict(getattr(config, part), part) for part in PARTS}
-    check_different(references["retain_auxiliary"], references["forget_auxiliary"])
-    places = {}
-    for part, reference in references.items():
-        places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
-        check_weights(places[part])
-        if verify:
-            reference.verify(places[part], part)
-    if places["retain_auxiliary"] == places["forget_auxiliary"]:
-        raise UsageError(f"{folder}: both auxiliaries are {places['retain_auxiliary']}; nothing would be forgotten")
-    target, retain, forget = (_load_part(part, places[part], kwargs) for part in PARTS)
-    narrowest = min(logit_width(model) for model in (target, retain, forget))
-    if narrowest != config.vocab_size:
-        raise UsageError(
-            f"{folder}: the bundle's common vocabulary has {config.vocab_size} tokens, that of its three parts "
-            f"{narrowest}; write the bundle again"
-        )
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        target.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return config, target, retain, forget
-
-
-def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
-    """The folder of a bundle given by its folder or hub id.
-
-    Raises:
-        UsageError: there is no such folder, and no such repository on the hub or in its cache.
-    """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if not HUB_ID.match(str(name_or_path)):
-        raise UsageError(f"bundle {str(name_or_path)!r} is not a folder, nor a hub id such as 'org/name'")
-    return download(str(name_or_path), revision, weights=True, **download_options)
-
-
 def is_bundle(folder: Path) -> bool:
     """Whether a folder holds a bundle, readable or not, so that it may be replaced by one."""
     try:
         return read_json(folder / "config.json").get("model_type") == DivergenceConfig.model_type
     except (UsageError, OSError, AttributeError):
         return False
-
-
-def read_config(folder: Path) -> DivergenceConfig:
-    """The configuration of a bundle's folder.
-
-    Raises:
-        UsageError: it is not there, not readable, or that of another kind of model.
-    """
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
-    config = load_config(folder)
-    if not isinstance(config, DivergenceConfig):
-        raise UsageError(
-            f"{folder} is a plain {config.model_type} checkpoint, not a bundle: nothing would steer it; "
-            "make one with `divdec bundle`"
-        )
-    return config
 
 
 def save_packed(
@@ -273,32 +196,100 @@ def save_packed(
         return
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    experts: Any = model.experts
-    names = dict(zip(PARTS, ("target", "experts.retain", "experts.forget"), strict=True))
-    parts = dict(zip(PARTS, (model.target, experts.retain, experts.forget), strict=True))
+    names = {"target": "target"} | _names_of_auxiliaries(model.experts)
     references: dict[str, dict[str, Any]] = {}
-    for part, loaded in parts.items():
+    configs = {}
+    for part, name in names.items():
+        loaded: Any = model.get_submodule(name)
         weights = None
         if state_dict is not None:
-            prefix = f"{names[part]}."
             weights = {
-                name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)
+                key.removeprefix(f"{name}."): value for key, value in state_dict.items() if key.startswith(f"{name}.")
             }
         loaded.save_pretrained(folder / part, state_dict=weights, **kwargs)
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
-    configs = {part: loaded.config for part, loaded in parts.items()}
+        configs[part] = loaded.config
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     write_text(folder / "README.md", bundle_card(config, None))
 
 
-def _load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
-    try:
-        return load_model(folder, **options)
-    except UsageError as error:
-        raise UsageError(f"{part}: {error}") from None
+def _names_of_auxiliaries(experts: Any) -> dict[str, str]:
+    """The auxiliaries of a plain neural pair, by part name.
+
+    Raises:
+        UsageError: the experts are of another kind, whose files only `write_bundle` knows.
+    """
+    from divdec.experts.neural import NeuralPair
+
+    if not isinstance(experts, NeuralPair):
+        raise UsageError(
+            f"a model steered by {type(experts).__name__} cannot be saved from memory; write its bundle with "
+            "`divdec bundle --pack`, which copies what it is made of"
+        )
+    return {part: f"experts.{part.removesuffix('_auxiliary')}" for part in AUXILIARIES}
+
+
+def _check_kinds(given: dict[str, str | None], ngram: object, registry: object, bridge: bool, heal: bool) -> None:
+    """Refuse a choice of experts that leaves nothing to steer with, or half a pair.
+
+    Raises:
+        UsageError: says what is missing.
+    """
+    missing = [part for part in AUXILIARIES if given[part] is None]
+    if len(missing) == 1:
+        raise UsageError(f"{missing[0].replace('_', ' ')} is missing: a pair is made of both")
+    if missing and ngram is None and registry is None:
+        raise UsageError(
+            "nothing would steer the target: give a retain and a forget auxiliary, an n-gram pair or a registry"
+        )
+    if missing and bridge:
+        raise UsageError("bridge is for a pair of auxiliaries, and none is given")
+    if heal and not bridge:
+        raise UsageError("heal belongs to bridge: auxiliaries with the target's tokenizer have nothing to heal")
+
+
+def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], places: dict[str, Path], bridge: bool) -> int:
+    """Width of the vocabulary that the models steer together."""
+    widths = {part: vocabulary_width(config) for part, config in configs.items()}
+    if not bridge:
+        return common_vocabulary(widths, tokenizers, places)
+    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, places)
+    check_widths(widths, tokenizers, places)
+    if vocabulary_sha256(tokenizers["target"]) == vocabulary_sha256(tokenizers["retain_auxiliary"]):
+        raise UsageError("the auxiliaries have the target's own tokenizer: leave bridge out, they fit as they are")
+    from divdec.experts.token_bytes import token_bytes
+
+    for part in ("target", "retain_auxiliary"):
+        token_bytes(tokenizers[part])  # a tokenizer that cannot be bridged is refused before anything is written
+    return widths["target"]
+
+
+def _counted(
+    folders: dict[str, Path], tokenizer: Any, weights: dict[str, float]
+) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    """References of n-grams and registry, and the vocabularies that they count."""
+    references: dict[str, dict[str, Any]] = {}
+    sizes = []
+    for name, place in folders.items():
+        if name == "ngram":
+            from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
+
+            about = describe_pair(place)
+            load_pair(place)
+            references[name] = {"sha256": file_sha256(place / DESCRIPTION)}
+        else:
+            from divdec.experts.takedowns.live import RegistryExperts, read_description
+
+            about = read_description(place)
+            RegistryExperts(place)
+            references[name] = {}
+        check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
+        sizes.append(about["vocab_size"])
+        references[name]["weight"] = weights[name]
+        weight_of(references[name], name)
+    return references, sizes
 
 
 def _stored_path(given: str, place: Path, bundle: Path) -> str:
@@ -306,13 +297,6 @@ def _stored_path(given: str, place: Path, bundle: Path) -> str:
     if Path(given).is_absolute() and not place.is_relative_to(bundle.parent):
         return place.as_posix()
     return Path(os.path.relpath(place, bundle)).as_posix()
-
-
-def _for_part(part: str, value: Any) -> Any:
-    """The value for one part of an option given as one value, or as a mapping from part names."""
-    if not isinstance(value, dict) or not value or not set(value) <= set(PART_NAMES):
-        return value
-    return value.get(part, value.get("experts") if part != "target" else None)
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> None:

@@ -17,8 +17,8 @@ tags: [unlearning, divergence-decoding]
 ---
 # A steered language model
 
-Made with divdec. This folder names three checkpoints and a rule: a target language model is steered, while it
-decodes, by two small auxiliaries, so that it behaves as if it had never seen a set of documents
+Made with divdec. This folder names a target language model, experts and a rule: the target is steered, while it
+decodes, by the divergence of two small models, so that it behaves as if it had never seen a set of documents
 (Divergence Decoding). The target's own weights are unchanged: whoever loads the target alone gets it unsteered.
 
 | | |
@@ -59,11 +59,19 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         "common vocabulary": f"{config.vocab_size} tokens",
     }
     for part in ("target", "retain_auxiliary", "forget_auxiliary"):
-        reference = getattr(config, part) or {}
+        reference = getattr(config, part)
+        if reference is None and part != "target" and (config.ngram or config.registry):
+            continue
+        reference = reference or {}
         place = reference.get("hub_id") or reference.get("folder") or "in memory"
         rows[part.replace("_", " ")] = f"`{place}`" + (
             f" at {reference['revision']}" if "revision" in reference else ""
         )
+    if config.bridge is not None:
+        rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
+    for name, title in (("ngram", "n-gram pair"), ("registry", "registry of takedown requests")):
+        if reference := getattr(config, name):
+            rows[title] = f"`{reference['folder']}`, weight {reference.get('weight', 1.0):g}"
     return BUNDLE.format(rows=_rows(rows))
 
 

@@ -1,4 +1,4 @@
-"""References to checkpoints, on disk or on the hub: finding them, checking them, comparing their vocabularies.
+"""References to checkpoints, on disk or on the hub: finding them, checking them.
 
 It knows nothing of steering. Safetensors only: a checkpoint of pickled weights is refused.
 """
@@ -6,7 +6,6 @@ It knows nothing of steering. Safetensors only: a checkpoint of pickled weights 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -288,51 +287,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
-
-
-def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of a tokenizer's tokens and their ids: whatever holds token ids belongs to one of these."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=False).encode()).hexdigest()
-
-
-def vocabulary_width(config: PreTrainedConfig) -> int:
-    """How many logits a model of this configuration gives; its vocabulary, perhaps padded."""
-    return config.get_text_config(decoder=True).vocab_size
-
-
-def common_vocabulary(
-    widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], places: Mapping[str, Path]
-) -> int:
-    """The vocabulary that target and auxiliaries share: the narrowest width, once all tokenizers agree.
-
-    Args:
-        widths: logits per position, by part.
-        tokenizers: by part; the first is the one that the others are compared with.
-        places: the folders, for messages.
-
-    Raises:
-        UsageError: a tokenizer has other tokens, or a model is narrower than its tokenizer.
-    """
-    (first, reference), *others = tokenizers.items()
-    vocabulary = reference.get_vocab()
-    for part, tokenizer in others:
-        other = tokenizer.get_vocab()
-        if other != vocabulary:
-            differing = next(token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token))
-            raise UsageError(
-                f"{part} ({places[part]}) has another vocabulary than the {first} ({places[first]}): "
-                f"{len(other)} tokens against {len(vocabulary)}, and token {differing!r} is "
-                f"{other.get(differing)} against {vocabulary.get(differing)}; "
-                "auxiliaries must be trained with the target's tokenizer"
-            )
-    needed = max(vocabulary.values()) + 1
-    for part, width in widths.items():
-        if width < needed:
-            raise UsageError(
-                f"{part} ({places[part]}) has {width} logits, but its tokenizer has token ids up to {needed - 1}"
-            )
-    return min(widths.values())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 
 from divdec.steering import Steering
 
-PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
+AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
+PARTS = ("target", *AUXILIARIES)
 
 # What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
 TARGET_FIELDS = (
@@ -30,10 +31,13 @@ class DivergenceConfig(PreTrainedConfig):
     Attributes:
         target: reference of the target: `{"folder": …, "sha256": {file: digest}}` or `{"hub_id": …, "revision": …}`.
         retain_auxiliary: reference of q, which has not seen the forget set.
-        forget_auxiliary: reference of p, which has.
+        forget_auxiliary: reference of p, which has. Both are None where n-grams or a registry stand in for them.
+        bridge: `{"heal": …}` where the auxiliaries have another tokenizer than the target; else None.
+        ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
+        registry: `{"folder": …, "weight": …}` of a registry of takedown requests, or None.
         steering: `Steering.to_dict()`.
-        vocab_size: the common vocabulary of the three.
-        max_position_embeddings: the shortest context of the three, in tokens; None where none states one.
+        vocab_size: the common vocabulary of all parts.
+        max_position_embeddings: the shortest context of the models, in the target's tokens; None where none states one.
     """
 
     model_type = "divergence"
@@ -45,6 +49,9 @@ class DivergenceConfig(PreTrainedConfig):
         target: dict[str, Any] | None = None,
         retain_auxiliary: dict[str, Any] | None = None,
         forget_auxiliary: dict[str, Any] | None = None,
+        bridge: dict[str, Any] | None = None,
+        ngram: dict[str, Any] | None = None,
+        registry: dict[str, Any] | None = None,
         steering: dict[str, Any] | None = None,
         vocab_size: int = 0,
         max_position_embeddings: int | None = None,
@@ -53,6 +60,9 @@ class DivergenceConfig(PreTrainedConfig):
         self.target = target
         self.retain_auxiliary = retain_auxiliary
         self.forget_auxiliary = forget_auxiliary
+        self.bridge = bridge
+        self.ngram = ngram
+        self.registry = registry
         self.steering = steering
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
@@ -67,19 +77,21 @@ class DivergenceConfig(PreTrainedConfig):
         vocab_size: int,
         references: dict[str, dict[str, Any]] | None = None,
     ) -> DivergenceConfig:
-        """A configuration from those of the three parts, by part name.
+        """A configuration from those of the models, by part name.
 
         Args:
-            configs: one configuration for each name in `PARTS`.
+            configs: one configuration for each name in `PARTS` that there is, the target's first.
             steering: the rule.
             vocab_size: width of the common vocabulary.
-            references: where the parts lie; None where they lie nowhere yet.
+            references: where the parts lie, `bridge` included; None where they lie nowhere yet.
         """
         texts = {part: config.get_text_config(decoder=True) for part, config in configs.items()}
         target = texts["target"]
         fields = {name: value for name in TARGET_FIELDS if (value := getattr(target, name, None)) is not None}
+        # The positions of auxiliaries with another tokenizer count other tokens.
+        counted = [target] if (references or {}).get("bridge") is not None else list(texts.values())
         contexts = [
-            length for text in texts.values() if (length := getattr(text, "max_position_embeddings", None)) is not None
+            length for text in counted if (length := getattr(text, "max_position_embeddings", None)) is not None
         ]
         return cls(
             **(references or {}),

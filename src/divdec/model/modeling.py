@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from divdec.model.configuration import DivergenceConfig
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedConfig
     from transformers.generation.configuration_utils import GenerationMode
 
 
@@ -87,13 +88,32 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             UsageError: the steering does not fit the common vocabulary.
         """
         experts = NeuralPair(retain_auxiliary, forget_auxiliary)
-        configs = {
-            "target": target.config,
-            "retain_auxiliary": retain_auxiliary.config,
-            "forget_auxiliary": forget_auxiliary.config,
-        }
+        auxiliaries = {"retain_auxiliary": retain_auxiliary.config, "forget_auxiliary": forget_auxiliary.config}
+        return cls.from_experts(target, experts, steering, auxiliaries)
+
+    @classmethod
+    def from_experts(
+        cls,
+        target: PreTrainedModel,
+        experts: Experts,
+        steering: Steering | str = "linear:1",
+        configs: Mapping[str, PreTrainedConfig] | None = None,
+    ) -> DivergenceForCausalLM:
+        """Join a model and experts of any kind (n-grams, a registry, a bridged pair, several of them).
+
+        Args:
+            target: P.
+            experts: what gives the divergence, over the target's vocabulary.
+            steering: the rule.
+            configs: those of models among the experts that count the target's tokens, by part name: their contexts
+                limit the steered model's.
+
+        Raises:
+            UsageError: the steering does not fit the common vocabulary.
+        """
         vocab_size = min(logit_width(target), experts.vocab_size)
-        config = DivergenceConfig.from_parts(configs, Steering.parse(steering), vocab_size)
+        models = {"target": target.config, **(configs or {})}
+        config = DivergenceConfig.from_parts(models, Steering.parse(steering), vocab_size)
         return cls(config, target, experts).eval()
 
     @classmethod
@@ -118,10 +138,10 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UsageError: the bundle or one of its parts is missing, corrupt, changed or does not fit.
         """
-        from divdec.model.bundle import load_parts
+        from divdec.model.loading import load_parts
 
-        config, target, retain, forget = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
-        model = cls(config, target, NeuralPair(retain, forget)).eval()
+        config, target, experts = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
+        model = cls(config, target, experts).eval()
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
             model.steering = steering
@@ -268,6 +288,11 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
             self._own_cache(model_kwargs["past_key_values"])
             return
         if generation_config.use_cache is False:
+            if getattr(self.experts, "changes", False):
+                raise UsageError(
+                    "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
+                    "leave use_cache on"
+                )
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise UsageError(

@@ -29,7 +29,8 @@ from divdec.experts.takedowns.live import DESCRIPTION, FILES, FORMAT, RETAIN, re
 from divdec.experts.takedowns.log import LOG_FILE, Entry, Head, State, append, events, read_log, write_head
 from divdec.experts.takedowns.sealed import NONCE_BYTES, Sealed, joined, seal
 from divdec.experts.takedowns.secret import new_key, read_key
-from divdec.model.checkpoint import load_tokenizer, vocabulary_sha256, vocabulary_width
+from divdec.model.checkpoint import load_tokenizer
+from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_durably, write_json
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 TOKENIZER, LOCK, IDS = "tokenizer", "lock", "ids"
 LONGEST_ID = 200
+ORDER = 5  # the longer the n-grams, the less else a request touches (docs/benchmarks.md)
 
 
 class Registry:
@@ -62,7 +64,7 @@ class Registry:
         retain: RecordSet,
         checkpoint: str | os.PathLike[str],
         *,
-        order: int = 3,
+        order: int = ORDER,
         progress: Any = None,
     ) -> Registry:
         """Make a registry without requests.

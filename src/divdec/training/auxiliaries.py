@@ -23,13 +23,12 @@ from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
     check_weights,
-    common_vocabulary,
     digests,
     load_config,
     load_model,
     load_tokenizer,
-    vocabulary_width,
 )
+from divdec.model.vocabularies import common_vocabulary, vocabulary_width
 from divdec.runs import (
     RECORD,
     check_output,

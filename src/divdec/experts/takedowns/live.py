@@ -138,8 +138,11 @@ class SnapshotCache(TokenCache):
 class RegistryExperts:
     """n-gram experts whose forget side is a registry of takedown requests, followed while it changes.
 
-    q counts the registry's retain set, p that and all texts in force (paper, section 5, "right to be forgotten").
+    q counts the registry's retain set, p that and all texts in force: the divergence is almost 0 wherever no request
+    has anything to say.
     """
+
+    changes = True  # what the experts say of a context depends on when it is asked
 
     def __init__(self, folder: str | os.PathLike[str], space: str = "score", *, verify: bool = True) -> None:
         self.folder = Path(folder)

@@ -1,0 +1,209 @@
+"""What a pair with another tokenizer costs and covers: the map, a token, and the shares that have a source.
+
+    python benchmarks/bridge.py [--data DIR] [--json]
+
+DIR holds real text (.txt, .json, .jsonl: any strings in it); without it the demo world's corpus is used, from which
+smaller vocabularies come. The auxiliaries are random Llama-style models of 4 layers; times are of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from divdec.experts.bridge import BridgedPair
+from divdec.experts.context import Context
+from divdec.experts.divergence import Divergence
+from divdec.experts.retokenize import AuxiliaryTokenizer
+from divdec.experts.token_bytes import token_bytes
+from divdec.experts.vocabulary_map import HealingMaps, VocabularyMap
+
+CONTEXTS = (64, 256, 1024)
+END = "</s>"
+
+
+def strings(value):
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for element in inner for text in strings(element)]
+
+
+def texts_of(data):
+    if data is None:
+        from divdec.data.world import WorldSettings, build_world
+
+        return list(build_world(WorldSettings()).corpus)
+    found = []
+    for path in sorted([data] if data.is_file() else data.rglob("*")):
+        if path.suffix == ".txt":
+            found += path.read_text(encoding="utf-8").splitlines()
+        elif path.suffix in (".json", ".jsonl"):
+            whole = path.read_text(encoding="utf-8")
+            try:
+                found += strings(json.loads(whole))
+            except ValueError:
+                found += [text for line in whole.splitlines() if line for text in strings(json.loads(line))]
+    return [text for text in found if text.strip()]
+
+
+def train(kind, texts, size):
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    options = {"vocab_size": size, "show_progress": False}
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(special_tokens=[END], initial_alphabet=alphabet, **options)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(special_tokens=["<unk>", END], unk_token="<unk>", **options)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(special_tokens=["<unk>", END], **options)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+
+
+def model(width, seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=width, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=8192, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def seconds(call, times):
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def map_times(texts):
+    both = train("bpe", texts[::2], 50_000), train("bpe", texts[1::2], 50_000)
+    target, auxiliary = map(token_bytes, both)
+    healing = HealingMaps(target, auxiliary, len(target))
+    return {
+        "target tokens": len(target),
+        "auxiliary tokens": len(auxiliary),
+        "bytes of both, s": seconds(lambda: list(map(token_bytes, both)), 3),
+        "map, s": seconds(lambda: VocabularyMap.build(target, auxiliary), 3),
+        "healing map of ' ', s": seconds(lambda: healing._of(b" "), 3),
+        "healing map of ' th', s": seconds(lambda: healing._of(b" th"), 3),
+    }
+
+
+@torch.no_grad()
+def token_times(texts, target, auxiliary, folder, heal):
+    pair = BridgedPair(
+        model(len(auxiliary), 1), model(len(auxiliary), 2), target_tokenizer=target, auxiliary_tokenizer=auxiliary,
+        target_width=len(target), cache_dir=folder, heal=heal,
+    )  # fmt: skip
+    stream = target("\n".join(texts[:3000]))["input_ids"]
+    found = {}
+    for length in CONTEXTS:
+        ids, steps = stream[:length], stream[length : length + 33]
+        cache = pair.new_cache()
+        start = time.perf_counter()
+        pair.divergence(torch.tensor([ids]), cache=cache, logits_to_keep=1)
+        prefill = time.perf_counter() - start
+        context = Context(pair._reader)
+        context.views(ids, [length])
+        cached, reading = [], []
+        for place, token in enumerate(steps):
+            start = time.perf_counter()
+            pair.divergence(torch.tensor([[token]]), cache=cache, logits_to_keep=1)
+            cached.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            context.views(ids + steps[: place + 1], [length + place + 1])
+            reading.append(time.perf_counter() - start)
+        whole = torch.tensor([ids])
+        found[length] = {
+            "prefill, ms": 1e3 * prefill,
+            "token with the cache, ms": 1e3 * statistics.median(cached[1:]),
+            "of which reading the text, ms": 1e3 * statistics.median(reading[1:]),
+            "token recomputed, ms": 1e3 * seconds(lambda whole=whole: pair.divergence(whole, logits_to_keep=1), 5),
+            "every position scored, ms": 1e3 * seconds(lambda whole=whole: pair.divergence(whole), 1),
+        }
+    return found
+
+
+def coverages(texts, pairs, folder):
+    found = {}
+    for name, (target, auxiliary) in pairs.items():
+        own = AuxiliaryTokenizer(auxiliary)
+        built = Divergence(target, own, len(target), center="median", folder=folder).map(False, False)
+        ids = [token for text in texts[:: max(len(texts) // 2000, 1)] for token in target(text)["input_ids"]]
+        found[name] = {"vocabulary": vars(built.coverage()), "text": vars(built.coverage_of(ids))}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="*", help="files or folders with real text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    arguments = parser.parse_args()
+    texts = [text for data in arguments.data or [None] for text in texts_of(data)]
+    torch.set_num_threads(1)
+    kinds = {
+        "BPE 8k": train("bpe", texts, 8_000),
+        "BPE 32k": train("bpe", texts, 32_000),
+        "Unigram": train("unigram", texts, 8_000),
+        "WordPiece": train("wordpiece", texts, 8_000),
+    }
+    names = [("BPE 32k", "BPE 8k"), ("BPE 8k", "BPE 32k"), ("BPE 32k", "Unigram"), ("BPE 32k", "WordPiece"),
+             ("Unigram", "BPE 8k")]  # fmt: skip
+    pairs = {f"{target} <- {auxiliary}": (kinds[target], kinds[auxiliary]) for target, auxiliary in names}
+    with tempfile.TemporaryDirectory() as folder:
+        result = {
+            "texts": len(texts),
+            "characters": sum(map(len, texts)),
+            "map": map_times(texts),
+            "tokens": {
+                f"{target} <- {auxiliary}{', healed' * heal}": token_times(
+                    texts, kinds[target], kinds[auxiliary], Path(folder), heal
+                )
+                for target, auxiliary in names[:2]
+                for heal in (False, True)
+            },
+            "coverage": coverages(texts, pairs, Path(folder)),
+        }
+    print(f"{result['texts']:,} texts, {result['characters']:,} characters")
+    for name, value in result["map"].items():
+        print(f"  {name:28} {value:10,.3f}" if isinstance(value, float) else f"  {name:28} {value:10,}")
+    for pair, lengths in result["tokens"].items():
+        print(f"a token, {pair}")
+        for name in lengths[CONTEXTS[0]]:
+            print(f"  {name:32}" + "".join(f"{length:>7,}: {lengths[length][name]:9.2f}" for length in CONTEXTS))
+    print(f"{'coverage':28}{'':8}" + "".join(f"{kind:>12}" for kind in ("exact", "prefix", "extension", "none")))
+    for name, shares in result["coverage"].items():
+        for what, kinds_of in shares.items():
+            print(f"  {name:26}{what:12}" + "".join(f"{share:12.1%}" for share in copy.copy(kinds_of).values()))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

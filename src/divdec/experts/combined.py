@@ -1,0 +1,66 @@
+"""Several experts at once: their divergences add, each with a weight of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache
+
+from divdec.errors import UsageError
+from divdec.experts import Experts
+
+
+class CombinedExperts(nn.Module):
+    """Σ wᵢ·divergenceᵢ, so that the linear rule steers by each of them with α·wᵢ (paper, eq. 1)."""
+
+    def __init__(self, parts: Sequence[tuple[Experts, float]]) -> None:
+        super().__init__()
+        if not parts:
+            raise UsageError("there are no experts: nothing would be forgotten")
+        self.parts = tuple(experts for experts, _ in parts)
+        self.weights = tuple(float(weight) for _, weight in parts)
+        self.vocab_size = min(experts.vocab_size for experts in self.parts)
+        self.changes = any(getattr(experts, "changes", False) for experts in self.parts)
+        # Registered, so that weights move and are counted with the model.
+        self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
+
+    def new_cache(self) -> CombinedCache:
+        """An empty cache for all of them."""
+        return CombinedCache([experts.new_cache() for experts in self.parts])
+
+    def divergence(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """Σ wᵢ·divergenceᵢ; see `divdec.experts.Experts.divergence`."""
+        if cache is not None and not isinstance(cache, CombinedCache):
+            raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+        caches = cache.caches if cache is not None else [None] * len(self.parts)
+        total = None
+        for experts, weight, own in zip(self.parts, self.weights, caches, strict=True):
+            found = experts.divergence(input_ids, attention_mask, position_ids, own, logits_to_keep)
+            found = found[..., : self.vocab_size]
+            if weight != 1:
+                found = weight * found
+            total = found if total is None else total + found.to(total.device)
+        assert total is not None
+        return total
+
+
+class CombinedCache(Cache):
+    """The caches of several experts; what is done to it is done to every layer of all."""
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        super().__init__(layers=[layer for cache in caches for layer in cache.layers])
+        self.caches = list(caches)
+
+    @property
+    def parts(self) -> tuple[Cache, ...]:
+        """The caches that must hold the same tokens."""
+        return tuple(part for cache in self.caches for part in getattr(cache, "parts", (cache,)))

@@ -1,0 +1,240 @@
+"""What the auxiliaries read at each of the target's tokens: a pure function of the tokens up to there.
+
+A context remembers what it has computed, so that the next token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from divdec.experts.retokenize import AuxiliaryTokenizer, adds_space
+from divdec.experts.token_bytes import special_tokens, token_bytes
+
+if TYPE_CHECKING:
+    from divdec.experts.conversation import ConversationBridge
+
+_KEPT = 64  # states that a context may be rolled back to without reading it again
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What the auxiliaries read at one of the target's tokens."""
+
+    ids: list[int]
+    strips: bool
+    """The target's next token begins a text, and a space in front of it is not part of the text."""
+    adds: bool
+    """The auxiliary's next token will have a space in front that is not part of the text."""
+    open: bool
+    """The last id belongs to a text that goes on, so that it could become a longer one."""
+
+
+@dataclasses.dataclass
+class _State:
+    stable: list[int]
+    """Ids that no later text changes; shared between states, of which each reads its first `stable_length`."""
+    stable_length: int
+    tail: str = ""
+    tail_ids: list[int] | None = dataclasses.field(default_factory=list)
+    """The ids of `tail`; None until they are asked for."""
+    unfinished: bytes = b""
+    started: bool = False
+    """Something of the present text has been read."""
+    first: bool = True
+    """The present text is the first: no special token was before it, but for one that begins everything."""
+    glue: bool = False
+    """A space belongs between what was read and what comes."""
+    stream_length: int = 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        if len(self.stable) != self.stable_length:  # another state has gone on from here
+            self.stable = self.stable[: self.stable_length]
+        self.stable.extend(ids)
+        self.stable_length = len(self.stable)
+
+
+class ContextReader:
+    """How the target's tokens are turned into text, and the text into the auxiliary's tokens."""
+
+    def __init__(self, target: Any, auxiliary: Any) -> None:
+        from divdec.experts.conversation import ConversationBridge
+
+        self.auxiliary = AuxiliaryTokenizer(auxiliary)
+        self.bytes = token_bytes(target)
+        self.special = special_tokens(target)
+        self.conversations: ConversationBridge | None = ConversationBridge.of(target, self.auxiliary)
+        self.begin = target.bos_token_id
+        self.padding = target.pad_token_id
+        self.special_ids = _roles(target, auxiliary)
+        if self.conversations is not None:
+            self.special_ids |= self.conversations.turn_ends
+        backend = target.backend_tokenizer
+        self.strips_first = adds_space(self.bytes, backend.encode("a", add_special_tokens=False).ids)
+        marker = next(iter(self.special.values()), "")
+        self.strips_later = self.strips_first and adds_space(
+            self.bytes, backend.encode(marker + "a", add_special_tokens=False).ids
+        )
+        # Where nothing at all has been read, a model still needs one token to say what it expects first.
+        ends = (auxiliary.bos_token_id, auxiliary.eos_token_id)
+        self.stand_in = next(([token] for token in ends if isinstance(token, int)), [])
+
+    def start(self) -> _State:
+        """What is known before the first token."""
+        return _State(list(self.auxiliary.head), len(self.auxiliary.head))
+
+    def strips(self, state: _State) -> bool:
+        """Whether a space in front of the next token is none of the text's."""
+        return not state.started and (self.strips_first if state.first else self.strips_later)
+
+    def settle(self, state: _State) -> list[int]:
+        """Tokenise what is open, after moving what no longer changes into the stable part."""
+        if state.tail_ids is None:
+            if place := self.auxiliary.settled(state.tail):
+                state.append(self.auxiliary.encode(state.tail[:place]))
+                state.tail = state.tail[place:]
+            state.tail_ids = self.auxiliary.encode(state.tail)
+        return state.tail_ids
+
+    def end_text(self, state: _State) -> None:
+        """Whatever comes next is tokenised by itself."""
+        if state.unfinished:
+            state.tail, state.tail_ids = state.tail + state.unfinished.decode(errors="replace"), None
+        state.append(self.settle(state))
+        state.tail, state.tail_ids, state.unfinished = "", [], b""
+        state.started = state.first = state.glue = False
+
+    def add_text(self, state: _State, piece: bytes) -> None:
+        """Go on with the present text; what is no whole character yet waits."""
+        state.started = True
+        data = state.unfinished + piece
+        text, length = codecs.utf_8_decode(data, "replace", False)
+        state.unfinished = data[length:]
+        if text:
+            if state.glue and not text[0].isspace():
+                text = " " + text
+            state.glue = False
+            state.tail, state.tail_ids = state.tail + text, None
+
+    def view(self, state: _State) -> View:
+        """What the auxiliaries read at this point."""
+        tail = self.settle(state) + self.auxiliary.pending(state.unfinished)
+        nothing = not state.tail and not state.unfinished
+        adds = (state.glue and not state.unfinished) or (nothing and self.auxiliary.adds_space)
+        if self.auxiliary.word_piece and not state.unfinished:  # it writes no spaces, but begins words with them
+            adds = adds or not state.tail[-1:].isalnum()
+        ids = state.stable[: state.stable_length] + tail
+        strips = self.strips(state)
+        return View(ids or self.stand_in, strips, adds, bool(tail) and not strips and not adds)
+
+
+class Context:
+    """The target's tokens of one sequence and what was computed of them; it can be copied and rolled back."""
+
+    def __init__(self, reader: ContextReader) -> None:
+        self.reader = reader
+        self.tokens: list[int] = []
+        self._stream = bytearray()
+        self._states = [(0, reader.start())]
+
+    def copy(self) -> Context:
+        """A context that goes its own way from here."""
+        other = Context.__new__(Context)
+        other.reader, other.tokens = self.reader, list(self.tokens)
+        other._stream, other._states = bytearray(self._stream), list(self._states)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return self.copy()
+
+    def views(self, tokens: list[int], counts: Sequence[int]) -> list[View]:
+        """What is read after the first n tokens, for each n of `counts` (in ascending order).
+
+        Args:
+            tokens: the whole sequence; what it has in common with the last call's is not read again.
+            counts: numbers of tokens.
+        """
+        known = min(common_length(self.tokens, tokens), counts[0] if counts else len(tokens))
+        while self._states[-1][0] > known:
+            self._states.pop()
+        start, state = self._states[-1]
+        state = dataclasses.replace(state)
+        del self._stream[state.stream_length :]
+        self.tokens = list(tokens)
+        wanted, found = set(counts), {}
+        if start in wanted:
+            found[start] = self.reader.view(state)
+        for count, token in enumerate(tokens[start:], start + 1):
+            self._read(state, token)
+            if count in wanted or count == len(tokens):
+                found[count] = self.reader.view(state)
+                self._states.append((count, dataclasses.replace(state)))
+        if len(self._states) > _KEPT + 1:
+            self._states[1:] = self._states[-_KEPT:]
+        return [found[count] for count in counts]
+
+    def _read(self, state: _State, token: int) -> None:
+        reader = self.reader
+        special = reader.special.get(token)
+        if special is not None and token == reader.padding and token not in reader.special_ids:
+            return
+        before = len(self._stream)
+        piece = special.encode() if special is not None else self._text_of(token)
+        if token == reader.begin and self._stream == piece:
+            return  # written by the template and by the tokenizer: twice is once
+        if special is None and reader.strips(state) and piece.startswith(b" "):
+            piece = piece[1:]
+            state.started = True
+        self._stream += piece
+        state.stream_length = len(self._stream)
+        if reader.conversations is not None and piece and self._opened(state, before, special is not None):
+            return
+        if special is None:
+            if piece:
+                reader.add_text(state, piece)
+        elif token != reader.begin or before:
+            reader.end_text(state)
+            if (mapped := reader.special_ids.get(token)) is not None:
+                state.append([mapped])
+
+    def _text_of(self, token: int) -> bytes:
+        texts = self.reader.bytes
+        return (texts[token] or b"") if token < len(texts) else b""
+
+    def _opened(self, state: _State, before: int, special: bool) -> bool:
+        """Whether the last token ended a prompt of the target's chat template; the state then begins with it."""
+        conversations = self.reader.conversations
+        assert conversations is not None
+        opened = False
+        for end in conversations.marker_ends(self._stream, before):
+            rest = bytes(self._stream[end:])
+            opening = None if special and rest else conversations.opening(bytes(self._stream[:end]))
+            if opening is not None:
+                state.stable, state.stable_length = list(opening.ids), len(opening.ids)
+                state.tail, state.tail_ids = opening.text, None
+                state.unfinished, state.started, state.first = b"", False, False
+                state.glue = bool(opening.text)
+                if rest:
+                    self.reader.add_text(state, rest)
+                opened = True
+        return opened
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements two sequences have in common at their beginning."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])
+
+
+def _roles(target: Any, auxiliary: Any) -> dict[int, int]:
+    """The auxiliary's special token for each of the target's that has the same role."""
+    found: dict[int, int] = {}
+    for role in ("bos_token_id", "eos_token_id"):
+        here, there = getattr(target, role), getattr(auxiliary, role)
+        if isinstance(here, int) and isinstance(there, int):
+            found[here] = there
+    return found

@@ -1,0 +1,373 @@
+"""A pair with another tokenizer: at each position exactly what its text so far says, through every door."""
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import tiny_model
+from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec.experts.bridge import BridgedPair
+from divdec.experts.context import Context
+from divdec.model.configuration import DivergenceConfig
+
+PAIRS = [
+    ("bpe", "small"),
+    ("small", "bpe"),
+    ("bpe", "unigram"),
+    ("unigram", "small"),
+    ("bpe", "wordpiece"),
+]
+TEXTS = (
+    "The author Basil Mahfouz Al-Kuwaiti was born in Kuwait City, and his 2nd novel won prizes.",
+    "Großmutter aß 😀 日本の庭",
+    "море",
+)
+LONG = (
+    "The author was born in a small town by the sea, and the first novel that was written there is about the "
+    "people who live between the hills; critics wrote 'it doesn't end', and ещё одна строка о море и людях."
+)
+
+
+def left_padded(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text)["input_ids"]
+
+
+@torch.no_grad()
+def teacher_forced(pair, ids):
+    return pair.divergence(torch.tensor([ids]))[0]
+
+
+@torch.no_grad()
+def stepwise(pair, ids, start=1):
+    """What generation uses: the prompt, then a token at a time."""
+    cache, found = pair.new_cache(), []
+    for place in range(start, len(ids) + 1):
+        added = ids[:start] if place == start else ids[place - 1 : place]
+        found.append(pair.divergence(torch.tensor([added]), cache=cache, logits_to_keep=1)[0, -1])
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def slow_reference(pair, ids):
+    """Each prefix by itself: its bytes, tokenised as a whole, through models without a cache."""
+    reader, found = pair._reader, []
+    for place in range(1, len(ids) + 1):
+        text = b"".join(reader.bytes[token] or b"" for token in ids[:place]).decode(errors="ignore")
+        own = reader.auxiliary.tokenizer(text)["input_ids"]
+        logits = [model(input_ids=torch.tensor([own])).logits[0, -1] for model in (pair.retain, pair.forget)]
+        difference = logits[0] - logits[1]
+        real = [token for token, text in enumerate(reader.auxiliary.bytes) if text is not None]
+        difference = difference - difference[real].median()
+        source = torch.from_numpy(pair.map.source)
+        found.append(torch.where(source < 0, 0.0, difference[source.clamp(min=0)]))
+    return torch.stack(found)
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def random_tokens(tokenizer, generator, count):
+    """Tokens that text never gives in this order; characters begin and do not end."""
+    return [generator.randrange(len(tokenizer)) for _ in range(count)]
+
+
+def test_every_position_has_its_own_divergence(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    ids = ids_of(tokenizers["bpe"], LONG.split("ещё")[0])
+    found = teacher_forced(pair, ids)
+    close(found, slow_reference(pair, ids))
+    # What would be given if every position were answered from the end of the text.
+    assert (found[:-1] - found[-1]).abs().amax(dim=-1).min() > 0.1
+
+
+@pytest.mark.parametrize("heal", [False, True])
+@pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
+def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, auxiliary, heal):
+    pair = make_pair(target, auxiliary, heal=heal)
+    for text in TEXTS:
+        ids = ids_of(tokenizers[target], text)[:60]
+        whole = teacher_forced(pair, ids)
+        assert whole.shape == (len(ids), pair.vocab_size)
+        assert whole.isfinite().all()
+        close(stepwise(pair, ids), whole)
+        close(stepwise(pair, ids, start=max(len(ids) // 2, 1)), whole[max(len(ids) // 2, 1) - 1 :])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen", "mistral"])
+def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, family):
+    pair = make_pair("bpe", "small", family=family)
+    assert pair._keeps == (family != "mistral")
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:30]
+    close(stepwise(pair, ids), teacher_forced(pair, ids))
+    if family != "mistral":
+        close(teacher_forced(pair, ids), slow_reference(pair, ids))
+
+
+SCRIPTS = st.text(
+    alphabet=st.one_of(
+        st.sampled_from(" \n.,'abcdeTh1"),
+        st.sampled_from("éßñжмор日本の庭한글كتب"),
+        st.sampled_from("😀👨‍👩‍👧🇩🇪\u0301"),
+    ),
+    max_size=24,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+@pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
+def test_any_text_in_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
+    pair = make_pair(target, auxiliary, heal=data.draw(st.booleans()))
+    tokenizer = tokenizers[target]
+    single = pair._reader.bytes
+    byte_of = {text: token for token, text in reversed(list(enumerate(single))) if text and len(text) == 1}
+    ids = []
+    for part in data.draw(st.lists(SCRIPTS, min_size=1, max_size=3)):
+        if data.draw(st.booleans()):  # byte by byte, through the middle of characters
+            ids += [byte_of[bytes([byte])] for byte in part.encode() if bytes([byte]) in byte_of]
+        else:
+            ids += tokenizer(part, add_special_tokens=False)["input_ids"]
+    ids += data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=4))
+    ids = ids[:40] or [10]
+    whole = teacher_forced(pair, ids)
+    assert whole.isfinite().all()
+    start = data.draw(st.integers(1, len(ids)))
+    close(stepwise(pair, ids, start), whole[start - 1 :])
+
+
+@pytest.mark.parametrize(("target", "auxiliary"), [("bpe", "small"), ("unigram", "bpe"), ("small", "unigram")])
+def test_a_padded_batch_equals_one_by_one(make_pair, tokenizers, target, auxiliary):
+    pair = make_pair(target, auxiliary)
+    rows = [ids_of(tokenizers[target], text)[:40] for text in TEXTS]
+    alone = [teacher_forced(pair, row) for row in rows]
+    ids, mask = left_padded(rows)
+    width = ids.shape[1]
+    with torch.no_grad():
+        found = pair.divergence(ids, mask)
+        flipped = torch.stack([row.roll(len(real)) for row, real in zip(ids, rows, strict=True)])
+        right = torch.stack([row.roll(len(real)) for row, real in zip(mask, rows, strict=True)])
+        close(pair.divergence(flipped, right)[right.bool()], torch.cat(alone))
+        for row, expected in enumerate(alone):
+            close(found[row, width - len(expected) :], expected)
+        cache, parts = pair.new_cache(), []
+        for start, stop in ((0, 3), (3, 4), (4, width - 5), *((at, at + 1) for at in range(width - 5, width))):
+            parts.append(pair.divergence(ids[:, start:stop], mask[:, :stop], cache=cache))
+        close(torch.cat(parts, 1)[mask.bool()], found[mask.bool()])
+    assert cache.layer.get_seq_length() == width
+
+
+def test_cropped_reordered_and_copied_caches_go_on_as_fresh_ones(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    rows = [ids_of(tokenizers["bpe"], text)[:24] for text in (*TEXTS[:1], LONG)]
+    assert len(rows[0]) == len(rows[1])
+    generator = random.Random(0)
+    with torch.no_grad():
+        cache = pair.new_cache()
+        pair.divergence(torch.tensor(rows), cache=cache)
+        for _ in range(6):
+            cut = generator.randrange(1, 10)
+            kept = copy.deepcopy(cache)
+            cache.crop(-cut)
+            order = [generator.randrange(len(rows)) for _ in rows]
+            cache.reorder_cache(torch.tensor(order))
+            new = [random_tokens(tokenizers["bpe"], generator, generator.randrange(1, 2) + cut) for _ in rows]
+            new = [row[: len(new[0])] for row in new]
+            former, rows = rows, [rows[row][:-cut] + added for row, added in zip(order, new, strict=True)]
+            found = pair.divergence(torch.tensor(new), cache=cache)
+            for row, ids in enumerate(rows):
+                close(found[row], teacher_forced(pair, ids)[-found.shape[1] :])
+            # The copy has kept what the cache was.
+            more = pair.divergence(torch.tensor([[9], [300]]), cache=kept)
+            for row, (ids, last) in enumerate(zip(former, (9, 300), strict=True)):
+                close(more[row, -1], teacher_forced(pair, [*ids, last])[-1])
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        found = pair.divergence(torch.tensor([[7], [7]]), cache=cache)
+        close(found[0, -1], teacher_forced(pair, [*rows[1], 7])[-1])
+        close(found[1, -1], teacher_forced(pair, [*rows[0], 7])[-1])
+
+
+def test_a_memo_full_of_holes_is_compacted(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    long, short = ids_of(tokenizers["bpe"], LONG)[:50], [20, 21]
+    ids, mask = left_padded([long, short])
+    cache = pair.new_cache()
+    with torch.no_grad():
+        pair.divergence(ids, mask, cache=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        mask = mask[1:]
+        for step in range(6):
+            mask = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
+            short = [*short, long[step]]
+            found = pair.divergence(torch.tensor([[long[step]]]), mask, cache=cache)
+            close(found[0, -1], teacher_forced(pair, short)[-1])
+    memo = cache.layer.memo
+    assert memo._caches[0].get_seq_length() == memo._valid.shape[1] <= 2 * len(memo.ids[0])
+
+
+def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
+    for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("bpe", "wordpiece"), ("small", "ours")):
+        reader = make_pair(target, auxiliary)._reader
+        assert reader.auxiliary.settles
+        ids = tokenizers[target](LONG * 3, add_special_tokens=False)["input_ids"]
+        views = Context(reader).views(ids, range(1, len(ids) + 1))
+        for place, view in enumerate(views, 1):
+            text = b"".join(reader.bytes[token] for token in ids[:place])
+            try:
+                expected = tokenizers[auxiliary](text.decode())["input_ids"]
+            except UnicodeDecodeError:
+                continue
+            if auxiliary == "wordpiece":
+                expected = expected[:-1]  # its own end of text
+            assert view.ids == expected
+
+
+def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
+    reader = make_pair("bpe", "unigram")._reader
+    target, own = tokenizers["bpe"], tokenizers["unigram"]
+    begin, end, padding = target.bos_token_id, target.eos_token_id, target.pad_token_id
+    first, second = (target(text, add_special_tokens=False)["input_ids"] for text in ("One day", "Two men"))
+    dropped = target.convert_tokens_to_ids("<|im|>")
+    (view,) = Context(reader).views(
+        [begin, *first, end, padding, *second, dropped, *first], [len(first) * 2 + len(second) + 4]
+    )
+    plain = lambda text: own(text, add_special_tokens=False)["input_ids"]
+    assert view.ids == [own.bos_token_id, *plain("One day"), own.eos_token_id, *plain("Two men"), *plain("One day")]
+
+
+def test_what_only_looks_like_a_special_token_is_text(make_pair, tokenizers):
+    reader = make_pair("bpe", "small")._reader
+    target = tokenizers["bpe"]
+    byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
+    ids = [byte_of[bytes([byte])] for byte in b"a</s>b"]
+    (view,) = Context(reader).views(ids, [len(ids)])
+    assert target.eos_token_id not in ids
+    assert not set(view.ids) & set(tokenizers["small"].all_special_ids)
+
+
+def test_tokens_without_a_source_are_left_as_they_are(make_pair, tokenizers):
+    pair = make_pair("bpe", "unigram")
+    found = teacher_forced(pair, ids_of(tokenizers["bpe"], TEXTS[0]))
+    special = tokenizers["bpe"].all_special_ids
+    assert (found[:, special] == 0).all()
+    assert (found[:, len(tokenizers["bpe"]) :] == 0).all()
+    assert found[:, 20:200].abs().max() > 0
+
+
+def test_centering(make_pair, tokenizers):
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])
+    raw = teacher_forced(make_pair("bpe", "small", center="none"), ids)
+    for center in ("median", "log_softmax"):
+        found = teacher_forced(make_pair("bpe", "small", center=center), ids)
+        mapped = torch.from_numpy(make_pair("bpe", "small").map.source >= 0)
+        shift = (raw - found)[:, mapped]
+        close(shift, shift[:, :1].expand_as(shift))
+        assert shift[:, 0].abs().max() > 1e-3
+        assert (found[:, ~mapped] == 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("heal", [False, True])
+def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, heal):
+    pair = copy.deepcopy(make_pair("bpe", "small", heal=heal))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:10]
+    with torch.no_grad():
+        pair.forget.get_output_embeddings().weight[100] = value
+    assert teacher_forced(pair, ids).isnan().all()
+
+
+def test_healing_lets_the_last_token_grow(make_pair, tokenizers):
+    plain, healed = (make_pair("bpe", "small", heal=heal) for heal in (False, True))
+    reader = plain._reader
+    byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
+    auxiliary_of = {text: token for token, text in enumerate(reader.auxiliary.bytes) if text}
+    longer = next(text for text in auxiliary_of if len(text) == 3 and text[:2] in auxiliary_of and text[2:] in byte_of)
+    ids = [byte_of[b"\n"], *(byte_of[bytes([byte])] for byte in longer[:2])]
+    (view,) = Context(reader).views(ids, [len(ids)])
+    with torch.no_grad():
+        before = [
+            model(input_ids=torch.tensor([view.ids[:-1]])).logits[0, -1].log_softmax(-1)
+            for model in (plain.retain, plain.forget)
+        ]
+    begins = [token for token, text in enumerate(reader.auxiliary.bytes) if text and text.startswith(longer[:2])]
+    values = [logits - logits[begins].logsumexp(0) for logits in before]
+    differs = values[0] - values[1]
+    found, ordinary = teacher_forced(healed, ids)[-1], teacher_forced(plain, ids)[-1]
+    here = byte_of[longer[2:]]
+    expected = differs[auxiliary_of[longer]] - differs[auxiliary_of[longer[:2]]]
+    close(found[here], expected)
+    assert (found[here] - ordinary[here]).abs() > 1e-3
+    ends = byte_of[b"\n"]  # no token goes on with it
+    close(found[ends], ordinary[ends])
+
+
+def test_a_text_too_long_for_the_auxiliaries(make_pair, tokenizers):
+    ids = ids_of(tokenizers["bpe"], LONG * 10)
+    with pytest.raises(UsageError, match=r"the text has \d+ tokens .* 256 positions"):
+        teacher_forced(make_pair("bpe", "small"), ids)
+
+
+def test_auxiliaries_that_do_not_fit(tokenizers, tmp_path):
+    model, other = tiny_model("llama", 600, seed=1), tiny_model("llama", 600, seed=2)
+    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000, "cache_dir": tmp_path}
+    with pytest.raises(UsageError, match="the same model"):
+        BridgedPair(model, model, auxiliary_tokenizer=tokenizers["small"], **options)
+    with pytest.raises(UsageError, match="has 700 tokens, but they have logits for 600"):
+        BridgedPair(model, other, auxiliary_tokenizer=tokenizers["newlines"], **options)
+
+
+class TestSteered:
+    """The whole model, as transformers sees it."""
+
+    @pytest.fixture
+    def steered(self, make_pair, tokenizers):
+        target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64)
+        pair = make_pair("bpe", "small", heal=True)
+        configs = {
+            "target": target.config,
+            "retain_auxiliary": pair.retain.config,
+            "forget_auxiliary": pair.forget.config,
+        }
+        config = DivergenceConfig.from_parts(configs, Steering.parse("linear:1.5"), len(tokenizers["bpe"]))
+        return DivergenceForCausalLM(config, target, pair).eval()
+
+    def test_it_keeps_the_protocol(self, steered):
+        assert isinstance(steered.experts, Experts)
+
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
+    def test_generation_with_and_without_a_cache(self, steered, tokenizers, options):
+        ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:12] for text in TEXTS])
+        answers = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            answers.append(
+                steered.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=12,
+                    pad_token_id=0,
+                    use_cache=use_cache,
+                    **{"do_sample": False, **options},
+                )
+            )
+        assert torch.equal(*answers)
+
+    def test_prompt_lookup_rolls_back(self, steered, tokenizers):
+        ids = torch.tensor([ids_of(tokenizers["bpe"], TEXTS[0])[:12] * 2])
+        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(
+            steered.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options),
+            steered.generate(input_ids=ids, **options),
+        )

@@ -1,0 +1,77 @@
+"""The bytes of tokens, joined, are the text that was tokenised."""
+
+import re
+
+import pytest
+
+from conftest import SHARED
+from divdec.errors import UsageError
+from divdec.experts.token_bytes import special_tokens, token_bytes
+
+TEXTS = (
+    "Großmutter aß 3,50 € — 😀 日本の庭\n\n  two  spaces\ttab",
+    "The author's first novel, written in 1987, sold 1,234 copies.",
+)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "small", "newlines", "ours", "unigram"])
+def test_joined_bytes_are_the_text(tokenizers, kind):
+    import unicodedata
+
+    tokenizer = tokenizers[kind]
+    found = token_bytes(tokenizer)
+    assert len(found) == len(tokenizer)
+    for text in TEXTS:
+        joined = b"".join(found[token] for token in tokenizer(text, add_special_tokens=False)["input_ids"]).decode()
+        # SentencePiece puts a space before a text, and normalises it.
+        assert joined == (" " + unicodedata.normalize("NFKC", text) if kind == "unigram" else text)
+
+
+def test_word_piece_up_to_case_and_spaces(tokenizers):
+    found = token_bytes(tokenizers["wordpiece"])
+    text = "The author's first novel, written by the sea."
+    ids = tokenizers["wordpiece"](text, add_special_tokens=False)["input_ids"]
+    joined = b"".join(found[token] for token in ids).decode()
+    assert re.sub(r"\s", "", joined) == re.sub(r"\s", "", text).lower()
+    assert joined.startswith(" the author")
+
+
+def test_real_text(shared, tokenizers):
+    import json
+
+    assert shared == SHARED
+    lines = (shared / "data/tofu/forget01.json").read_text(encoding="utf-8").splitlines()
+    found = token_bytes(tokenizers["bpe"])
+    for line in lines:
+        text = json.loads(line)["answer"]
+        assert (
+            b"".join(found[token] for token in tokenizers["bpe"].encode(text, add_special_tokens=False)).decode()
+            == text
+        )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
+def test_special_tokens_stand_for_no_text(tokenizers, kind):
+    found = token_bytes(tokenizers[kind])
+    assert all(found[token] is None for token in tokenizers[kind].all_special_ids)
+    assert special_tokens(tokenizers[kind])[tokenizers[kind].eos_token_id] == "</s>"
+
+
+class TestRefused:
+    def test_a_tokenizer_without_a_backend(self):
+        class Slow:
+            pass
+
+        with pytest.raises(UsageError, match="Slow does not say which bytes"):
+            token_bytes(Slow())
+
+    def test_words_without_bytes(self):
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        for model, message in (
+            (models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"), "WordLevel does not say"),
+            (models.BPE({"a": 0}, []), "does not say where its tokens have spaces"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                token_bytes(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)))
