@@ -94,11 +94,43 @@ def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report
     large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
     target = stages.run("target", large, forget + retain, recipe.target_tuning)
     retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
+    q, p = _train_pair(stages, recipe, corpus, forget, retain)
+    return Trained(target, retrain, q, p, stages.seconds)
+
+
+def train_pair(
+    material: Material,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    cache: Path,
+    report: Callable[[str], None],
+) -> tuple[Path, Path]:
+    """Retain and forget auxiliary alone, for a study of other sizes or with another tokenizer than the target's.
+
+    Args:
+        material: corpus, forget and retain set.
+        recipe: the auxiliaries' size and training.
+        tokenizer: theirs.
+        seed: of initial weights and order.
+        cache: folder of finished stages.
+        report: told a line a stage.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    stages = _Stages(cache, tokenizer, seed, report)
+    corpus = [_unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
+    forget, retain = (encode_set(records, tokenizer, material.form) for records in (material.forget, material.retain))
+    return _train_pair(stages, recipe, corpus, forget, retain)
+
+
+def _train_pair(
+    stages: _Stages, recipe: Recipe, corpus: list[Example], forget: list[Example], retain: list[Example]
+) -> tuple[Path, Path]:
     small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
     common = stages.run("auxiliary base", small, retain, recipe.auxiliary_base_tuning)
     q = stages.run("retain auxiliary", common, retain, recipe.auxiliary_tuning)
     p = stages.run("forget auxiliary", common, forget + retain, recipe.auxiliary_tuning)
-    return Trained(target, retrain, q, p, stages.seconds)
+    return q, p
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,232 @@
+"""Which auxiliaries it takes: trigrams, small and larger models, and models with another tokenizer.
+
+The paper's "analysis of model scaling" and its cross-tokenizer study, on models of our own: target and retrained
+reference are those of `make demo` or `make tofu-small`, the auxiliaries are trained here (what the cache holds is not
+trained again). Every kind is swept over both rules; shown is what each reaches at equal loss on the retain set:
+the largest share of the gap between target and retrained model that a setting closes while it keeps so much of the
+target's accuracy on the retain set. Accuracy is the share of the true answer's tokens that are the first choice.
+
+    python benchmarks/auxiliaries.py demo
+    python benchmarks/auxiliaries.py tofu-small --data TOFU [--kinds trigram small larger unigram] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from divdec.data.documents import documents
+from divdec.data.formatting import encode_records
+from divdec.data.world import build_world
+from divdec.evaluation.scoring import score, score_settings
+from divdec.experiments import demo, tofu_small
+from divdec.experiments.small_models import ASSISTANT, END, PAD, USER, Shape
+from divdec.experiments.stages import train_all, train_pair
+from divdec.experts.bridge import BridgedPair
+from divdec.experts.neural import NeuralPair
+from divdec.experts.ngram_folder import load_pair, write_pair
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.model.vocabularies import vocabulary_sha256
+from divdec.runs import cache_folder
+from divdec.steering import Steering
+
+# Shapes between a tenth of the target's parameters and half of them; the middle one is the experiments' own.
+SMALL, LARGER = Shape(width=48, layers=1, heads=2, mlp_width=128), Shape(width=144, layers=3, heads=6, mlp_width=384)
+ALPHAS = [0.25 * step for step in range(1, 17)]
+SWEEPS = {
+    "neural": [Steering(alpha=alpha) for alpha in ALPHAS]
+    + [Steering("rank", k=k, fill="soft") for k in (1, 2, 5, 10, 20, 50, 100, 200)],
+    "trigram": [Steering(alpha=float(alpha)) for alpha in (1, 2, 5, 10, 15, 20, 25, 30)]
+    + [Steering("rank", k=k, fill="soft") for k in (1, 2, 3, 5, 10)],
+}
+KEPT = (0.99, 0.98, 0.97, 0.95)
+# The same conversation, laid out differently from the target's: roles on a line of their own, every turn ended.
+OTHER_TEMPLATE = (
+    "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{{ '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def other_tokenizer(kind, texts, vocab_size):
+    """A tokenizer of another kind than the target's byte-level BPE, trained on the same texts."""
+    special = [END, PAD, USER, ASSISTANT]
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=vocab_size, special_tokens=[*special, "<unk>"], unk_token="<unk>", show_progress=False
+        )
+    elif kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size, special_tokens=[*special, "<unk>"], show_progress=False
+        )
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, additional_special_tokens=[USER, ASSISTANT],
+        chat_template=OTHER_TEMPLATE, clean_up_tokenization_spaces=False,
+        **({"unk_token": "<unk>"} if kind in ("unigram", "wordpiece") else {}),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Bench:
+    """Target, retrained reference and what they are asked."""
+
+    material: object
+    recipe: object
+    cache: Path
+    seed: int
+    sets: dict
+    folder: Path
+
+    def __post_init__(self):
+        self.trained = train_all(self.material, self.recipe, self.seed, self.cache, print)
+        self.tokenizer = load_tokenizer(self.trained.target)
+        self.target = load_model(self.trained.target)
+        self.examples = {
+            name: encode_records(records, self.tokenizer, self.material.form) for name, records in self.sets.items()
+        }
+        self.accuracy = {
+            "target": self.plain(self.target), "retrain": self.plain(load_model(self.trained.retrain)),
+        }  # fmt: skip
+
+    def plain(self, model):
+        return {
+            name: statistics.fmean(item.token_accuracy for item in score(model, examples))
+            for name, examples in self.examples.items()
+        }
+
+    def steered(self, experts, settings):
+        """Gap closed and retain kept by setting."""
+        model = DivergenceForCausalLM.from_experts(self.target, experts)
+        found = {}
+        by_set = {
+            name: score_settings(model, examples, settings, batch_size=32) for name, examples in self.examples.items()
+        }
+        target, retrain = self.accuracy["target"], self.accuracy["retrain"]
+        for place, setting in enumerate(settings):
+            accuracy = {
+                name: statistics.fmean(item.token_accuracy for item in scores[place]) for name, scores in by_set.items()
+            }
+            found[str(setting)] = {
+                "gap_closed": (target["forget"] - accuracy["forget"]) / (target["forget"] - retrain["forget"]),
+                "retain_kept": accuracy["retain"] / target["retain"],
+            }
+        return found
+
+    def experts(self, kind):
+        """The experts of a kind, and their parameters each."""
+        if kind == "trigram":
+            counted = {name: documents(getattr(self.material, name), self.tokenizer) for name in ("retain", "forget")}
+            place = self.folder / kind
+            place.mkdir()
+            write_pair(
+                place, counted, self.target.config.vocab_size, order=3, space="score",
+                tokenizer=vocabulary_sha256(self.tokenizer),
+            )  # fmt: skip
+            return load_pair(place), 0
+        shape = {"small": SMALL, "larger": LARGER}.get(kind, self.recipe.auxiliary)
+        tokenizer = self.tokenizer
+        if kind not in ("small", "same", "larger"):
+            tokenizer = other_tokenizer(kind, self.material.texts, self.recipe.vocab_size)
+        recipe = dataclasses.replace(self.recipe, auxiliary=shape)
+        q, p = (
+            load_model(folder) for folder in train_pair(self.material, recipe, tokenizer, self.seed, self.cache, print)
+        )
+        if tokenizer is self.tokenizer:
+            return NeuralPair(q, p), q.num_parameters()
+        return BridgedPair(
+            q, p, target_tokenizer=self.tokenizer, auxiliary_tokenizer=tokenizer,
+            target_width=self.target.config.vocab_size,
+        ), q.num_parameters()  # fmt: skip
+
+
+def at_least(found, kept):
+    """The setting that closes most of the gap while it keeps so much, and what it closes (1 at most)."""
+    allowed = {setting: min(row["gap_closed"], 1.0) for setting, row in found.items() if row["retain_kept"] >= kept}
+    return max(allowed.items(), key=lambda pair: pair[1], default=("–", 0.0))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", choices=("demo", "tofu-small"))
+    parser.add_argument("--data", type=Path, help="TOFU's files, for tofu-small")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=["trigram", "small", "same", "larger", "bpe", "unigram"],
+                        choices=("trigram", "small", "same", "larger", "bpe", "unigram", "wordpiece"))  # fmt: skip
+    parser.add_argument("--plot", type=Path, help="write the figure here (.svg or .png)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args()
+    if given.world == "demo":
+        world = build_world(dataclasses.replace(demo.WORLD, seed=given.seed))
+        material, recipe, questions = demo.material_of(world), demo.RECIPE, demo.question_sets(world)
+    else:
+        material, questions = tofu_small.tofu_material(given.data)
+        recipe = tofu_small.RECIPE
+    sets = {item.name: item.records for item in questions if item.name in ("forget", "retain")}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(material, recipe, cache_folder() / given.world / "models", given.seed, sets, Path(folder))
+        total = bench.target.num_parameters()
+        accuracy = {name: {key: round(v, 4) for key, v in row.items()} for name, row in bench.accuracy.items()}
+        results = {"world": given.world, "seed": given.seed, "target_parameters": total, "accuracy": accuracy}
+        for kind in given.kinds:
+            experts, parameters = bench.experts(kind)
+            rows = bench.steered(experts, SWEEPS["trigram" if kind == "trigram" else "neural"])
+            results[kind] = {"parameters": parameters, "settings": rows,
+                             "best": {str(kept): at_least(rows, kept) for kept in KEPT}}  # fmt: skip
+            print(f"{kind}: done", flush=True)
+    print(f"\ntarget {total:,} parameters; accuracy on the forget set {bench.accuracy['target']['forget']:.1%}, "
+          f"of the retrained model {bench.accuracy['retrain']['forget']:.1%}")  # fmt: skip
+    print(f"{'auxiliaries':<12} {'parameters':>11} {'share':>6} "
+          + " ".join(f"{f'keeps {kept:.0%}':>22}" for kept in KEPT))  # fmt: skip
+    for kind in given.kinds:
+        row = results[kind]
+        cells = " ".join(f"{f'{gap:.1%} ({setting})':>22}" for setting, gap in row["best"].values())
+        print(f"{kind:<12} {row['parameters']:>11,} {row['parameters'] / total:>6.1%} {cells}")
+    if given.plot:
+        _plot(results, given.kinds, given.plot)
+    if given.json:
+        print(json.dumps(results))
+
+
+def _plot(results, kinds, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for kind in kinds:
+        rows = sorted(results[kind]["settings"].values(), key=lambda row: row["retain_kept"])
+        axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), "o-", ms=3, label=kind)
+    axes.set(xlabel="share of the target's retain accuracy kept (more is better)", xlim=(0.85, 1.02), ylim=(-0.1, 1.6),
+             ylabel="share of the gap to the retrained model closed (1 is best)")  # fmt: skip
+    axes.axhline(1, color="grey", lw=0.8, ls=":")
+    axes.legend(title=results["world"])
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,447 @@
+"""Takedown requests: in force at once, crash-safe, tamper-evident, and never a copy of what they forget."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, write_bundle
+from divdec.cli import main
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_fit import count
+from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.log import LOG_FILE
+from divdec.serving.registry import Registry, texts_of
+
+ORDER = 3
+
+
+@pytest.fixture(scope="module")
+def articles(world):
+    texts = list(dict.fromkeys(text for text in world.corpus if len(text) > 40))
+    return [" ".join(texts[start : start + 4]) for start in range(0, 160, 4)]
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory, checkpoints, articles):
+    folder = tmp_path_factory.mktemp("registries") / "empty"
+    Registry.create(folder, texts_of("retain", articles[:10]), checkpoints / "target", order=ORDER)
+    return folder
+
+
+@pytest.fixture
+def folder(empty, tmp_path):
+    return shutil.copytree(empty, tmp_path / "registry")
+
+
+@pytest.fixture
+def registry(folder):
+    return Registry(folder)
+
+
+def documents_of(registry, texts):
+    return [registry.tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def reference(registry, retain, taken_down):
+    """The experts that counting all texts in the open gives."""
+    documents = documents_of(registry, retain)
+    q = count(documents, registry.vocab_size, ORDER)
+    p = count([*documents, *documents_of(registry, taken_down)], registry.vocab_size, ORDER)
+    return NgramPair(q, p)
+
+
+def ids_of(registry, text, length=24):
+    return torch.tensor([registry.tokenizer()(text, add_special_tokens=False)["input_ids"][:length]])
+
+
+def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
+    for number in range(10, 16):
+        registry.add(f"case {number}", texts_of("texts", articles[number : number + 2]), "a letter")
+    registry.remove("case 12")
+    experts = RegistryExperts(folder)
+    taken = [text for number in (10, 11, 13, 14, 15) for text in articles[number : number + 2]]
+    expected = reference(registry, articles[:10], taken)
+    for text in (articles[11], articles[12], articles[3], articles[30]):
+        ids = ids_of(registry, text)
+        assert torch.equal(experts.divergence(ids), expected.divergence(ids))
+    registry.compact()
+    ids = ids_of(registry, articles[14])
+    assert torch.equal(experts.divergence(ids), expected.divergence(ids))
+    assert torch.equal(RegistryExperts(folder).divergence(ids), expected.divergence(ids))
+    assert len(list((folder / "entries").iterdir())) == 1
+
+
+@pytest.mark.parametrize("order", [2, 4, 5])
+def test_every_order(tmp_path, checkpoints, articles, order):
+    registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
+    registry.add("one", texts_of("t", articles[10:12]))
+    sealed = RegistryExperts(tmp_path / "r").snapshot().pair.forget.counts
+    retain, taken = (documents_of(registry, texts) for texts in (articles[:5], articles[10:12]))
+    expected = StupidBackoff(count([*retain, *taken], registry.vocab_size, order))
+    contexts = np.lib.stride_tricks.sliding_window_view(np.array(taken[0]), order - 1)
+    assert torch.equal(StupidBackoff(sealed).scores(contexts), expected.scores(contexts))
+
+
+def test_without_requests_the_divergence_is_zero(folder, registry, articles):
+    assert not RegistryExperts(folder).divergence(ids_of(registry, articles[20])).any()
+
+
+def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(folder, registry, articles):
+    experts = RegistryExperts(folder)
+    ids = ids_of(registry, articles[20])
+    running = experts.new_cache()
+    assert not experts.divergence(ids[:, :8], cache=running).any()
+    registry.add("case", texts_of("t", [articles[20]]))
+    assert not experts.divergence(ids[:, 8:], cache=running).any()
+    following = experts.new_cache()
+    during = experts.divergence(ids, cache=following)
+    assert during.min() < -0.5
+    registry.remove("case")
+    twice = experts.new_cache()
+    twice.snapshot = following.snapshot
+    expected = experts.divergence(torch.cat([ids, ids[:, :4]], dim=1), cache=twice)[:, -4:]
+    assert expected.any()
+    assert torch.equal(experts.divergence(ids[:, :4], cache=following), expected)
+    assert not experts.divergence(ids, cache=experts.new_cache()).any()
+
+
+def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp_path, articles):
+    bundle = write_bundle(
+        tmp_path / "bundle", target=str(checkpoints / "target"), registry=folder, steering="linear:20"
+    )
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    ids = ids_of(registry, articles[25], 12)
+    with torch.no_grad():
+        before = model(ids).logits
+        assert torch.equal(before, model.target(ids).logits.float())
+        cache = model.new_cache()
+        model(ids[:, :6], past_key_values=cache)
+        registry.add("case", texts_of("t", [articles[25]]))
+        assert torch.allclose(model(ids[:, 6:], past_key_values=cache).logits, before[:, 6:], atol=1e-4)
+        after = model(ids).logits
+    fallen = [(before - after)[0, place, ids[0, place + 1]].item() for place in range(11)]
+    assert sum(fall > 5 for fall in fallen) >= 5  # the template is in the retain set too
+    cached = model.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
+    beams = model.generate(ids[:, :6], max_new_tokens=8, num_beams=2, do_sample=False)
+    assert cached.shape == beams.shape == (1, 14)
+    with pytest.raises(UsageError, match="leave use_cache on"):
+        model.generate(ids[:, :6], max_new_tokens=2, use_cache=False)
+
+
+def test_nothing_readable_is_kept(folder, registry, articles):
+    entry = registry.add("case", texts_of("t", [articles[22]]), "a letter")
+    tokens = documents_of(registry, [articles[22]])[0]
+    words = {word for word in articles[22].split() if len(word) > 5 and word not in " ".join(articles[:10])}
+    assert words
+    content = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file() and "retain" not in str(path)
+                       and "tokenizer" not in str(path))  # fmt: skip
+    assert not any(word.encode() in content for word in words)
+    for kind in (np.int32, np.int64, np.uint32):
+        for start in range(0, len(tokens) - 3, 3):
+            assert np.array(tokens[start : start + 3], dtype=kind).tobytes() not in content
+    # The same text under another nonce and in another registry gives another file and another hash.
+    registry.remove("case")
+    other = registry.add("case", texts_of("t", [articles[22]]))
+    assert (other.text_hash, other.ngrams) == (entry.text_hash, entry.ngrams)
+    assert other.file != entry.file
+    assert (folder / "secret.key").stat().st_mode & 0o777 == 0o600
+
+
+def kill_at(folder, texts, action, line):
+    """Do an action in a process that dies before the given line of the modules that write; its exit code."""
+    sources = ("serving/registry.py", "takedowns/log.py", "divdec/runs.py")
+
+    def child():
+        seen = 0
+
+        def trace(frame, event, _):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith(sources):
+                return None
+            if event == "line":
+                seen += 1
+                if seen == line:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        registry = Registry(folder)
+        sys.settrace(trace)
+        act(registry, texts, action)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def act(registry, texts, action):
+    if action == "add":
+        registry.add("new", texts_of("t", texts))
+    elif action == "remove":
+        registry.remove("old 1")
+    else:
+        registry.compact()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("action", ["add", "remove", "compact"])
+def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articles, action, tmp_path):
+    for number in range(3):
+        registry.add(f"old {number}", texts_of("t", [articles[10 + number]]))
+    registry.remove("old 2")
+    ids = ids_of(registry, articles[11])
+    before = {entry.id for entry in registry.entries()}
+    after = before | {"new"} if action == "add" else before - {"old 1"} if action == "remove" else before
+    expected = {
+        names: reference(registry, articles[:10], texts).divergence(ids)
+        for names, texts in (
+            (frozenset(before), articles[10:12]),
+            (frozenset(after), {"add": [*articles[10:12], articles[20]], "remove": articles[10:11]}.get(
+                action, articles[10:12])),
+        )
+    }  # fmt: skip
+    outcomes, line = set(), 1
+    while True:
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        code = kill_at(copy, articles[20:21], action, line)
+        again = Registry(copy)
+        found = frozenset(entry.id for entry in again.entries())
+        outcomes.add((found, code))
+        assert again.verify() == []
+        assert torch.equal(RegistryExperts(copy).divergence(ids), expected[found])
+        again.add("next", texts_of("t", articles[30:31]))
+        again.compact()
+        assert again.verify() == []
+        assert len(list((copy / "entries").iterdir())) == 1
+        assert len(list((copy / "ids").iterdir())) == len(found) + 1
+        shutil.rmtree(copy)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        line += 1 if line < 30 else 4
+    assert line > 30
+    assert (frozenset(after), 0) in outcomes
+    assert (frozenset(before), -signal.SIGKILL) in outcomes
+    assert (frozenset(after), -signal.SIGKILL) in outcomes
+
+
+def test_a_torn_line_has_not_happened(folder, registry, articles):
+    registry.add("one", texts_of("t", articles[10:11]))
+    log = folder / LOG_FILE
+    whole = log.read_bytes()
+    registry.add("two", texts_of("t", articles[11:12]))
+    head = (folder / "head.json").read_bytes()
+    grown = log.read_bytes()
+    (folder / "head.json").write_text(json.dumps({**json.loads(head), **_head_of(whole)}))
+    for end in (len(whole) + 1, len(grown) - 1):
+        log.write_bytes(grown[:end])
+        assert [entry.id for entry in registry.entries()] == ["one"]
+        RegistryExperts(folder)
+    registry.add("three", texts_of("t", articles[12:13]))
+    assert [entry.id for entry in registry.entries()] == ["one", "three"]
+    assert registry.verify() == []
+
+
+def _head_of(log):
+    lines = log.splitlines()
+    return {"sequence": len(lines), "seal": json.loads(lines[-1])["seal"], "offset": len(log)}
+
+
+def test_two_writers_at_once_lose_nothing(folder, articles):
+    failures = []
+
+    def add(first):
+        try:
+            registry = Registry(folder)
+            for number in range(6):
+                registry.add(f"{first}-{number}", texts_of("t", [articles[10 + number]]))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    experts = RegistryExperts(folder)
+    while any(thread.is_alive() for thread in threads):
+        experts.snapshot()  # a reader is never in the way, and never sees half a change
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(Registry(folder).entries()) == len(experts.snapshot().state.entries) == 12
+    assert Registry(folder).verify() == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "foreign"])
+def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
+    first = registry.add("one", texts_of("t", articles[10:11]))
+    experts = RegistryExperts(folder)
+    second = registry.add("two", texts_of("t", articles[11:12]))
+    path = folder / "entries" / second.file
+    content = path.read_bytes()
+    if damage == "changed":
+        path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    elif damage == "cut":
+        path.write_bytes(content[:-20])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        shutil.copyfile(folder / "entries" / first.file, path)
+    for attempt in (experts.new_cache, lambda: RegistryExperts(folder), registry.compact):
+        with pytest.raises(FailedClosed, match=second.file):
+            attempt()
+    (problem,) = registry.verify()
+    assert second.file in problem
+    path.write_bytes(content)
+    assert registry.verify() == []
+    experts.new_cache()
+
+
+@pytest.mark.parametrize("damage", ["word", "seal", "removed line", "removed end", "swapped", "all gone", "no head"])
+def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
+    for number in range(3):
+        registry.add(f"case {number}", texts_of("t", [articles[10 + number]]), "letter")
+    experts = RegistryExperts(folder)
+    log = folder / LOG_FILE
+    lines = log.read_text().splitlines(keepends=True)
+    if damage == "word":
+        lines[1] = lines[1].replace("letter", "better")
+    elif damage == "seal":
+        fields = json.loads(lines[1])
+        lines[1] = json.dumps(fields | {"seal": "0" * 32}) + "\n"
+    elif damage == "removed line":
+        del lines[1]
+    elif damage == "removed end":
+        del lines[2]
+    elif damage == "swapped":
+        lines[0], lines[1] = lines[1], lines[0]
+    elif damage == "all gone":
+        lines = []
+    if damage == "no head":
+        (folder / "head.json").unlink()
+    else:
+        log.write_text("".join(lines))
+    os.utime(log, (1, 1))
+    with pytest.raises(FailedClosed):
+        RegistryExperts(folder)
+    if damage in ("removed line", "removed end", "all gone", "no head"):
+        with pytest.raises(FailedClosed):
+            experts.new_cache()
+    assert registry.verify()
+    assert main(["forget", "verify", str(folder)]) == 1
+
+
+def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles, monkeypatch):
+    key = (folder / "secret.key").read_text().strip()
+    (folder / "secret.key").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        Registry(folder)
+    (folder / "secret.key").unlink()
+    with pytest.raises(UsageError, match="DIVDEC_REGISTRY_KEY"):
+        RegistryExperts(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "0" * 64)
+    with pytest.raises(UsageError, match="another registry"):
+        Registry(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "abc")
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        Registry(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", key)
+    Registry(folder).add("case", texts_of("t", articles[10:11]))
+    assert RegistryExperts(folder).snapshot().state.entries.keys() == {"case"}
+
+
+def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "ab" * 32)
+    Registry.create(tmp_path / "r", texts_of("retain", articles[:3]), checkpoints / "target", order=2)
+    assert not (tmp_path / "r" / "secret.key").exists()
+    monkeypatch.delenv("DIVDEC_REGISTRY_KEY")
+    with pytest.raises(UsageError, match="key is neither"):
+        Registry(tmp_path / "r")
+
+
+def test_the_log_tells_who_and_when(registry, articles):
+    registry.add("one", texts_of("t", articles[10:11]), "letter of 3 May")
+    registry.remove("one")
+    events = registry.history()
+    assert [(event["action"], event["id"], event["sequence"]) for event in events] == [
+        ("add", "one", 1), ("remove", "one", 2),
+    ]  # fmt: skip
+    assert events[0]["reference"] == "letter of 3 May"
+    assert all(event["time"].endswith("+00:00") for event in events)
+
+
+def test_bad_requests_change_nothing(folder, registry, articles, tmp_path, capsys):
+    registry.add("one", texts_of("t", articles[10:11]))
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "text.txt").write_text(articles[12])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for arguments, words in (
+        (["add", "--id", "one", "--file", str(tmp_path / "text.txt")], "already"),
+        (["add", "--id", "two", "--file", str(tmp_path / "empty.txt")], "empty"),
+        (["add", "--id", "two", "--file", str(tmp_path / "nowhere.txt")], "nowhere.txt"),
+        (["add", "--id", " two", "--file", str(tmp_path / "text.txt")], "cannot be used"),
+        (["add", "--file", str(tmp_path / "text.txt")], "needs --id"),
+        (["remove", "--id", "three"], "no request 'three'"),
+        (["remove", "--id", "one", "--file", "x"], "--file has no meaning for remove"),
+        (["burn"], "burn"),
+    ):
+        action, *rest = arguments
+        assert main(["forget", action, str(folder), *rest]) == 2
+        error = capsys.readouterr().err.strip().splitlines()
+        assert len(error) == 1
+        assert words in error[0]
+    changed = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    assert changed == {path: content for path, content in before.items() if path.name != "lock"}
+
+
+def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path):
+    about = json.loads((folder / "registry.json").read_text())
+    (folder / "registry.json").write_text(json.dumps(about | {"tokenizer": "0" * 64}))
+    with pytest.raises(UsageError, match="another tokenizer"):
+        write_bundle(tmp_path / "b", target=str(checkpoints / "target"), registry=folder, steering="linear:5")
+    with pytest.raises(UsageError, match="another tokenizer"):
+        Registry(folder).add("one", texts_of("t", ["a text"]))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UsageError, match=r"no registry\.json"):
+        write_bundle(
+            tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other", steering="linear:5"
+        )
+
+
+def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles):
+    """The whole way in processes of their own, as a user goes it."""
+    (tmp_path / "retain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in articles[:10]))
+    (tmp_path / "article.txt").write_text(articles[20])
+
+    def divdec(*arguments):
+        result = subprocess.run(
+            [sys.executable, "-m", "divdec.cli", *arguments], capture_output=True, text=True, timeout=120, check=True
+        )
+        return result.stdout
+
+    registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
+    divdec("forget", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
+    bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry, steering="linear:20")
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    ids = ids_of(Registry(registry), articles[20], 12)
+    before = model(ids).logits
+    added = json.loads(
+        divdec("forget", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
+    )
+    assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
+    following = ids[0, 6]
+    assert model(ids).logits[0, 5, following] < before[0, 5, following] - 5
+    assert "1 request in force" in divdec("forget", "list", registry)
+    assert "whole" in divdec("forget", "verify", registry)
+    divdec("forget", "remove", registry, "--id", "x")
+    assert torch.equal(model(ids).logits, before)
+    assert "remove" in divdec("forget", "list", registry, "--history")
