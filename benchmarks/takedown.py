@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer  # noqa: F401  (tells a missing library early)
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import read_records
@@ -26,12 +25,16 @@ from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
 from divdec.experiments.small_models import Shape, new_model, train_tokenizer
+from divdec.experts.takedowns.live import RegistryExperts
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, output_folder, settings_hash
+from divdec.serving.registry import Registry, texts_of
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
 PROMPT, CONTINUED = 128, 128  # tokens
-ARTICLES = 60  # to forget, and as many to keep
+ARTICLES, KNOWN = 60, 30  # to forget, and as many to keep; those of the latter that the registry is told
 SHAPE = Shape(width=192, layers=3, heads=6, mlp_width=512)
 TRAINING = TrainingSettings(epochs=40.0, learning_rate=3e-3, batch_size=8, warmup=0.05)
 
@@ -75,7 +78,7 @@ def measured(model, tokenizer, windows):
         prompts, truths = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]
         answered = continuations(model, tokenizer, prompts, max_new_tokens=CONTINUED, batch_size=20)
         found[f"{name}_rouge_l"] = statistics.fmean(
-            rouge(tokenizer.decode(truth), tokenizer.decode(ids, skip_special_tokens=True))["rougeL_recall"]
+            rouge(tokenizer.decode(ids, skip_special_tokens=True), tokenizer.decode(truth))["rougeL_f1"]
             for truth, ids in zip(truths, answered, strict=True)
         )
         examples = [Example(row, [IGNORED] * PROMPT + row[PROMPT:]) for row in rows]
@@ -83,3 +86,83 @@ def measured(model, tokenizer, windows):
             statistics.fmean(item.loss for item in score(model, examples, batch_size=16))
         )
     return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of MUSE-News")
+    parser.add_argument("--orders", type=int, nargs="+", default=[3, 5])
+    parser.add_argument("--alphas", type=float, nargs="+", default=[2, 5, 10])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args()
+    folder, windows = over_trained(given.data)
+    tokenizer, target = load_tokenizer(folder), load_model(folder)
+    forget, retain = articles(given.data)
+    # Half of the articles to keep stand in the registry's retain set; of the others it knows nothing.
+    windows = {"forget": windows["forget"], "retain": windows["retain"][:KNOWN], "other": windows["retain"][KNOWN:]}
+    results = {"before": measured(target, tokenizer, windows)}
+    print(f"{'':<18}" + "".join(f"{name + ' ' + kind:>18}" for name in windows for kind in ("ROUGE-L", "perplexity")))
+    show("before", results["before"])
+    with tempfile.TemporaryDirectory() as place:
+        for order in given.orders:
+            registry = Registry.create(
+                Path(place) / str(order), texts_of("retain", retain[:KNOWN]), folder, order=order
+            )
+            model = DivergenceForCausalLM.from_experts(target, RegistryExperts(registry.folder))
+            registry.add("articles", texts_of("articles", forget))
+            for alpha in given.alphas:
+                model.steering = f"linear:{alpha:g}"
+                results[f"order {order}, linear:{alpha:g}"] = found = measured(model, tokenizer, windows)
+                show(f"order {order}, α {alpha:g}", found)
+        results["registry"] = growth(Path(place), folder, given.data, given.requests)
+    if given.json:
+        print(json.dumps(results))
+
+
+def show(name, found):
+    print(f"{name:<18}" + "".join(f"{value:>18.3f}" for value in found.values()), flush=True)
+
+
+def growth(place, checkpoint, data, sizes):
+    """How long `add` and taking up what it added last, by how many requests there are already."""
+    texts = [
+        json.loads(line)["text"]
+        for part in (1, 2)
+        for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines()
+    ]
+    registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
+    experts = RegistryExperts(registry.folder)
+    article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
+    ids = torch.tensor([registry.tokenizer()(article)["input_ids"][:64]])
+    found, held = {}, 0
+    print(f"\n{'requests':>9}{'add, s':>9}{'taken up, s':>13}{'1 MB: add':>12}{'taken up, s':>13}{'next answer, s':>16}"
+          f"{'opening all, s':>16}{'compact, s':>12}")  # fmt: skip
+    for size in sizes:
+        while held < size:
+            registry.add(f"request {held}", texts_of("t", [texts[held % len(texts)]]))
+            held += 1
+        experts.snapshot()
+        small = [timed(lambda n=n: registry.add(f"probe {n}", texts_of("t", [article]))) for n in range(5)]
+        row = {"add": statistics.median(small), "taken_up": timed(experts.snapshot)}
+        row["add_megabyte"] = timed(lambda: registry.add("large", texts_of("t", [megabyte])))
+        row["taken_up_megabyte"] = timed(experts.snapshot)
+        row["next_answer"] = timed(lambda: experts.divergence(ids, cache=experts.new_cache()))
+        row["open_all"] = timed(lambda: RegistryExperts(registry.folder))
+        for name in ("large", *(f"probe {n}" for n in range(5))):
+            registry.remove(name)
+        row["compact"] = timed(registry.compact)
+        found[size] = {name: round(value, 4) for name, value in row.items()}
+        print(f"{size:>9}" + "".join(f"{value:>{width}.3f}" for value, width in
+                                     zip(row.values(), (9, 13, 12, 13, 16, 16, 12))), flush=True)  # fmt: skip
+    return found
+
+
+def timed(act):
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
