@@ -225,8 +225,8 @@ def show(found):
           f"{decoding['steered_ms']:.1f} ms; experts {decoding['experts_share_of_target']:.1%} of the target, "
           f"steered / target {decoding['steered_over_target']:.3f}")  # fmt: skip
     print(f"side by side  on {dense['documents']} documents ({dense['tokens']:,} tokens, "
-          f"{dense['contexts']:,} contexts): fit {dense['dense_fit_s']:.2f} s dense, {dense['own_fit_s']:.2f} s ours; memory "
-          f"{dense['dense_bytes'] / 1e6:,.0f} MB, {dense['own_bytes'] / 1e6:.2f} MB; step "
+          f"{dense['contexts']:,} contexts): fit {dense['dense_fit_s']:.2f} s dense, {dense['own_fit_s']:.2f} s ours; "
+          f"memory {dense['dense_bytes'] / 1e6:,.0f} MB, {dense['own_bytes'] / 1e6:.2f} MB; step "
           f"{dense['dense_step_ms']:.2f} ms, {dense['own_step_ms']:.2f} ms")  # fmt: skip
 
 
