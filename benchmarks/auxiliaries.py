@@ -47,6 +47,7 @@ SWEEPS = {
     "trigram": [Steering(alpha=float(alpha)) for alpha in (1, 2, 5, 10, 15, 20, 25, 30)]
     + [Steering("rank", k=k, fill="soft") for k in (1, 2, 3, 5, 10)],
 }
+OTHERS = ("bpe", "unigram", "wordpiece")
 KEPT = (0.99, 0.98, 0.97, 0.95)
 # The same conversation, laid out differently from the target's: roles on a line of their own, every turn ended.
 OTHER_TEMPLATE = (
@@ -57,7 +58,7 @@ OTHER_TEMPLATE = (
 
 
 def other_tokenizer(kind, texts, vocab_size):
-    """A tokenizer of another kind than the target's byte-level BPE, trained on the same texts."""
+    """A tokenizer of another kind or size than the target's byte-level BPE, trained on the same texts."""
     special = [END, PAD, USER, ASSISTANT]
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
@@ -79,7 +80,7 @@ def other_tokenizer(kind, texts, vocab_size):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=special, show_progress=False,
+            vocab_size=vocab_size // 2, special_tokens=special, show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
@@ -149,8 +150,9 @@ class Bench:
             return load_pair(place), 0
         shape = {"small": SMALL, "larger": LARGER}.get(kind, self.recipe.auxiliary)
         tokenizer = self.tokenizer
-        if kind not in ("small", "same", "larger"):
-            tokenizer = other_tokenizer(kind, self.material.texts, self.recipe.vocab_size)
+        name, _, healed = kind.partition("-")
+        if name not in ("small", "same", "larger"):
+            tokenizer = other_tokenizer(name, self.material.texts, self.recipe.vocab_size)
         recipe = dataclasses.replace(self.recipe, auxiliary=shape)
         q, p = (
             load_model(folder) for folder in train_pair(self.material, recipe, tokenizer, self.seed, self.cache, print)
@@ -159,7 +161,7 @@ class Bench:
             return NeuralPair(q, p), q.num_parameters()
         return BridgedPair(
             q, p, target_tokenizer=self.tokenizer, auxiliary_tokenizer=tokenizer,
-            target_width=self.target.config.vocab_size,
+            target_width=self.target.config.vocab_size, heal=bool(healed),
         ), q.num_parameters()  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def main():
     parser.add_argument("--data", type=Path, help="TOFU's files, for tofu-small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=["trigram", "small", "same", "larger", "bpe", "unigram"],
-                        choices=("trigram", "small", "same", "larger", "bpe", "unigram", "wordpiece"))  # fmt: skip
+                        choices=("trigram", "small", "same", "larger", *OTHERS, *(f"{kind}-healed" for kind in OTHERS)))  # fmt: skip
     parser.add_argument("--plot", type=Path, help="write the figure here (.svg or .png)")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()

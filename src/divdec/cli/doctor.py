@@ -27,8 +27,14 @@ class Settings:
 
     bundle: str | None = None
     """A bundle to check: its configuration, parts, digests, vocabularies, and one forward pass."""
+    text: str | None = None
+    """With --bundle of auxiliaries with another tokenizer: how much of these texts' tokens the bridge reaches."""
     json: bool = False
     """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        if self.text is not None and self.bundle is None:
+            raise UsageError("--text belongs to --bundle, whose bridge it measures")
 
 
 def run(settings: Settings) -> int:
@@ -43,7 +49,7 @@ def run(settings: Settings) -> int:
         },
     }
     if settings.bundle is not None:
-        found["bundle"] = _check_bundle(settings.bundle)
+        found["bundle"] = _check_bundle(settings.bundle, settings.text)
     print(json.dumps(found) if settings.json else _as_text(found))
     return 0 if found.get("bundle", {"loads": True})["loads"] else 1
 
@@ -61,7 +67,7 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _check_bundle(name: str) -> dict[str, Any]:
+def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
     import torch
 
     from divdec.cli.loading import load
@@ -83,6 +89,7 @@ def _check_bundle(name: str) -> dict[str, Any]:
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
         "experts": _kinds(model.experts),
+        **_bridge(model.experts, tokenizer, text),
         "chat_template": bool(tokenizer.chat_template),
     }
 
@@ -90,6 +97,23 @@ def _check_bundle(name: str) -> dict[str, Any]:
 def _kinds(experts: Any) -> list[str]:
     parts = getattr(experts, "parts", (experts,))
     return [type(part).__name__ for part in parts]
+
+
+def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:
+    """How much of the vocabulary, and of given texts, a pair with another tokenizer reaches."""
+    maps = [part.map for part in getattr(experts, "parts", (experts,)) if hasattr(part, "map")]
+    if not maps:
+        if text is not None:
+            raise UsageError("--text measures a bridge, and the bundle's experts have the target's own tokenizer")
+        return {}
+    found = {"bridge": dataclasses.asdict(maps[0].coverage())}
+    if text is not None:
+        from divdec.data.documents import documents
+        from divdec.data.records import read_records
+
+        ids = [token for document in documents(read_records(text), tokenizer) for token in document]
+        found["bridge_of_text"] = dataclasses.asdict(maps[0].coverage_of(ids))
+    return found
 
 
 def _parameters(experts: Any) -> dict[str, int]:
@@ -126,6 +150,8 @@ def _as_text(found: dict[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict) and all(isinstance(number, float) for number in value.values()):
+        return ", ".join(f"{name} {number:.1%}" for name, number in value.items())
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:,}" for name, number in value.items())
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
