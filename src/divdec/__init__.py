@@ -13,8 +13,8 @@ from divdec import _registration
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
-    from divdec.experts import Experts
     from divdec.experts.neural import NeuralPair
+    from divdec.experts.protocol import Experts
     from divdec.model.bundle import write_bundle
     from divdec.model.cache import DivergenceCache
     from divdec.model.configuration import DivergenceConfig
@@ -40,7 +40,7 @@ _HOMES = {
     "DivergenceCache": "divdec.model.cache",
     "DivergenceConfig": "divdec.model.configuration",
     "DivergenceForCausalLM": "divdec.model.modeling",
-    "Experts": "divdec.experts",
+    "Experts": "divdec.experts.protocol",
     "NeuralPair": "divdec.experts.neural",
     "Steering": "divdec.steering",
     "steer_linear": "divdec.steering",

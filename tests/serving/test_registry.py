@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import loads_torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.errors import FailedClosed, UsageError
@@ -446,3 +447,11 @@ def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, check
     divdec("forget", "remove", registry, "--id", "x")
     assert torch.equal(model(ids).logits, before)
     assert "remove" in divdec("forget", "list", registry, "--history")
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "compact", "add", "remove"])
+def test_requests_wait_for_no_torch(folder, registry, articles, tmp_path, action):
+    registry.add("one", texts_of("t", articles[10:11]))
+    (tmp_path / "text.txt").write_text(articles[12])
+    options = {"add": ["--id", "two", "--file", str(tmp_path / "text.txt")], "remove": ["--id", "one"]}
+    assert not loads_torch(["forget", action, str(folder), *options.get(action, [])])

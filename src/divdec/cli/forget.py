@@ -68,10 +68,8 @@ class Settings:
 
 def run(settings: Settings) -> int:
     """Do what is asked; 1 where `verify` finds something wrong."""
-    from divdec.cli.loading import quiet
     from divdec.serving.registry import Registry
 
-    quiet()
     if settings.action == "init":
         return _init(settings)
     registry = Registry(settings.registry)
@@ -89,7 +87,12 @@ def run(settings: Settings) -> int:
     elif settings.action == "remove":
         assert settings.id is not None
         entry = registry.remove(settings.id)
-        _say(settings, vars(entry), f"{entry.id}: withdrawn; `divdec forget compact` deletes what is left of it")
+        left = registry.holds(entry)
+        _say(
+            settings,
+            vars(entry) | {"compact_to_delete": left},
+            f"{entry.id}: withdrawn" + ("; `divdec forget compact` deletes what is left of it" if left else ""),
+        )
     elif settings.action == "compact":
         deleted = registry.compact()
         _say(settings, {"deleted": deleted}, f"compacted; {deleted} file{'s' if deleted != 1 else ''} deleted")

@@ -1,43 +1,20 @@
-"""What every kind of expert offers: a divergence over the target's vocabulary, and a cache of its own.
+"""Experts give a divergence over the target's vocabulary; `protocol.py` says how.
 
-The protocol knows nothing of the target or of rules; `divdec.model` joins the three.
+Importing the room loads no torch: counts of n-grams and a registry's log are read without it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import Cache
+if TYPE_CHECKING:
+    from divdec.experts.protocol import Experts
+
+__all__ = ["Experts"]
 
 
-@runtime_checkable
-class Experts(Protocol):
-    """A pair (retain, forget) that answers: given the tokens so far, what is ℓ_q − ℓ_p?"""
-
-    vocab_size: int
-    """Width of the divergence: the common vocabulary of the pair."""
-
-    def new_cache(self) -> Cache:
-        """An empty cache that `divergence` fills; it can be cropped, reordered and selected from by batch."""
-        ...
-
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """ℓ_q − ℓ_p after each of the last `logits_to_keep` tokens (after every token where it is 0), in float32.
-
-        Args:
-            input_ids: the tokens since what `cache` holds.
-            attention_mask: 1 for real tokens, 0 for padding, the cached ones included.
-            position_ids: place of each token in its sequence, padding not counted.
-            cache: what `new_cache` made; it is extended by `input_ids`. None computes without one.
-            logits_to_keep: how many positions are returned, counted from the end.
-        """
-        ...
+def __getattr__(name: str) -> Any:
+    if name == "Experts":
+        return importlib.import_module("divdec.experts.protocol").Experts
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

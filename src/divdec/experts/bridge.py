@@ -104,7 +104,7 @@ class BridgedPair(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """ℓ_q − ℓ_p over the target's vocabulary; see `divdec.experts.Experts.divergence`.
+        """ℓ_q − ℓ_p over the target's vocabulary; see `divdec.experts.protocol.Experts.divergence`.
 
         Raises:
             UsageError: a text has more tokens, to the auxiliaries, than they have positions.

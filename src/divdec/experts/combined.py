@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts import Experts
+from divdec.experts.protocol import Experts
 
 
 class CombinedExperts(nn.Module):
@@ -38,7 +38,7 @@ class CombinedExperts(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """Σ wᵢ·divergenceᵢ; see `divdec.experts.Experts.divergence`."""
+        """Σ wᵢ·divergenceᵢ; see `divdec.experts.protocol.Experts.divergence`."""
         if cache is not None and not isinstance(cache, CombinedCache):
             raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
         caches = cache.caches if cache is not None else [None] * len(self.parts)

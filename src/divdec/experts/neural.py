@@ -42,7 +42,7 @@ class NeuralPair(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """ℓ_q − ℓ_p; see `divdec.experts.Experts.divergence`."""
+        """ℓ_q − ℓ_p; see `divdec.experts.protocol.Experts.divergence`."""
         retain_cache, forget_cache = None, None
         if cache is not None:
             if not isinstance(cache, PairCache):

@@ -139,7 +139,7 @@ class NgramPair:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """S_q − S_p; see `divdec.experts.Experts.divergence`."""
+        """S_q − S_p; see `divdec.experts.protocol.Experts.divergence`."""
         tokens = tokens_of(input_ids, attention_mask, cache)
         kept = logits_to_keep or input_ids.shape[1]
         contexts = contexts_of(tokens.numpy(), min(kept, input_ids.shape[1]), self.order - 1)

@@ -280,7 +280,8 @@ def _counted(
             load_pair(place)
             references[name] = {"sha256": file_sha256(place / DESCRIPTION)}
         else:
-            from divdec.experts.takedowns.live import RegistryExperts, read_description
+            from divdec.experts.takedowns.folder import read_description
+            from divdec.experts.takedowns.live import RegistryExperts
 
             about = read_description(place)
             RegistryExperts(place)

@@ -28,7 +28,7 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from divdec.experts import Experts
+    from divdec.experts.protocol import Experts
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
@@ -223,7 +223,8 @@ def follow_registry(folder: Path, reference: dict[str, Any], tokenizer: str) -> 
         UsageError: it is missing, belongs to another tokenizer, or lacks its key.
         FailedClosed: it is damaged.
     """
-    from divdec.experts.takedowns.live import RegistryExperts, read_description
+    from divdec.experts.takedowns.folder import read_description
+    from divdec.experts.takedowns.live import RegistryExperts
 
     place = (folder / str(reference.get("folder"))).resolve()
     check_tokenizer(place, read_description(place)["tokenizer"], tokenizer)

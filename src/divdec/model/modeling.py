@@ -19,8 +19,8 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts import Experts
 from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of, new_cache
+from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
 from divdec.model.configuration import DivergenceConfig

@@ -11,6 +11,7 @@ registry as it was, or changed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -22,10 +23,19 @@ from filelock import FileLock
 
 from divdec.data.documents import documents
 from divdec.data.records import RecordSet
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import check_order, count, fit
-from divdec.experts.takedowns.live import DESCRIPTION, FILES, FORMAT, RETAIN, read_description
+from divdec.experts.takedowns.folder import (
+    DESCRIPTION,
+    FILES,
+    FORMAT,
+    IDS,
+    LOCK,
+    RETAIN,
+    TOKENIZER,
+    read_description,
+)
 from divdec.experts.takedowns.log import LOG_FILE, Entry, Head, State, append, events, read_log, write_head
 from divdec.experts.takedowns.sealed import NONCE_BYTES, Sealed, joined, seal
 from divdec.experts.takedowns.secret import new_key, read_key
@@ -36,7 +46,6 @@ from divdec.runs import file_sha256, output_folder, write_durably, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER, LOCK, IDS = "tokenizer", "lock", "ids"
 LONGEST_ID = 200
 ORDER = 5  # the longer the n-grams, the less else a request touches (docs/benchmarks.md)
 
@@ -55,6 +64,8 @@ class Registry:
         self.vocab_size: int = about["vocab_size"]
         self.order: int = about["order"]
         self._tokenizer_sha256: str = about["tokenizer"]
+        self._plain: bool = about.get("plain_tokenizer") is True
+        self._tokenizer_files: dict[str, str] = about["tokenizer_files"]
         self._secret = read_key(self.folder, about["key_check"])
 
     @classmethod
@@ -94,9 +105,19 @@ class Registry:
             tokens = documents(retain, tokenizer)
             fit(tokens, vocab_size, temporary / RETAIN, order=order, progress=progress, tokenizer=sha256)
             tokenizer.save_pretrained(temporary / TOKENIZER)
+            pipeline = _pipeline(tokenizer)
+            plain = pipeline is not None and pipeline == _pipeline(_plain_tokenizer(temporary / TOKENIZER))
             (temporary / LOG_FILE).touch()
             write_head(temporary, Head())
-            about = {"vocab_size": vocab_size, "order": order, "tokenizer": sha256, "key_check": secret.check}
+            files = {path.name: file_sha256(path) for path in sorted((temporary / TOKENIZER).iterdir())}
+            about = {
+                "tokenizer_files": files,
+                "plain_tokenizer": plain,
+                "vocab_size": vocab_size,
+                "order": order,
+                "tokenizer": sha256,
+                "key_check": secret.check,
+            }
             write_json(
                 temporary / DESCRIPTION, {"format": FORMAT, "created": _now(), "retain_set": retain.label, **about}
             )
@@ -108,7 +129,8 @@ class Registry:
         Raises:
             UsageError: it is not the one that the registry was made with.
         """
-        tokenizer = load_tokenizer(self.folder / TOKENIZER)
+        folder = self.folder / TOKENIZER
+        tokenizer = _plain_tokenizer(folder) if self._plain else load_tokenizer(folder)
         if vocabulary_sha256(tokenizer) != self._tokenizer_sha256:
             raise UsageError(f"{self.folder / TOKENIZER} holds another tokenizer than the registry's; restore it")
         return tokenizer
@@ -168,6 +190,10 @@ class Registry:
                 (self.folder / FILES / entry.file).unlink(missing_ok=True)
         return entry
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether the counts of a withdrawn request still lie in a file that other requests need."""
+        return (self.folder / FILES / entry.file).exists()
+
     def entries(self) -> list[Entry]:
         """The requests in force, oldest first.
 
@@ -214,9 +240,12 @@ class Registry:
         problems = []
         try:
             NgramCounts.load(self.folder / RETAIN)
-            self.tokenizer()
         except UsageError as error:
             problems.append(str(error))
+        for name, digest in self._tokenizer_files.items():
+            path = self.folder / TOKENIZER / name
+            if not path.is_file() or file_sha256(path) != digest:
+                problems.append(f"{path} is missing or has changed; restore it from a backup")
         try:
             state = self._state()
         except FailedClosed as error:
@@ -260,6 +289,24 @@ class Registry:
         """Whether a file still holds counts of a request that is no longer in force."""
         held = {nonce.tobytes().hex() for name in state.files for nonce in self._load(name, state.files[name]).nonces}
         return held != {entry.nonce for entry in state.entries.values()}
+
+
+def _plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer as its file says it, without its class and, with that, without torch: seconds for a request."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
+
+
+def _pipeline(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """All that decides a tokenizer's tokens; None where it is not told."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    return {name: part for name, part in json.loads(backend.to_str()).items() if name not in ("padding", "truncation")}
 
 
 def _check_name(name: str) -> None:

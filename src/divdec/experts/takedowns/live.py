@@ -21,13 +21,12 @@ from transformers import Cache
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import Followers, NgramCounts, SummedCounts
+from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, read_description
 from divdec.experts.takedowns.log import LOG_FILE, State, read_log
 from divdec.experts.takedowns.sealed import Sealed
 from divdec.experts.takedowns.secret import Secret, context_bytes, read_key
 from divdec.experts.token_cache import TokenCache
-from divdec.runs import read_json
 
-DESCRIPTION, FORMAT, RETAIN, FILES = "registry.json", "divdec registry 1", "retain", "entries"
 OPENED = 1 << 15  # contexts whose counts are kept open in memory
 ATTEMPTS = 5  # to read a registry that is being written
 
@@ -183,7 +182,7 @@ class RegistryExperts:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """S_q − S_p, 0 while no request is in force; see `divdec.experts.Experts.divergence`."""
+        """S_q − S_p, 0 while no request is in force; see `divdec.experts.protocol.Experts.divergence`."""
         if cache is None:
             snapshot = self.snapshot()
         elif isinstance(cache, SnapshotCache):
@@ -255,21 +254,3 @@ def _add(runs: list[Run], run: Run) -> None:
     while runs and len(runs[-1].hashes) <= 2 * len(run.hashes):
         run = runs.pop().merged(run)
     runs.append(run)
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """What a registry's folder says of itself.
-
-    Raises:
-        UsageError: it is no registry.
-    """
-    path = Path(folder) / DESCRIPTION
-    if not path.is_file():
-        raise UsageError(f"{folder} is no registry: it has no {DESCRIPTION}; `divdec forget init` makes one")
-    about = read_json(path)
-    kinds = {"format": str, "vocab_size": int, "order": int, "tokenizer": str, "key_check": str}
-    if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
-        raise UsageError(f"{path} does not describe a registry; restore it from a backup")
-    if about["format"] != FORMAT:
-        raise UsageError(f"{path} is of the format {about['format']!r}; this divdec reads {FORMAT!r}")
-    return about

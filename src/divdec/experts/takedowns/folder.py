@@ -1,0 +1,37 @@
+"""What lies where in a registry's folder, and what the folder says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from divdec.errors import UsageError
+from divdec.runs import read_json
+
+DESCRIPTION, FORMAT = "registry.json", "divdec registry 1"
+RETAIN, FILES, TOKENIZER, IDS, LOCK = "retain", "entries", "tokenizer", "ids", "lock"
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What a registry's folder says of itself.
+
+    Raises:
+        UsageError: it is no registry.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise UsageError(f"{folder} is no registry: it has no {DESCRIPTION}; `divdec forget init` makes one")
+    about = read_json(path)
+    kinds = {
+        "format": str,
+        "tokenizer_files": dict,
+        "vocab_size": int,
+        "order": int,
+        "tokenizer": str,
+        "key_check": str,
+    }
+    if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
+        raise UsageError(f"{path} does not describe a registry; restore it from a backup")
+    if about["format"] != FORMAT:
+        raise UsageError(f"{path} is of the format {about['format']!r}; this divdec reads {FORMAT!r}")
+    return about
