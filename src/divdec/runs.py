@@ -52,6 +52,7 @@ def write_durably(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:

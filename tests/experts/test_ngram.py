@@ -3,6 +3,9 @@
 import collections
 import json
 import math
+import pickle
+import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -96,6 +99,48 @@ def test_sums_are_the_counts_of_both_sets_of_documents(folder, one, other, order
         data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=order - 1, max_size=order - 1), min_size=1))
     )
     assert torch.equal(StupidBackoff(both).scores(contexts), StupidBackoff(summed).scores(contexts))
+
+
+def test_threads_share_what_is_kept(folder):
+    rng = np.random.default_rng(3)
+    counts = fit([rng.integers(0, 200, 400).tolist() for _ in range(5)], 200, folder())
+    contexts = rng.integers(0, 200, (200, 2))
+    expected = StupidBackoff(counts).scores(contexts)
+    for _ in range(10):
+        shared, start = StupidBackoff(counts), threading.Barrier(4)
+
+        def score(shared=shared, start=start):
+            start.wait()
+            for place in range(0, 200, 2):
+                shared.scores(contexts[place : place + 2])
+
+        threads = [threading.Thread(target=score) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(shared.scores(contexts), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(shared)).scores(contexts), expected)
+
+
+def test_memory_of_counting_is_bounded_by_the_chunk(folder):
+    rng = np.random.default_rng(4)
+    peaks = []
+    for size in (50_000, 200_000):
+        documents = [rng.integers(0, 500, 1000) for _ in range(size // 1000)]
+        tracemalloc.start()
+        fit(iter(documents), 500, folder(), order=4, chunk=10_000)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_the_mask_of_the_moment_counts(pair):
+    ids = torch.tensor([[3, 4, 5]])
+    cache = pair.new_cache()
+    pair.divergence(ids[:, :2], cache=cache)
+    masked = pair.divergence(ids[:, 2:], torch.tensor([[0, 0, 1]]), cache=cache)
+    assert torch.equal(masked, pair.divergence(ids[:, 2:]))
 
 
 def test_counting_is_deterministic_and_independent_of_the_chunk(folder):

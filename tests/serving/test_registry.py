@@ -1,8 +1,10 @@
 """Takedown requests: in force at once, crash-safe, tamper-evident, and never a copy of what they forget."""
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_fit import count
 from divdec.experts.takedowns.live import RegistryExperts
 from divdec.experts.takedowns.log import LOG_FILE
+from divdec.model.checkpoint import load_model
 from divdec.serving.registry import Registry, texts_of
 
 ORDER = 3
@@ -107,10 +110,9 @@ def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(fol
     following = experts.new_cache()
     during = experts.divergence(ids, cache=following)
     assert during.min() < -0.5
+    during_pair = following.snapshot.pair
     registry.remove("case")
-    twice = experts.new_cache()
-    twice.snapshot = following.snapshot
-    expected = experts.divergence(torch.cat([ids, ids[:, :4]], dim=1), cache=twice)[:, -4:]
+    expected = during_pair.divergence(torch.cat([ids, ids[:, :4]], dim=1))[:, -4:]
     assert expected.any()
     assert torch.equal(experts.divergence(ids[:, :4], cache=following), expected)
     assert not experts.divergence(ids, cache=experts.new_cache()).any()
@@ -240,11 +242,10 @@ def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articl
 def test_a_torn_line_has_not_happened(folder, registry, articles):
     registry.add("one", texts_of("t", articles[10:11]))
     log = folder / LOG_FILE
-    whole = log.read_bytes()
+    whole, head = log.read_bytes(), (folder / "head.json").read_bytes()
     registry.add("two", texts_of("t", articles[11:12]))
-    head = (folder / "head.json").read_bytes()
     grown = log.read_bytes()
-    (folder / "head.json").write_text(json.dumps({**json.loads(head), **_head_of(whole)}))
+    (folder / "head.json").write_bytes(head)
     for end in (len(whole) + 1, len(grown) - 1):
         log.write_bytes(grown[:end])
         assert [entry.id for entry in registry.entries()] == ["one"]
@@ -252,11 +253,6 @@ def test_a_torn_line_has_not_happened(folder, registry, articles):
     registry.add("three", texts_of("t", articles[12:13]))
     assert [entry.id for entry in registry.entries()] == ["one", "three"]
     assert registry.verify() == []
-
-
-def _head_of(log):
-    lines = log.splitlines()
-    return {"sequence": len(lines), "seal": json.loads(lines[-1])["seal"], "offset": len(log)}
 
 
 def test_two_writers_at_once_lose_nothing(folder, articles):
@@ -357,8 +353,8 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
     with pytest.raises(UsageError, match="64 hexadecimal digits"):
         Registry(folder)
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", key)
-    Registry(folder).add("case", texts_of("t", articles[10:11]))
-    assert RegistryExperts(folder).snapshot().state.entries.keys() == {"case"}
+    entry = Registry(folder).add("case", texts_of("t", articles[10:11]))
+    assert RegistryExperts(folder).snapshot().state.entries.keys() == {entry.nonce}
 
 
 def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
@@ -405,11 +401,15 @@ def test_bad_requests_change_nothing(folder, registry, articles, tmp_path, capsy
     assert changed == {path: content for path, content in before.items() if path.name != "lock"}
 
 
-def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path):
-    about = json.loads((folder / "registry.json").read_text())
-    (folder / "registry.json").write_text(json.dumps(about | {"tokenizer": "0" * 64}))
+def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path, articles):
+    from divdec.experiments.small_models import train_tokenizer
+
+    target = shutil.copytree(checkpoints / "target", tmp_path / "target")
+    train_tokenizer(articles, 500).save_pretrained(target)
     with pytest.raises(UsageError, match="another tokenizer"):
-        write_bundle(tmp_path / "b", target=str(checkpoints / "target"), registry=folder, steering="linear:5")
+        write_bundle(tmp_path / "b", target=str(target), registry=folder, steering="linear:5")
+    shutil.copytree(target, folder / "tokenizer", dirs_exist_ok=True)
+    assert any("tokenizer.json is missing or has changed" in problem for problem in Registry(folder).verify())
     with pytest.raises(UsageError, match="another tokenizer"):
         Registry(folder).add("one", texts_of("t", ["a text"]))
     (tmp_path / "other").mkdir()
@@ -417,6 +417,135 @@ def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_pat
         write_bundle(
             tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other", steering="linear:5"
         )
+
+
+def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, tmp_path, checkpoints):
+    registry.add("one", texts_of("t", articles[10:11]))
+    about = json.loads((folder / "registry.json").read_text())
+    for field, value in (("order", 4), ("tokenizer", "0" * 64), ("retain", "0" * 64), ("created", "yesterday")):
+        (folder / "registry.json").write_text(json.dumps(about | {field: value}))
+        for attempt in (Registry, RegistryExperts):
+            with pytest.raises(FailedClosed, match="has been changed"):
+                attempt(folder)
+    (folder / "registry.json").write_text(json.dumps(about))
+    # A retain side that knows what is to be forgotten would say the same as p.
+    other = Registry.create(tmp_path / "o", texts_of("r", articles[10:11]), checkpoints / "target", order=ORDER)
+    shutil.rmtree(folder / "retain")
+    shutil.copytree(other.folder / "retain", folder / "retain")
+    assert any("holds other counts" in problem for problem in registry.verify())
+    with pytest.raises(FailedClosed, match="holds other counts"):
+        RegistryExperts(folder)
+    shutil.rmtree(folder / "retain")
+    with pytest.raises(FailedClosed, match="is missing or holds other"):
+        RegistryExperts(folder)
+
+
+def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, checkpoints, articles):
+    target = load_model(checkpoints / "target")
+    model = DivergenceForCausalLM.from_experts(target, RegistryExperts(folder), "linear:20")
+    ids = ids_of(registry, articles[20], 16)
+    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    kept = model.new_cache()
+    model.generate(ids[:, :8], past_key_values=kept, **options)
+    copied = copy.deepcopy(kept)
+    registry.add("case", texts_of("t", articles[20:21]))
+    expected = model.generate(ids, **options).logits[0]
+    assert not torch.allclose(expected, target(ids).logits[:, -1].float(), atol=1e-3)
+    for cache in (kept, copied):
+        torch.testing.assert_close(model.generate(ids, past_key_values=cache, **options).logits[0], expected)
+    kept.reset()
+    torch.testing.assert_close(model(ids, past_key_values=kept).logits[:, -1], expected)
+
+
+def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
+    for name, number in (("A", 20), ("B", 21)):
+        registry.add(name, texts_of("t", [articles[number]]))
+    registry.compact()
+    experts = RegistryExperts(folder)
+    registry.remove("A")
+    registry.add("A", texts_of("t", [articles[22]]))
+    ids = ids_of(registry, articles[20])
+    assert torch.equal(experts.divergence(ids), RegistryExperts(folder).divergence(ids))
+    assert torch.equal(experts.divergence(ids), reference(registry, articles[:10], articles[21:23]).divergence(ids))
+
+
+def test_lost_markers_do_no_harm(folder, registry, articles):
+    registry.add("A", texts_of("t", [articles[20]]))
+    for marker in (folder / "ids").iterdir():
+        marker.unlink()
+    registry.add("A", texts_of("t", [articles[21]]))
+    ids = ids_of(registry, articles[20])
+    expected = reference(registry, articles[:10], articles[20:22]).divergence(ids)
+    assert torch.equal(RegistryExperts(folder).divergence(ids), expected)
+    registry.compact()
+    assert len(list((folder / "ids").iterdir())) == 1
+    registry.remove("A")
+    assert registry.entries() == []
+    assert registry.verify() == []
+
+
+def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_path, folder, checkpoints, articles,
+                                                                         monkeypatch):  # fmt: skip
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copytree(folder, project / "takedowns")
+    monkeypatch.chdir(project)
+    write_bundle("bundle", target=str(checkpoints / "target"), registry="takedowns", steering="linear:20")
+    shutil.copytree(project, tmp_path / "copy")
+    Registry(tmp_path / "copy" / "takedowns").add("case", texts_of("t", articles[20:21]))
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "copy" / "bundle")
+    assert model.experts.divergence(ids_of(Registry(folder), articles[20])).any()
+    assert not DivergenceForCausalLM.from_pretrained("bundle").experts.snapshot().state.entries
+    # Another registry in its place, though of the same tokenizer, is not the one that was meant.
+    shutil.rmtree(project / "takedowns")
+    Registry.create(project / "takedowns", texts_of("r", articles[:3]), checkpoints / "target", order=ORDER)
+    with pytest.raises(UsageError, match="another registry"):
+        DivergenceForCausalLM.from_pretrained("bundle")
+
+
+def test_the_rank_rule_is_refused(folder, checkpoints, tmp_path):
+    target = str(checkpoints / "target")
+    with pytest.raises(UsageError, match="linear rule"):
+        write_bundle(tmp_path / "b", target=target, registry=folder, steering="rank:5")
+    bundle = write_bundle(tmp_path / "b", target=target, registry=folder, steering="linear:5")
+    with pytest.raises(UsageError, match="linear rule"):
+        DivergenceForCausalLM.from_pretrained(bundle, steering="rank:5")
+
+
+def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, registry, checkpoints, articles):
+    registry.add("case", texts_of("t", articles[20:21]))
+    model = DivergenceForCausalLM.from_experts(load_model(checkpoints / "target"), RegistryExperts(folder), "linear:20")
+    ids = ids_of(registry, articles[20])
+    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+    with pytest.raises((UsageError, TypeError)):
+        pickle.dumps(model)
+
+
+def test_a_full_disk_after_the_line_is_no_failure(folder, registry, articles, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("divdec.experts.takedowns.log.write_durably", full)
+    registry.add("one", texts_of("t", articles[10:11]))
+    registry.add("two", texts_of("t", articles[11:12]))
+    monkeypatch.undo()
+    assert [entry.id for entry in registry.entries()] == ["one", "two"]
+    registry.add("three", texts_of("t", articles[12:13]))
+    assert registry.verify() == []
+
+
+@pytest.mark.parametrize("reference", ["caf\udce9", "a\x1b[31m", "a\0b"])
+def test_references_that_cannot_be_kept_are_refused(registry, articles, reference):
+    with pytest.raises(UsageError, match="reference"):
+        registry.add("one", texts_of("t", articles[10:11]), reference)
+    assert registry.entries() == []
+
+
+def test_the_list_shows_brackets_as_they_are(folder, registry, articles, capsys):
+    registry.add("case[/x]", texts_of("t", articles[10:11]), "see [/b] letter")
+    for options in ([], ["--history"]):
+        assert main(["forget", "list", str(folder), *options]) == 0
+        assert "case[/x]" in capsys.readouterr().out
 
 
 def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles):

@@ -131,6 +131,7 @@ def _list(settings: Settings, registry: Registry) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     entries = registry.entries()
     rows: list[dict[str, Any]] = registry.history() if settings.history else [vars(entry) for entry in entries]
@@ -142,7 +143,8 @@ def _list(settings: Settings, registry: Registry) -> None:
     )
     table = Table(*shown, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value := row.get(name, ""), int) else value for name in shown))
+        cells = (row.get(name, "") for name in shown)
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells))
     console = Console(width=max(Console().width, 100))
     if rows:
         console.print(table)

@@ -26,6 +26,13 @@ class CombinedExperts(nn.Module):
         # Registered, so that weights move and are counted with the model.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
 
+    def begin(self, cache: Cache) -> None:
+        """Tell each of them that an answer begins with a kept cache."""
+        if isinstance(cache, CombinedCache):
+            for experts, own in zip(self.parts, cache.caches, strict=True):
+                if hasattr(experts, "begin"):
+                    experts.begin(own)  # pyright: ignore[reportAttributeAccessIssue]
+
     def new_cache(self) -> CombinedCache:
         """An empty cache for all of them."""
         return CombinedCache([experts.new_cache() for experts in self.parts])

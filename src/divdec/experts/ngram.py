@@ -5,7 +5,9 @@ It knows nothing of how counts are made or kept; anything that says what follows
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,14 @@ class StupidBackoff:
         self.counts = counts
         self.space = space
         self._longest = counts.order - 1
+        self._dense: _Dense | None = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"counts": self.counts, "space": self.space}  # what is kept can be made again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
     def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
         """The score of every token after each context.
@@ -42,8 +52,9 @@ class StupidBackoff:
             contexts: int64 [contexts, order − 1], −1 in front of those that are shorter.
         """
         lengths = (contexts != PADDING).sum(axis=1)
-        kept = self._kept_rows(contexts[:, -1], lengths)
-        found = self._table.index_select(0, torch.from_numpy(np.where(kept > 0, kept, lengths)))
+        dense = self._prepared()
+        kept = self._kept_rows(dense, contexts[:, -1], lengths)
+        found = dense.table.index_select(0, torch.from_numpy(np.where(kept > 0, kept, lengths)))
         # The longer the context, the later it is written: a follower of the longest one overrides the others.
         for length in range(1, self._longest + 1):
             rows = np.flatnonzero((lengths >= length) & ((kept == 0) | (length > 1)))
@@ -67,44 +78,51 @@ class StupidBackoff:
         places = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
         scores.view(-1).numpy()[places] = np.log(score) if self.space == "log" else score
 
-    @functools.cached_property
-    def _table(self) -> Float[Tensor, "kept vocab"]:
-        """The dense parts: by length of context, then those of frequent tokens as they are needed."""
-        unigrams = np.asarray(self.counts.unigrams, dtype=np.float64)
-        if self.space == "log":
-            unigrams = unigrams + 1
+    def _prepared(self) -> _Dense:
+        """The dense parts by length of context, and room for those of frequent tokens."""
+        if self._dense is None:
+            with self._lock:
+                self._dense = self._dense or self._made()
+        return self._dense
+
+    def _made(self) -> _Dense:
+        order, vocab_size = self.counts.order, self.counts.vocab_size
+        counts = np.asarray(self.counts.unigrams)
+        unigrams = counts.astype(np.float64) + (1 if self.space == "log" else 0)
         score = unigrams / max(unigrams.sum(), 1.0)
-        table = torch.empty(self.counts.order + len(self._frequent), self.counts.vocab_size)
-        for length in range(self.counts.order):
+        frequent = np.argsort(-counts, kind="stable")[: min(KEPT // vocab_size, vocab_size)]
+        table = torch.empty(order + len(frequent), vocab_size)
+        for length in range(order):
             table[length] = torch.from_numpy(np.log(score) if self.space == "log" else score)
             score = BACKOFF * score
-        return table
+        rows = np.zeros(vocab_size, dtype=np.int64)
+        rows[frequent] = np.arange(order, len(table))
+        return _Dense(table, rows, np.zeros(len(table), dtype=bool))
 
-    @functools.cached_property
-    def _frequent(self) -> np.ndarray:
-        """The tokens whose dense part is worth keeping, as far as memory for it goes."""
-        room = min(KEPT // self.counts.vocab_size, self.counts.vocab_size)
-        return np.argsort(-self.counts.unigrams, kind="stable")[:room]
-
-    @functools.cached_property
-    def _places(self) -> np.ndarray:
-        """Where each token's dense part stands in the table: its place, minus it while it is not made, 0 for none."""
-        places = np.zeros(self.counts.vocab_size, dtype=np.int64)
-        places[self._frequent] = -np.arange(self.counts.order, self.counts.order + len(self._frequent))
-        return places
-
-    def _kept_rows(self, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _kept_rows(self, dense: _Dense, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The table's row for each context of full length that ends in a frequent token; 0 for the others."""
         possible = (lengths == self._longest) & (last >= 0) & (last < self.counts.vocab_size)
-        found = np.where(possible, self._places[np.where(possible, last, 0)], 0)
-        if (found < 0).any():
-            missing = np.unique(last[found < 0])
-            rows = -self._places[missing]
-            made = self._table[self._longest].repeat(len(rows), 1)
-            self._write(made, np.arange(len(rows)), missing[:, None], np.full(len(rows), self._longest))
-            self._table[torch.from_numpy(rows)] = made  # whole, since another thread may read the same rows
-            self._places[missing] = rows
-        return np.abs(found)
+        found = np.where(possible, dense.rows[np.where(possible, last, 0)], 0)
+        if not dense.made[found[found > 0]].all():
+            with self._lock:
+                tokens = np.unique(last[(found > 0) & ~dense.made[found]])
+                if len(tokens):
+                    made = dense.table[self._longest].repeat(len(tokens), 1)
+                    self._write(made, np.arange(len(tokens)), tokens[:, None], np.full(len(tokens), self._longest))
+                    dense.table[torch.from_numpy(dense.rows[tokens])] = made
+                    dense.made[dense.rows[tokens]] = True
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dense:
+    """Dense parts of scores: one for each length of context, then one for each frequent token."""
+
+    table: Float[Tensor, "rows vocab"]
+    rows: np.ndarray
+    """The row of each token; 0 for one that is not frequent."""
+    made: np.ndarray
+    """Which rows of frequent tokens have been written."""
 
 
 class NgramPair:

@@ -100,10 +100,14 @@ class NgramCounts:
             UsageError: the folder holds no counts, or a file of it is missing or has changed.
         """
         about = read_description(folder, FORMAT)
-        if verify:
-            check_digests(folder, about)
         try:
             order, vocab_size = int(about["order"]), int(about["vocab_size"])
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"{folder / DESCRIPTION} is malformed; fit the counts again") from None
+        expected = {f"{name}-{n}.npy" for name in ("keys", "counts", "rows") for n in range(2, order + 1)}
+        if verify:
+            check_digests(folder, about, {"unigrams.npy", *expected})
+        try:
             arrays = [
                 tuple(load_array(folder / f"{name}-{length}.npy") for length in range(2, order + 1))
                 for name in ("keys", "counts", "rows")
@@ -223,16 +227,16 @@ def read_description(folder: Path, form: str) -> dict[str, Any]:
     return about
 
 
-def check_digests(folder: Path, about: dict[str, Any]) -> None:
+def check_digests(folder: Path, about: dict[str, Any], names: set[str]) -> None:
     """Compare the arrays of a folder with its description.
 
     Raises:
         UsageError: one is missing or has changed.
     """
-    for name, digest in about["sha256"].items():
-        if Path(name).name != name or not (folder / name).is_file():
+    for name in sorted(names):
+        if not (folder / name).is_file():
             raise UsageError(f"{folder}: {name} is missing; fit the counts again")
-        if file_sha256(folder / name) != digest:
+        if file_sha256(folder / name) != about["sha256"].get(name):
             raise UsageError(f"{folder / name} has changed since it was written; fit the counts again")
 
 

@@ -62,7 +62,7 @@ def fit(
             runs.write(folder / f"keys-{length}.npy", folder / f"counts-{length}.npy", chunk)
             contexts = vocab_size if length == 2 else len(keys[-1])
             keys.append(np.load(folder / f"keys-{length}.npy", mmap_mode="r").view(np.ndarray))
-            np.save(folder / f"rows-{length}.npy", _rows(keys[-1], contexts, vocab_size))
+            _write_rows(folder / f"rows-{length}.npy", keys[-1], contexts, vocab_size, chunk)
         total = int(unigrams.sum())
         del stream
     distinct = [int(np.count_nonzero(unigrams)), *map(len, keys)]
@@ -87,7 +87,7 @@ def count(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int, orde
     for length in range(2, order + 1):
         found = np.sort(_keys_in(stream, keys, vocab_size))
         distinct, numbers = _counted(found, np.ones(len(found), dtype=np.int64))
-        rows.append(_rows(distinct, vocab_size if length == 2 else len(keys[-1]), vocab_size))
+        rows.append(_rows(distinct, 0, (vocab_size if length == 2 else len(keys[-1])) + 1, vocab_size))
         keys.append(distinct)
         counts.append(_narrow(numbers))
     unigrams = np.bincount(stream[stream != BOUNDARY], minlength=vocab_size)
@@ -152,14 +152,18 @@ def _keys_in(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int)
     return found
 
 
-def _rows(keys: np.ndarray, contexts: int, vocab_size: int) -> np.ndarray:
-    """Where each context's keys begin, in 32 bits where that is enough."""
-    kind = np.uint32 if len(keys) < 1 << 32 else np.int64
-    rows = np.empty(contexts + 1, dtype=kind)
-    for start in range(0, contexts + 1, CHUNK):
-        firsts = np.arange(start, min(start + CHUNK, contexts + 1), dtype=np.int64) * vocab_size
-        rows[start : start + len(firsts)] = np.searchsorted(keys, firsts)
-    return rows
+def _rows(keys: np.ndarray, start: int, stop: int, vocab_size: int) -> np.ndarray:
+    """Where the keys of some contexts begin, in 32 bits where that is enough."""
+    firsts = np.arange(start, stop, dtype=np.int64) * vocab_size
+    return np.searchsorted(keys, firsts).astype(np.uint32 if len(keys) < 1 << 32 else np.int64)
+
+
+def _write_rows(path: Path, keys: np.ndarray, contexts: int, vocab_size: int, chunk: int) -> None:
+    rows = np.lib.format.open_memmap(path, mode="w+", dtype=_rows(keys, 0, 1, vocab_size).dtype, shape=(contexts + 1,))
+    for start in range(0, contexts + 1, chunk):
+        stop = min(start + chunk, contexts + 1)
+        rows[start:stop] = _rows(keys, start, stop, vocab_size)
+    rows.flush()
 
 
 class _Runs:

@@ -19,7 +19,7 @@ PADDING = -1  # stands where a sequence has no token
 
 
 class TokenLayer(CacheLayerMixin):
-    """The tokens seen so far, one row a sequence; −1 where there was padding."""
+    """The tokens seen so far, one row a sequence, padding included."""
 
     is_croppable = True
     is_sliding = False
@@ -36,7 +36,7 @@ class TokenLayer(CacheLayerMixin):
         Raises:
             UsageError: another number of sequences than the cache holds.
         """
-        added = masked(input_ids, attention_mask)
+        added = input_ids.cpu().long()
         if self.tokens is None:
             self.tokens = added
         elif len(self.tokens) != len(added):
@@ -44,7 +44,7 @@ class TokenLayer(CacheLayerMixin):
         else:
             self.tokens = torch.cat([self.tokens, added], dim=1)
         self.is_initialized = True
-        return self.tokens
+        return masked(self.tokens, attention_mask)  # the mask may change its mind about earlier tokens
 
     def get_seq_length(self) -> int:
         """How many tokens each row has, padding included."""

@@ -24,7 +24,7 @@ from divdec.model.checkpoint import (
     load_config,
     load_tokenizer,
 )
-from divdec.model.configuration import AUXILIARIES, DivergenceConfig
+from divdec.model.configuration import AUXILIARIES, NO_RANK, DivergenceConfig
 from divdec.model.loading import check_tokenizer, read_config, weight_of
 from divdec.model.vocabularies import (
     check_same_vocabulary,
@@ -95,11 +95,13 @@ def write_bundle(
     references = {part: CheckpointReference.parse(text) for part, text in given.items() if text is not None}
     places = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
     folders = {
-        name: Path(folder).expanduser().resolve()
+        name: Path(folder).expanduser().absolute()  # a link stays one: it may be switched
         for name, folder in (("ngram", ngram), ("registry", registry))
         if folder is not None
     }
-    check_apart(output.resolve(), [*places.values(), *folders.values()])
+    check_apart(output.resolve(), [*places.values(), *(folder.resolve() for folder in folders.values())])
+    if registry is not None and steering.rule == "rank":
+        raise UsageError(NO_RANK)
     for part, reference in references.items():
         if reference.folder is not None or pack:
             check_weights(places[part])
@@ -124,7 +126,7 @@ def write_bundle(
             _copy_checkpoint(places[part], folder / part)
             references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
         for name, place in folders.items():
-            counted[name]["folder"] = _stored_path(str(place), place, output.resolve())
+            counted[name]["folder"] = _stored_path(str(ngram if name == "ngram" else registry), place, output.resolve())
             if pack and name == "ngram":
                 shutil.copytree(place, folder / name)
                 counted[name]["folder"] = name
@@ -151,6 +153,8 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None
         raise UsageError(f"bundle {str(bundle)!r} is not a folder here; its steering cannot be changed")
     config = read_config(folder)
     steering.check_vocabulary(config.vocab_size)
+    if config.registry is not None and steering.rule == "rank":
+        raise UsageError(NO_RANK)
     config.steering = steering.to_dict()
     write_text(folder / "config.json", config.to_json_string())
     card = folder / "README.md"
@@ -284,8 +288,7 @@ def _counted(
             from divdec.experts.takedowns.live import RegistryExperts
 
             about = read_description(place)
-            RegistryExperts(place)
-            references[name] = {}
+            references[name] = {"id": RegistryExperts(place).id}
         check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
         sizes.append(about["vocab_size"])
         references[name]["weight"] = weights[name]

@@ -14,6 +14,11 @@ from divdec.steering import Steering
 AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
 PARTS = ("target", *AUXILIARIES)
 
+# Where no request has anything to say every divergence is 0, and the first k of them would still be suppressed.
+NO_RANK = (
+    "a registry of takedown requests steers by the linear rule (linear:5); the rank rule suppresses k tokens always"
+)
+
 # What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
 TARGET_FIELDS = (
     "hidden_size",

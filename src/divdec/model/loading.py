@@ -160,6 +160,9 @@ def _experts(
     from divdec.experts.neural import NeuralPair
 
     found: list[tuple[Experts, float]] = []
+    for name in ("bridge", "ngram", "registry"):
+        if getattr(config, name) is not None and not isinstance(getattr(config, name), dict):
+            raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
     if "retain_auxiliary" in models:
         pair = models["retain_auxiliary"], models["forget_auxiliary"]
         if config.bridge is None:
@@ -226,9 +229,12 @@ def follow_registry(folder: Path, reference: dict[str, Any], tokenizer: str) -> 
     from divdec.experts.takedowns.folder import read_description
     from divdec.experts.takedowns.live import RegistryExperts
 
-    place = (folder / str(reference.get("folder"))).resolve()
+    place = folder / str(reference.get("folder"))
     check_tokenizer(place, read_description(place)["tokenizer"], tokenizer)
-    return RegistryExperts(place)
+    experts = RegistryExperts(place)
+    if experts.id != reference.get("id"):
+        raise UsageError(f"{place} is another registry than the bundle was written for; write the bundle again")
+    return experts
 
 
 def check_tokenizer(place: Path, found: str, wanted: str) -> None:
@@ -248,11 +254,11 @@ def weight_of(reference: dict[str, Any], name: str) -> float:
     """What the divergence of one kind of experts is multiplied by.
 
     Raises:
-        UsageError: it is not a number greater than 0.
+        UsageError: it is not a number, or would make the experts count for nothing.
     """
     weight = reference.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e6:
-        raise UsageError(f"the weight of {name} is {weight!r}; accepted: a number greater than 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
+        raise UsageError(f"the weight of {name} is {weight!r}; accepted: a number from 0.001 to 1000")
     return float(weight)
 
 

@@ -23,7 +23,7 @@ from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
-from divdec.model.configuration import DivergenceConfig
+from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     def steering(self, value: Steering | str | dict[str, Any]) -> None:
         steering = self._steering.revised(value) if isinstance(value, str) else Steering.parse(value)
         steering.check_vocabulary(self.vocab_size)
+        if steering.rule == "rank" and getattr(self.experts, "changes", False):
+            raise UsageError(NO_RANK)
         self._steering = steering
         self._eligible = steering.eligible(self.vocab_size)
         self.config.steering = steering.to_dict()
@@ -285,7 +287,9 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         # transformers would build a cache for one model only.
         if model_kwargs.get("past_key_values") is not None:
-            self._own_cache(model_kwargs["past_key_values"])
+            cache = self._own_cache(model_kwargs["past_key_values"])
+            if cache is not None and hasattr(self.experts, "begin"):
+                self.experts.begin(cache.experts)  # pyright: ignore[reportAttributeAccessIssue]
             return
         if generation_config.use_cache is False:
             if getattr(self.experts, "changes", False):

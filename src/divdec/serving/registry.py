@@ -11,7 +11,6 @@ registry as it was, or changed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,8 @@ from filelock import FileLock
 
 from divdec.data.documents import documents
 from divdec.data.records import RecordSet
-from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.experts.takedowns.folder import (
@@ -34,6 +34,7 @@ from divdec.experts.takedowns.folder import (
     LOCK,
     RETAIN,
     TOKENIZER,
+    check_retain,
     read_description,
 )
 from divdec.experts.takedowns.log import LOG_FILE, Entry, Head, State, append, events, read_log, write_head
@@ -42,11 +43,13 @@ from divdec.experts.takedowns.secret import new_key, read_key
 from divdec.model.checkpoint import load_tokenizer
 from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_durably, write_json
+from divdec.serving.plain_tokenizer import is_plain, load_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_ID = 200
+LONGEST_ID, LONGEST_REFERENCE = 200, 10_000
+ATTEMPTS = 5  # to look at a registry that is being written
 ORDER = 5  # the longer the n-grams, the less else a request touches (docs/benchmarks.md)
 
 
@@ -66,7 +69,8 @@ class Registry:
         self._tokenizer_sha256: str = about["tokenizer"]
         self._plain: bool = about.get("plain_tokenizer") is True
         self._tokenizer_files: dict[str, str] = about["tokenizer_files"]
-        self._secret = read_key(self.folder, about["key_check"])
+        self._secret = read_key(self.folder, about)
+        self._retain: str = about["retain"]
 
     @classmethod
     def create(
@@ -98,29 +102,32 @@ class Registry:
         vocab_size = vocabulary_width(load_config(checkpoint))
         folder = Path(folder).expanduser()
         with output_folder(folder) as temporary:
-            secret = new_key(temporary)
+            registry = secrets.token_hex(16)
+            secret = new_key(temporary, registry)
             for name in (RETAIN, FILES, IDS):
                 (temporary / name).mkdir()
             sha256 = vocabulary_sha256(tokenizer)
             tokens = documents(retain, tokenizer)
             fit(tokens, vocab_size, temporary / RETAIN, order=order, progress=progress, tokenizer=sha256)
             tokenizer.save_pretrained(temporary / TOKENIZER)
-            pipeline = _pipeline(tokenizer)
-            plain = pipeline is not None and pipeline == _pipeline(_plain_tokenizer(temporary / TOKENIZER))
+            plain = is_plain(tokenizer, temporary / TOKENIZER)
             (temporary / LOG_FILE).touch()
-            write_head(temporary, Head())
+            write_head(temporary, secret, Head())
             files = {path.name: file_sha256(path) for path in sorted((temporary / TOKENIZER).iterdir())}
             about = {
-                "tokenizer_files": files,
-                "plain_tokenizer": plain,
+                "format": FORMAT,
+                "id": registry,
+                "created": _now(),
                 "vocab_size": vocab_size,
                 "order": order,
                 "tokenizer": sha256,
+                "tokenizer_files": files,
+                "plain_tokenizer": plain,
+                "retain": file_sha256(temporary / RETAIN / COUNTS),
+                "retain_set": retain.label,
                 "key_check": secret.check,
             }
-            write_json(
-                temporary / DESCRIPTION, {"format": FORMAT, "created": _now(), "retain_set": retain.label, **about}
-            )
+            write_json(temporary / DESCRIPTION, about | {"seal": secret.description(about)})
         return cls(folder)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -130,7 +137,7 @@ class Registry:
             UsageError: it is not the one that the registry was made with.
         """
         folder = self.folder / TOKENIZER
-        tokenizer = _plain_tokenizer(folder) if self._plain else load_tokenizer(folder)
+        tokenizer = load_plain(folder) if self._plain else load_tokenizer(folder)
         if vocabulary_sha256(tokenizer) != self._tokenizer_sha256:
             raise UsageError(f"{self.folder / TOKENIZER} holds another tokenizer than the registry's; restore it")
         return tokenizer
@@ -147,12 +154,12 @@ class Registry:
             UsageError: there is such a request already, or the texts hold no token.
             FailedClosed: the registry is damaged.
         """
-        _check_name(name)
+        _check_words(name, reference)
         counts = count(documents(texts, self.tokenizer()), self.vocab_size, self.order)
         nonce = secrets.token_bytes(NONCE_BYTES)
         sealed = seal(counts, self._secret, nonce)
         with self._locked():
-            if self._marker(name).exists() and name in self._state().entries:
+            if self._marker(name).exists() and self._in_force(self._state(), name):
                 raise UsageError(f"request {name!r} is in {self.folder} already; give another id, or remove it first")
             write_durably(self._marker(name), b"")
             file = f"{nonce.hex()}.npz"
@@ -180,14 +187,17 @@ class Registry:
         """
         with self._locked():
             state = self._state()
-            if name not in state.entries:
-                known = ", ".join(list(state.entries)[:5]) or "none"
+            found = self._in_force(state, name)
+            if not found:
+                known = ", ".join([entry.id for entry in state.entries.values()][:5]) or "none"
                 raise UsageError(f"there is no request {name!r} in {self.folder}; in force: {known}")
-            entry = state.entries[name]
+            entry = found[0]
             append(self.folder, self._secret, {"action": "remove", "id": name, "time": _now()})
             self._marker(name).unlink(missing_ok=True)
-            if all(other.file != entry.file for other in state.entries.values() if other.id != name):
-                (self.folder / FILES / entry.file).unlink(missing_ok=True)
+            needed = {other.file for other in state.entries.values() if other.id != name}
+            for withdrawn in found:
+                if withdrawn.file not in needed:
+                    (self.folder / FILES / withdrawn.file).unlink(missing_ok=True)
         return entry
 
     def holds(self, entry: Entry) -> bool:
@@ -222,25 +232,44 @@ class Registry:
         with self._locked():
             state = self._state()
             if len(state.files) > 1 or self._withdrawn(state):
-                nonces = [bytes.fromhex(entry.nonce) for entry in state.entries.values()]
+                nonces = list(map(bytes.fromhex, state.entries))
                 parts = [(self._load(name, digest), nonces) for name, digest in state.files.items()]
                 file = f"{secrets.token_hex(NONCE_BYTES)}.npz"
                 digest = self._store(file, joined(parts))
                 append(self.folder, self._secret, {"action": "compact", "time": _now(), "file": file, "sha256": digest})
                 state = self._state()
-            markers = {self._marker(name).name for name in state.entries}
+            markers = {self._marker(entry.id) for entry in state.entries.values()}
+            for marker in markers:
+                if not marker.exists():
+                    write_durably(marker, b"")
             leftovers = [path for path in (self.folder / FILES).iterdir() if path.name not in state.files]
-            leftovers += [path for path in (self.folder / IDS).iterdir() if path.name not in markers]
+            leftovers += [path for path in (self.folder / IDS).iterdir() if path not in markers]
+            leftovers = [path for path in leftovers if path.is_file()]
             for path in leftovers:
                 path.unlink()
         return len(leftovers)
 
     def verify(self) -> list[str]:
         """What is wrong with the registry, a line each; nothing where it is whole."""
+        for _ in range(ATTEMPTS):
+            before, problems = self._size(), self._problems()
+            if not problems or before == self._size():
+                return problems
+            # It was changed while it was looked at.
+        return self._problems()
+
+    def _size(self) -> int:
+        try:
+            return (self.folder / LOG_FILE).stat().st_size
+        except OSError:
+            return -1
+
+    def _problems(self) -> list[str]:
         problems = []
         try:
+            check_retain(self.folder, self._retain)
             NgramCounts.load(self.folder / RETAIN)
-        except UsageError as error:
+        except (UsageError, FailedClosed) as error:
             problems.append(str(error))
         for name, digest in self._tokenizer_files.items():
             path = self.folder / TOKENIZER / name
@@ -261,6 +290,10 @@ class Registry:
                 if entry.file == name and entry.nonce not in held:
                     problems.append(f"{self.folder / FILES / name} does not hold the counts of request {entry.id!r}")
         return problems
+
+    @staticmethod
+    def _in_force(state: State, name: str) -> list[Entry]:
+        return [entry for entry in state.entries.values() if entry.id == name]
 
     def _state(self) -> State:
         return read_log(self.folder, self._secret)
@@ -288,28 +321,12 @@ class Registry:
     def _withdrawn(self, state: State) -> bool:
         """Whether a file still holds counts of a request that is no longer in force."""
         held = {nonce.tobytes().hex() for name in state.files for nonce in self._load(name, state.files[name]).nonces}
-        return held != {entry.nonce for entry in state.entries.values()}
+        return held != set(state.entries)
 
 
-def _plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer as its file says it, without its class and, with that, without torch: seconds for a request."""
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
-
-
-def _pipeline(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """All that decides a tokenizer's tokens; None where it is not told."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    return {name: part for name, part in json.loads(backend.to_str()).items() if name not in ("padding", "truncation")}
-
-
-def _check_name(name: str) -> None:
+def _check_words(name: str, reference: str) -> None:
+    if not reference.replace("\n", "").isprintable() or len(reference) > LONGEST_REFERENCE:
+        raise UsageError(f"reference {reference[:40]!r} cannot be used; accepted: printable text")
     if not name or len(name) > LONGEST_ID or not name.isprintable() or name != name.strip():
         raise UsageError(f"request id {name!r} cannot be used; accepted: 1 to {LONGEST_ID} printable characters")
 

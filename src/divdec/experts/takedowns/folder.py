@@ -5,11 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from divdec.errors import UsageError
-from divdec.runs import read_json
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
+from divdec.runs import file_sha256, read_json
 
 DESCRIPTION, FORMAT = "registry.json", "divdec registry 1"
 RETAIN, FILES, TOKENIZER, IDS, LOCK = "retain", "entries", "tokenizer", "ids", "lock"
+
+
+def check_retain(folder: Path, digest: str) -> None:
+    """Refuse a retain side that is not the one that the registry was made with.
+
+    Raises:
+        FailedClosed: it is missing, or another one.
+    """
+    counts = folder / RETAIN / COUNTS
+    if not counts.is_file() or file_sha256(counts) != digest:
+        raise FailedClosed(f"{folder / RETAIN} is missing or holds other counts than the registry's; restore it")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -24,6 +36,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     about = read_json(path)
     kinds = {
         "format": str,
+        "id": str,
+        "seal": str,
+        "retain": str,
         "tokenizer_files": dict,
         "vocab_size": int,
         "order": int,

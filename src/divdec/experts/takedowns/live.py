@@ -6,6 +6,7 @@ A state of the registry is never changed: a running answer keeps the one it bega
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import os
 import threading
@@ -18,10 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import Followers, NgramCounts, SummedCounts
-from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, read_description
+from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, check_retain, read_description
 from divdec.experts.takedowns.log import LOG_FILE, State, read_log
 from divdec.experts.takedowns.sealed import Sealed
 from divdec.experts.takedowns.secret import Secret, context_bytes, read_key
@@ -74,6 +75,9 @@ class SealedCounts:
         found = np.zeros(self.vocab_size, dtype=np.int64)
         found[tokens] = counts
         return found
+
+    def __deepcopy__(self, memo: Any) -> SealedCounts:
+        return self
 
     def followers(self, contexts: np.ndarray) -> Followers:
         """What follows each context."""
@@ -147,7 +151,9 @@ class RegistryExperts:
         self.folder = Path(folder)
         about = read_description(self.folder)
         self.vocab_size, self.order, self.space = about["vocab_size"], about["order"], space
-        self._secret = read_key(self.folder, about["key_check"])
+        self.id = about["id"]
+        self._secret = read_key(self.folder, about)
+        check_retain(self.folder, about["retain"])
         retain = NgramCounts.load(self.folder / RETAIN, verify=verify)
         self._retain = StupidBackoff(retain, space)
         if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
@@ -170,6 +176,16 @@ class RegistryExperts:
                 self._signature = signature
             return self._snapshot
 
+    def __deepcopy__(self, memo: Any) -> RegistryExperts:
+        other = copy.copy(self)  # all but the lock is never changed
+        other._lock = threading.Lock()
+        return other
+
+    def begin(self, cache: Cache) -> None:
+        """Let an answer that goes on from a kept cache follow the registry as it is now."""
+        if isinstance(cache, SnapshotCache):
+            cache.snapshot = self.snapshot()
+
     def new_cache(self) -> SnapshotCache:
         """An empty cache of tokens, bound to the registry as it is now."""
         return SnapshotCache(self.snapshot())
@@ -186,6 +202,8 @@ class RegistryExperts:
         if cache is None:
             snapshot = self.snapshot()
         elif isinstance(cache, SnapshotCache):
+            if not cache.get_seq_length():
+                self.begin(cache)
             snapshot = cache.snapshot
         else:
             raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
@@ -220,7 +238,7 @@ class RegistryExperts:
     def _read(self, known: Snapshot, state: State) -> Snapshot:
         """The snapshot of a state; files that are known already are not read again."""
         files = {name: known.files[name] for name in state.files if name in known.files}
-        nonces = frozenset(bytes.fromhex(entry.nonce) for entry in state.entries.values())
+        nonces = frozenset(map(bytes.fromhex, state.entries))
         only_more = len(files) == len(known.files) and known.state.entries.keys() <= state.entries.keys()
         runs, contents = (list(known.runs), self._contents(known)) if only_more else ([], [])
         if not only_more:  # numbers are places in a list: count anew
@@ -231,10 +249,7 @@ class RegistryExperts:
         for name, digest in state.files.items():
             if name in files:
                 continue
-            try:
-                sealed = Sealed.load(self.folder / FILES / name, digest)
-            except (KeyError, ValueError) as error:
-                raise FailedClosed(f"{self.folder / FILES / name} cannot be read ({first_line(error)})") from None
+            sealed = Sealed.load(self.folder / FILES / name, digest)
             files[name] = (len(contents), sealed)
             _add(runs, Run.of(len(contents), sealed, nonces))
             contents.append(sealed)

@@ -6,6 +6,7 @@ writer died; it has not happened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.takedowns.secret import Secret
 from divdec.runs import read_json, write_durably
 
@@ -61,7 +62,7 @@ class State:
 
     head: Head = Head()
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
-    """In force, by id, in the order in which they came."""
+    """In force, by nonce, in the order in which they came."""
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """SHA-256 by name of each file that holds counts of these."""
 
@@ -74,7 +75,7 @@ def read_log(folder: Path, secret: Secret, known: State = State()) -> State:
     """
     entries, files, head = dict(known.entries), dict(known.files), known.head
     # Before the log, since its writer writes it after: a head ahead of the log means that lines are gone.
-    stated = read_head(folder)
+    stated = read_head(folder, secret)
     for event, head in _events(folder, secret, known.head):
         try:
             _apply(event, entries, files)
@@ -106,7 +107,7 @@ def append(folder: Path, secret: Secret, event: dict[str, Any]) -> None:
     Raises:
         FailedClosed: the end of the log has been changed.
     """
-    head = read_head(folder)
+    head = read_head(folder, secret)
     for _, later in list(_events(folder, secret, head)):  # lines whose writer died before it wrote the head
         head = later
     text = json.dumps({"sequence": head.sequence + 1, **event}, ensure_ascii=False)
@@ -118,25 +119,31 @@ def append(folder: Path, secret: Secret, event: dict[str, Any]) -> None:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
-    write_head(folder, Head(head.sequence + 1, seal, head.offset + len(line)))
+    # It has happened; where the disk is full now, the next writer says how long the log is.
+    with contextlib.suppress(OSError):
+        write_head(folder, secret, Head(head.sequence + 1, seal, head.offset + len(line)))
 
 
-def write_head(folder: Path, head: Head) -> None:
+def write_head(folder: Path, secret: Secret, head: Head) -> None:
     """Say beside the log how long it is, so that removed lines are missed."""
-    write_durably(folder / HEAD_FILE, json.dumps(dataclasses.asdict(head)).encode())
+    fields = dataclasses.asdict(head)
+    sealed = {"head": fields, "seal": secret.seal("head", json.dumps(fields))}
+    write_durably(folder / HEAD_FILE, json.dumps(sealed).encode())
 
 
-def read_head(folder: Path) -> Head:
-    """Where the log ends, or ended before its last line was written.
+def read_head(folder: Path, secret: Secret) -> Head:
+    """Where the log ends, or ended before its last lines were written.
 
     Raises:
-        FailedClosed: the file that says so is missing or unreadable.
+        FailedClosed: the file that says so is missing, unreadable or changed.
     """
     try:
-        fields = read_json(folder / HEAD_FILE)
-        return Head(int(fields["sequence"]), str(fields["seal"]), int(fields["offset"]))
-    except (OSError, UsageError, KeyError, TypeError, ValueError):
-        raise FailedClosed(f"{folder / HEAD_FILE} is missing or unreadable; restore it from a backup") from None
+        found = read_json(folder / HEAD_FILE)
+        if not hmac.compare_digest(secret.seal("head", json.dumps(found["head"])), found["seal"]):
+            raise ValueError("its seal is wrong")
+        return Head(**found["head"])
+    except (OSError, UsageError, KeyError, TypeError, ValueError) as error:
+        raise FailedClosed(f"{folder / HEAD_FILE} cannot be trusted ({first_line(error)}); restore it") from None
 
 
 def _events(folder: Path, secret: Secret, head: Head) -> Iterator[tuple[dict[str, Any], Head]]:
@@ -176,13 +183,12 @@ def _apply(event: dict[str, Any], entries: dict[str, Entry], files: dict[str, st
     """Let a change that the log tells happen."""
     if event["action"] == "add":
         entry = Entry(**{field.name: event[field.name] for field in dataclasses.fields(Entry)})
-        if entry.id in entries:
-            raise ValueError(f"request {entry.id!r} is added twice")
-        entries[entry.id] = entry
+        entries[entry.nonce] = entry
         files[entry.file] = event["sha256"]
     elif event["action"] == "remove":
-        entries.pop(event["id"])
+        for nonce in [nonce for nonce, entry in entries.items() if entry.id == event["id"]]:
+            del entries[nonce]
     elif event["action"] == "compact":
-        for name, entry in entries.items():
-            entries[name] = dataclasses.replace(entry, file=event["file"])
+        for nonce, entry in entries.items():
+            entries[nonce] = dataclasses.replace(entry, file=event["file"])
         files[event["file"]] = event["sha256"]

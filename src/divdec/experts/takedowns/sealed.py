@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from divdec.errors import FailedClosed
+from divdec.errors import FailedClosed, first_line
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.takedowns.secret import Secret, context_bytes, key_stream
 from divdec.runs import file_sha256
@@ -63,10 +63,15 @@ class Sealed:
         """
         if not path.is_file():
             raise FileNotFoundError(path)
-        if file_sha256(path) != sha256:
-            raise FailedClosed(f"{path} is damaged: it is not what was written; restore it from a backup")
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
+        try:
+            if file_sha256(path) != sha256:
+                raise FailedClosed(f"{path} is damaged: it is not what was written; restore it from a backup")
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
+        except FileNotFoundError:
+            raise
+        except (OSError, KeyError, ValueError) as error:
+            raise FailedClosed(f"{path} cannot be read ({first_line(error)})") from None
 
 
 def seal(counts: NgramCounts, secret: Secret, nonce: bytes) -> Sealed:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 
 KEY_FILE = "secret.key"
 ENVIRONMENT = "DIVDEC_REGISTRY_KEY"
@@ -22,19 +24,30 @@ HASH_BYTES, SEED_BYTES = 8, 16
 class Secret:
     """What only the holder of a registry's key can compute.
 
-    The sub-keys for contexts, log and texts are apart, so that no value of one kind is one of another.
+    The sub-keys for contexts, log and texts are apart, and those of two registries under one key too, so that no value
+    of one kind or place is one of another.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, registry: str) -> None:
         self._contexts, self._log, self._texts, self._check = (
-            hashlib.blake2b(key=key, person=name, digest_size=KEY_BYTES).digest()
+            hashlib.blake2b(registry.encode(), key=key, person=name, digest_size=KEY_BYTES).digest()
             for name in (b"divdec.contexts", b"divdec.log", b"divdec.texts", b"divdec.check")
         )
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a registry's key is not written into pickles; load the bundle in each process instead")
+
+    def __deepcopy__(self, memo: Any) -> Secret:
+        return self
 
     @property
     def check(self) -> str:
         """A value that tells whether a key is the registry's, and nothing else."""
         return self._check.hex()
+
+    def description(self, about: dict[str, Any]) -> str:
+        """The seal of what the folder says of itself."""
+        return self.seal("description", json.dumps(about, sort_keys=True, ensure_ascii=False))
 
     def context(self, tokens: bytes) -> tuple[int, bytes]:
         """Hash and seed of a context (paper's w_{i−k+1}…w_{i−1}), given as its 32-bit token ids one after the other."""
@@ -60,32 +73,33 @@ def context_bytes(context: np.ndarray) -> bytes:
     return np.ascontiguousarray(context, dtype="<i4").tobytes()
 
 
-def new_key(folder: Path) -> Secret:
+def new_key(folder: Path, registry: str) -> Secret:
     """The key from the environment, or a fresh one in a file that only its owner can read.
 
     Raises:
         UsageError: the environment holds no key of 32 bytes.
     """
     if given := os.environ.get(ENVIRONMENT):
-        return Secret(_parsed(given, f"${ENVIRONMENT}"))
+        return Secret(_parsed(given, f"${ENVIRONMENT}"), registry)
     key = secrets.token_bytes(KEY_BYTES)
     handle = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(key.hex() + "\n")
         file.flush()
         os.fsync(file.fileno())
-    return Secret(key)
+    return Secret(key, registry)
 
 
-def read_key(folder: Path, check: str) -> Secret:
+def read_key(folder: Path, about: dict[str, Any]) -> Secret:
     """The registry's key, from the environment or its file.
 
     Args:
         folder: the registry.
-        check: `Secret.check` of the right key.
+        about: what it says of itself, with `Secret.check` and its seal.
 
     Raises:
         UsageError: there is none, others may read its file, or it is another registry's.
+        FailedClosed: what the registry says of itself has been changed.
     """
     if given := os.environ.get(ENVIRONMENT):
         place, key = f"${ENVIRONMENT}", _parsed(given, f"${ENVIRONMENT}")
@@ -103,9 +117,12 @@ def read_key(folder: Path, check: str) -> Secret:
         if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
             raise UsageError(f"{path} can be read by others (mode {stat.S_IMODE(mode):04o}); chmod 600 {path}")
         key = _parsed(text.strip(), place)
-    secret = Secret(key)
-    if not hmac.compare_digest(secret.check, str(check)):
+    secret = Secret(key, about["id"])
+    if not hmac.compare_digest(secret.check, about["key_check"]):
         raise UsageError(f"{place} holds the key of another registry than {folder}")
+    sealed = {name: value for name, value in about.items() if name != "seal"}
+    if not hmac.compare_digest(secret.description(sealed), about["seal"]):
+        raise FailedClosed(f"{folder}: what the registry says of itself has been changed; restore it from a backup")
     return secret
 
 
