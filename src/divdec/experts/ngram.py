@@ -21,6 +21,7 @@ from divdec.experts.token_cache import PADDING, TokenCache, masked
 
 SPACES = ("score", "log")
 BACKOFF = 0.4  # Brants et al. 2007, section 4
+FEW = 8  # a token that occurs no more often than a share of the vocabulary is followed by few
 KEPT = 1 << 24  # numbers that may be kept for frequent tokens (64 MiB a model)
 
 
@@ -51,21 +52,42 @@ class StupidBackoff:
         Args:
             contexts: int64 [contexts, order − 1], −1 in front of those that are shorter.
         """
+        parts = self._parts(contexts)
+        found = parts.table.index_select(0, torch.from_numpy(parts.rows))
+        found.view(-1).numpy()[parts.places] = parts.values
+        return found
+
+    def take_from(self, scores: Float[Tensor, "contexts vocab"], contexts: np.ndarray) -> None:
+        """Subtract the score of every token after each context, in place; see `scores`."""
+        parts = self._parts(contexts)
+        flat = scores.view(-1).numpy()
+        written = flat[parts.places] - parts.values
+        # Most contexts share one dense part, which then stays in the processor's own memory.
+        common = int(np.bincount(parts.rows).argmax())
+        others = np.flatnonzero(parts.rows != common).tolist()
+        own = [(row, scores[row] - parts.table[parts.rows[row]]) for row in others]
+        scores.sub_(parts.table[common])
+        for row, difference in own:
+            scores[row] = difference
+        flat[parts.places] = written
+
+    def _parts(self, contexts: np.ndarray) -> _Parts:
+        """The same as rows of a table, and what is to be written on them."""
         lengths = (contexts != PADDING).sum(axis=1)
         dense = self._prepared()
         kept = self._kept_rows(dense, contexts[:, -1], lengths)
-        found = dense.table.index_select(0, torch.from_numpy(np.where(kept > 0, kept, lengths)))
+        places, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
         # The longer the context, the later it is written: a follower of the longest one overrides the others.
         for length in range(1, self._longest + 1):
             rows = np.flatnonzero((lengths >= length) & ((kept == 0) | (length > 1)))
             if len(rows):
-                self._write(found, rows, contexts[rows, self._longest - length :], lengths[rows])
-        return found
+                written = self._following(rows, contexts[rows, self._longest - length :], lengths[rows])
+                places.append(written[0])
+                values.append(written[1])
+        return _Parts(dense.table, np.where(kept > 0, kept, lengths), np.concatenate(places), np.concatenate(values))
 
-    def _write(
-        self, scores: Float[Tensor, "contexts vocab"], rows: np.ndarray, contexts: np.ndarray, lengths: np.ndarray
-    ) -> None:
-        """Write what follows contexts of one length into rows whose whole contexts have some lengths."""
+    def _following(self, rows: np.ndarray, contexts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places and scores of what follows contexts of one length, in rows whose whole contexts have some lengths."""
         followers = self.counts.followers(contexts)
         score = followers.counts / followers.totals[followers.rows]
         steps = lengths - contexts.shape[1]
@@ -76,7 +98,7 @@ class StupidBackoff:
             else:
                 score = np.where(step < steps[followers.rows], BACKOFF * score, score)
         places = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
-        scores.view(-1).numpy()[places] = np.log(score) if self.space == "log" else score
+        return places, (np.log(score) if self.space == "log" else score).astype(np.float32)
 
     def _prepared(self) -> _Dense:
         """The dense parts by length of context, and room for those of frequent tokens."""
@@ -90,7 +112,9 @@ class StupidBackoff:
         counts = np.asarray(self.counts.unigrams)
         unigrams = counts.astype(np.float64) + (1 if self.space == "log" else 0)
         score = unigrams / max(unigrams.sum(), 1.0)
+        # Fewer followers are written faster than a row is read from memory.
         frequent = np.argsort(-counts, kind="stable")[: min(KEPT // vocab_size, vocab_size)]
+        frequent = frequent[counts[frequent] > vocab_size // FEW]
         table = torch.empty(order + len(frequent), vocab_size)
         for length in range(order):
             table[length] = torch.from_numpy(np.log(score) if self.space == "log" else score)
@@ -108,10 +132,25 @@ class StupidBackoff:
                 tokens = np.unique(last[(found > 0) & ~dense.made[found]])
                 if len(tokens):
                     made = dense.table[self._longest].repeat(len(tokens), 1)
-                    self._write(made, np.arange(len(tokens)), tokens[:, None], np.full(len(tokens), self._longest))
+                    full = np.full(len(tokens), self._longest)
+                    places, values = self._following(np.arange(len(tokens)), tokens[:, None], full)
+                    made.view(-1).numpy()[places] = values
                     dense.table[torch.from_numpy(dense.rows[tokens])] = made
                     dense.made[dense.rows[tokens]] = True
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Scores as rows of a table and what is written on them, the last of several at one place."""
+
+    table: Float[Tensor, "rows vocab"]
+    rows: np.ndarray
+    """The table's row for each context, [contexts]."""
+    places: np.ndarray
+    """Where something is written, context times vocabulary plus token, [written]."""
+    values: np.ndarray
+    """float32 [written]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +201,8 @@ class NgramPair:
         kept = logits_to_keep or input_ids.shape[1]
         contexts = contexts_of(tokens.numpy(), min(kept, input_ids.shape[1]), self.order - 1)
         flat = contexts.reshape(-1, self.order - 1)
-        divergence = self.retain.scores(flat).sub_(self.forget.scores(flat))
+        divergence = self.retain.scores(flat)
+        self.forget.take_from(divergence, flat)
         return divergence.view(*contexts.shape[:2], self.vocab_size).to(input_ids.device)
 
 
