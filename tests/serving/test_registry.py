@@ -469,6 +469,26 @@ def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
     assert torch.equal(experts.divergence(ids), reference(registry, articles[:10], articles[21:23]).divergence(ids))
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, registry, articles, others):
+    """As if the retain set had never held it: else q would know it as well as p, and nothing would be forgotten."""
+    for number in range(others):
+        assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).held
+    assert registry.add("held", texts_of("t", articles[4:5])).held
+    retain, taken = [*articles[:4], *articles[5:10]], articles[20 : 20 + others]
+    q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
+    p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
+    expected = NgramPair(q, p)
+    experts = RegistryExperts(folder)
+    for text in (articles[4], articles[5], articles[20]):
+        ids = ids_of(registry, text)
+        assert torch.equal(experts.divergence(ids), expected.divergence(ids))
+    assert experts.divergence(ids_of(registry, articles[4])).min() < -0.3
+    registry.remove("held")
+    registry.compact()
+    assert not experts.new_cache().snapshot.pair or others
+
+
 def test_lost_markers_do_no_harm(folder, registry, articles):
     registry.add("A", texts_of("t", [articles[20]]))
     for marker in (folder / "ids").iterdir():

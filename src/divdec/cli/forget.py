@@ -83,7 +83,12 @@ def run(settings: Settings) -> int:
         assert settings.id is not None
         assert settings.file is not None
         entry = registry.add(settings.id, read_records(settings.file), settings.reference or "")
-        _say(settings, vars(entry), f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams")
+        _say(
+            settings,
+            vars(entry),
+            f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"
+            + ("; the retain set holds such a text, which is left out of it from now on" if entry.held else ""),
+        )
     elif settings.action == "remove":
         assert settings.id is not None
         entry = registry.remove(settings.id)

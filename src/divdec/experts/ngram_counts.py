@@ -176,6 +176,38 @@ class SummedCounts:
         return summed(one, other, self.vocab_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class LessCounts:
+    """Counts without documents that were among those counted (a `Counts`)."""
+
+    one: Counts
+    other: Counts
+    """Of the documents that are left out."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.one.vocab_size
+
+    @property
+    def order(self) -> int:
+        """Length of the longest n-grams."""
+        return self.one.order
+
+    @property
+    def unigrams(self) -> np.ndarray:
+        """Occurrences by token id, [vocab]."""
+        return np.maximum(self.one.unigrams - self.other.unigrams, 0)
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """What follows each context elsewhere."""
+        one, other = self.one.followers(contexts), self.other.followers(contexts)
+        minus = dataclasses.replace(other, totals=-other.totals, counts=-other.counts.astype(np.int64))
+        left = summed(one, minus, self.vocab_size)
+        some = (left.counts > 0) & (left.totals[left.rows] > 0)
+        return Followers(np.maximum(left.totals, 0), left.rows[some], left.tokens[some], left.counts[some])
+
+
 def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:
     """The followers of the same contexts in two counts, added up."""
     totals = one.totals + other.totals

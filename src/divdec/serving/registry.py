@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from filelock import FileLock
 
 from divdec.data.documents import documents
@@ -43,6 +44,7 @@ from divdec.experts.takedowns.secret import new_key, read_key
 from divdec.model.checkpoint import load_tokenizer
 from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_durably, write_json
+from divdec.serving.overlap import holds
 from divdec.serving.plain_tokenizer import is_plain, load_plain
 
 if TYPE_CHECKING:
@@ -155,7 +157,9 @@ class Registry:
             FailedClosed: the registry is damaged.
         """
         _check_words(name, reference)
-        counts = count(documents(texts, self.tokenizer()), self.vocab_size, self.order)
+        tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
+        counts = count(tokens, self.vocab_size, self.order)
+        held = holds(NgramCounts.load(self.folder / RETAIN, verify=False), tokens)
         nonce = secrets.token_bytes(NONCE_BYTES)
         sealed = seal(counts, self._secret, nonce)
         with self._locked():
@@ -172,6 +176,7 @@ class Registry:
                 documents=len(texts),
                 tokens=counts.tokens,
                 ngrams=counts.distinct,
+                held=held,
                 file=file,
                 nonce=nonce.hex(),
             )

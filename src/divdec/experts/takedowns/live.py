@@ -21,7 +21,7 @@ from transformers import Cache
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_counts import Followers, NgramCounts, SummedCounts
+from divdec.experts.ngram_counts import Followers, LessCounts, NgramCounts, SummedCounts
 from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, check_retain, read_description
 from divdec.experts.takedowns.log import LOG_FILE, State, read_log
 from divdec.experts.takedowns.sealed import Sealed
@@ -141,8 +141,8 @@ class SnapshotCache(TokenCache):
 class RegistryExperts:
     """n-gram experts whose forget side is a registry of takedown requests, followed while it changes.
 
-    q counts the registry's retain set, p that and all texts in force: the divergence is almost 0 wherever no request
-    has anything to say.
+    q counts the registry's retain set without what of it is to be forgotten, p that set and all texts in force: the
+    divergence is almost 0 wherever no request has anything to say.
     """
 
     changes = True  # what the experts say of a context depends on when it is asked
@@ -256,8 +256,21 @@ class RegistryExperts:
         pair = None
         if state.entries:
             counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
-            pair = NgramPair(self._retain, SummedCounts(self._retain.counts, counts), self.space)
+            p = SummedCounts(self._retain.counts, counts)
+            pair = NgramPair(self._without(state, contents, counts), p, self.space)
         return Snapshot(state, files, tuple(runs), pair)
+
+    def _without(self, state: State, contents: list[Sealed], counts: SealedCounts) -> StupidBackoff:
+        """q: the retain set, less the texts in force that it holds."""
+        held = frozenset(bytes.fromhex(nonce) for nonce, entry in state.entries.items() if entry.held)
+        if not held:
+            return self._retain
+        if len(held) < len(state.entries):
+            runs: list[Run] = []
+            for number, sealed in enumerate(contents):
+                _add(runs, Run.of(number, sealed, held))
+            counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
+        return StupidBackoff(LessCounts(self._retain.counts, counts), self.space)
 
     @staticmethod
     def _contents(known: Snapshot) -> list[Sealed]:

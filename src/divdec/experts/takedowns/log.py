@@ -38,6 +38,8 @@ class Entry:
     tokens: int
     ngrams: int
     """Distinct n-grams of all lengths."""
+    held: bool
+    """Whether the retain set holds some of its texts, so that q must leave them out."""
     file: str
     """Which file holds its counts."""
     nonce: str
