@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import read_records
+from divdec.data.records import read_records, texts_of
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
@@ -29,7 +29,7 @@ from divdec.experts.takedowns.live import RegistryExperts
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, output_folder, settings_hash
-from divdec.serving.registry import Registry, texts_of
+from divdec.serving.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

@@ -18,13 +18,16 @@ import torch
 from conftest import loads_torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
+from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
 from divdec.experts.takedowns.live import RegistryExperts
 from divdec.experts.takedowns.log import LOG_FILE
 from divdec.model.checkpoint import load_model
-from divdec.serving.registry import Registry, texts_of
+from divdec.serving.overlap import passages
+from divdec.serving.registry import Registry
 
 ORDER = 3
 
@@ -487,6 +490,26 @@ def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, reg
     registry.remove("held")
     registry.compact()
     assert not experts.new_cache().snapshot.pair or others
+
+
+def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_path, checkpoints, articles):
+    passage = " ".join(articles[4].split()[:60])
+    retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
+    registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
+    tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
+    (found,) = passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
+    assert registry.tokenizer().decode(found).strip() in f"{articles[21]} {passage}"
+    assert len(found) >= len(documents_of(registry, [passage])[0]) - 2
+    registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
+    q = RegistryExperts(tmp_path / "r").snapshot().pair.retain.counts
+    whole = count(documents_of(registry, retain), registry.vocab_size, 4)
+    assert (whole.unigrams - q.unigrams).sum() == len(found)
+    before = registry.entries()
+    registry.compact()
+    assert registry.verify() == []
+    assert [entry.nonces for entry in registry.entries()] == [entry.nonces for entry in before]
+    again = RegistryExperts(tmp_path / "r").snapshot().pair.retain.counts
+    assert np.array_equal(again.unigrams, q.unigrams)
 
 
 def test_lost_markers_do_no_harm(folder, registry, articles):

@@ -127,6 +127,11 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
     return RecordSet(name, kind, tuple(records), blank)
 
 
+def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
+    """Plain texts that are in memory as a set."""
+    return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])
+
+
 def overlap(one: RecordSet, other: RecordSet) -> Overlap:
     """Count the records of `one` that stand in `other` too; case and white space make no difference."""
     whole = {_normal(_before(record), record.answer) for record in other}

@@ -1,4 +1,4 @@
-"""Whether counts were made of a text: what the retain set holds q would go on repeating."""
+"""Passages of a text that counts were made of: what the retain set holds q would go on repeating."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from divdec.experts.ngram_counts import NgramCounts
 PASSAGE = 48  # n-grams in a row: a text that the retain set holds, not a phrase that others use too
 
 
-def holds(counts: NgramCounts, documents: Iterable[np.ndarray]) -> bool:
-    """Whether one of some documents, or a long passage of it, is among those counted.
+def passages(counts: NgramCounts, documents: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """The long passages of some documents that are among those counted, and short documents that are as a whole.
 
     Args:
         counts: of the retain set.
         documents: token ids.
     """
+    found = []
     for ids in documents:
-        windows = np.lib.stride_tricks.sliding_window_view(ids, min(len(ids), counts.order)).astype(np.int64)
-        unknown = np.flatnonzero(counts.ids_of(windows) < 0)
-        longest = np.diff(unknown, prepend=-1, append=len(windows)).max() - 1
-        if longest >= min(PASSAGE, len(windows)):
-            return True
-    return False
+        length = min(len(ids), counts.order)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, length).astype(np.int64)
+        bounds = np.concatenate([[-1], np.flatnonzero(counts.ids_of(windows) < 0), [len(windows)]])
+        for before, after in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            if after - before - 1 >= min(PASSAGE, len(windows)):
+                found.append(ids[before + 1 : after - 1 + length])
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ from divdec.experts.takedowns.secret import new_key, read_key
 from divdec.model.checkpoint import load_tokenizer
 from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_durably, write_json
-from divdec.serving.overlap import holds
+from divdec.serving.overlap import passages
 from divdec.serving.plain_tokenizer import is_plain, load_plain
 
 if TYPE_CHECKING:
@@ -159,14 +159,17 @@ class Registry:
         _check_words(name, reference)
         tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
         counts = count(tokens, self.vocab_size, self.order)
-        held = holds(NgramCounts.load(self.folder / RETAIN, verify=False), tokens)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        sealed = seal(counts, self._secret, nonce)
+        held = passages(NgramCounts.load(self.folder / RETAIN, verify=False), tokens)
+        nonces = [secrets.token_bytes(NONCE_BYTES) for _ in range(2 if held else 1)]
+        sealed = seal(counts, self._secret, nonces[0])
+        if held:
+            passage = seal(count(held, self.vocab_size, self.order), self._secret, nonces[1])
+            sealed = joined([(sealed, nonces), (passage, nonces)])
         with self._locked():
             if self._marker(name).exists() and self._in_force(self._state(), name):
                 raise UsageError(f"request {name!r} is in {self.folder} already; give another id, or remove it first")
             write_durably(self._marker(name), b"")
-            file = f"{nonce.hex()}.npz"
+            file = f"{nonces[0].hex()}.npz"
             digest = self._store(file, sealed)
             entry = Entry(
                 id=name,
@@ -176,9 +179,9 @@ class Registry:
                 documents=len(texts),
                 tokens=counts.tokens,
                 ngrams=counts.distinct,
-                held=held,
                 file=file,
-                nonce=nonce.hex(),
+                nonce=nonces[0].hex(),
+                held=nonces[1].hex() if held else None,
             )
             append(self.folder, self._secret, {"action": "add", **vars(entry), "sha256": digest})
         return entry
@@ -237,7 +240,7 @@ class Registry:
         with self._locked():
             state = self._state()
             if len(state.files) > 1 or self._withdrawn(state):
-                nonces = list(map(bytes.fromhex, state.entries))
+                nonces = list(map(bytes.fromhex, _nonces(state)))
                 parts = [(self._load(name, digest), nonces) for name, digest in state.files.items()]
                 file = f"{secrets.token_hex(NONCE_BYTES)}.npz"
                 digest = self._store(file, joined(parts))
@@ -292,7 +295,7 @@ class Registry:
                 continue
             held = {nonce.tobytes().hex() for nonce in sealed.nonces}
             for entry in state.entries.values():
-                if entry.file == name and entry.nonce not in held:
+                if entry.file == name and not held.issuperset(entry.nonces):
                     problems.append(f"{self.folder / FILES / name} does not hold the counts of request {entry.id!r}")
         return problems
 
@@ -326,7 +329,12 @@ class Registry:
     def _withdrawn(self, state: State) -> bool:
         """Whether a file still holds counts of a request that is no longer in force."""
         held = {nonce.tobytes().hex() for name in state.files for nonce in self._load(name, state.files[name]).nonces}
-        return held != set(state.entries)
+        return held != _nonces(state)
+
+
+def _nonces(state: State) -> set[str]:
+    """Of all that the requests in force need."""
+    return {nonce for entry in state.entries.values() for nonce in entry.nonces}
 
 
 def _check_words(name: str, reference: str) -> None:
@@ -338,10 +346,3 @@ def _check_words(name: str, reference: str) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
-    """Plain texts as a record set, for callers that hold them in memory."""
-    from divdec.data.records import record_set
-
-    return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])

@@ -257,19 +257,18 @@ class RegistryExperts:
         if state.entries:
             counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
             p = SummedCounts(self._retain.counts, counts)
-            pair = NgramPair(self._without(state, contents, counts), p, self.space)
+            pair = NgramPair(self._without(state, contents), p, self.space)
         return Snapshot(state, files, tuple(runs), pair)
 
-    def _without(self, state: State, contents: list[Sealed], counts: SealedCounts) -> StupidBackoff:
-        """q: the retain set, less the texts in force that it holds."""
-        held = frozenset(bytes.fromhex(nonce) for nonce, entry in state.entries.items() if entry.held)
+    def _without(self, state: State, contents: list[Sealed]) -> StupidBackoff:
+        """q: the retain set, less the passages of texts in force that it holds."""
+        held = frozenset(bytes.fromhex(entry.held) for entry in state.entries.values() if entry.held)
         if not held:
             return self._retain
-        if len(held) < len(state.entries):
-            runs: list[Run] = []
-            for number, sealed in enumerate(contents):
-                _add(runs, Run.of(number, sealed, held))
-            counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
+        runs: list[Run] = []
+        for number, sealed in enumerate(contents):
+            _add(runs, Run.of(number, sealed, held))
+        counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
         return StupidBackoff(LessCounts(self._retain.counts, counts), self.space)
 
     @staticmethod

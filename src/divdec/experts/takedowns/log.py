@@ -38,12 +38,17 @@ class Entry:
     tokens: int
     ngrams: int
     """Distinct n-grams of all lengths."""
-    held: bool
-    """Whether the retain set holds some of its texts, so that q must leave them out."""
     file: str
     """Which file holds its counts."""
     nonce: str
     """Names it within the file, and makes its key streams its own."""
+    held: str | None = None
+    """The same for passages of its texts that the retain set holds, which q leaves out; None where there are none."""
+
+    @property
+    def nonces(self) -> tuple[str, ...]:
+        """All that its file must hold."""
+        return (self.nonce, self.held) if self.held else (self.nonce,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,22 +77,31 @@ class Sealed:
 def seal(counts: NgramCounts, secret: Secret, nonce: bytes) -> Sealed:
     """Seal the counts of one request."""
     hashes: list[int] = []
-    lengths: list[int] = []
+    lengths: list[np.ndarray] = []
     plain: list[np.ndarray] = []
     streams: list[bytes] = []
-    for context, total, tokens, numbers in _blocks(counts):
-        number, seed = secret.context(context)
-        words = 1 + 2 * len(tokens)
-        hashes.append(number)
-        lengths.append(words)
-        plain += [np.array([total], dtype=np.uint32), tokens.astype(np.uint32), numbers.astype(np.uint32)]
-        streams.append(key_stream(seed, nonce, words))
+    for level in _levels(counts):
+        sizes = 1 + 2 * level.followers
+        begins = np.cumsum(sizes) - sizes
+        rows = np.repeat(np.arange(len(sizes)), level.followers)
+        places = begins[rows] + 1 + np.arange(len(rows)) - np.repeat(np.cumsum(level.followers) - level.followers,
+                                                                     level.followers)  # fmt: skip
+        words = np.empty(int(sizes.sum()), dtype=np.uint32)
+        words[begins] = level.totals
+        words[places] = level.tokens
+        words[places + level.followers[rows]] = level.counts
+        plain.append(words)
+        lengths.append(sizes)
+        content, step = context_bytes(level.contexts), 4 * level.contexts.shape[1]
+        for place, size in enumerate(sizes.tolist()):
+            number, seed = secret.context(content[place * step : (place + 1) * step])
+            hashes.append(number)
+            streams.append(key_stream(seed, nonce, size))
     words = np.concatenate(plain) ^ np.frombuffer(b"".join(streams), dtype="<u4")
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
     sealed = Sealed(
         np.array(hashes, dtype=np.uint64),
         np.zeros(len(hashes), dtype=np.uint32),
-        starts,
+        np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.uint64),
         words.astype(np.uint32),
         np.frombuffer(nonce, dtype=np.uint8)[None],
     )
@@ -131,23 +140,34 @@ def joined(parts: Sequence[tuple[Sealed, Sequence[bytes]]]) -> Sealed:
     )
 
 
-def _blocks(counts: NgramCounts) -> Iterable[tuple[bytes, int, np.ndarray, np.ndarray]]:
-    """Context, total, followers and their counts, for every context shorter than the order, the empty one first."""
-    seen = np.flatnonzero(counts.unigrams)
-    yield b"", counts.tokens, seen, counts.unigrams[seen]
-    contexts, totals = seen[:, None], counts.unigrams[seen]
-    ids = seen
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """All contexts of one length, and what follows them."""
+
+    contexts: np.ndarray
+    """Token ids, [contexts, length]."""
+    totals: np.ndarray
+    followers: np.ndarray
+    """How many tokens follow each."""
+    tokens: np.ndarray
+    """What follows, context by context."""
+    counts: np.ndarray
+
+
+def _levels(counts: NgramCounts) -> Iterator[_Level]:
+    """The contexts shorter than the order, the empty one first."""
+    ids = np.flatnonzero(counts.unigrams)
+    totals = counts.unigrams[ids]
+    yield _Level(np.zeros((1, 0), np.int64), np.array([counts.tokens]), np.array([len(ids)]), ids, totals)
+    contexts = ids[:, None]
     for length in range(1, counts.order):
         keys, numbers, rows = (arrays[length - 1] for arrays in (counts.keys, counts.counts, counts.rows))
-        tokens = keys % counts.vocab_size
-        starts, ends = rows[ids].astype(np.int64).tolist(), rows[ids + 1].astype(np.int64).tolist()
-        for context, total, start, end in zip(contexts, totals.tolist(), starts, ends, strict=True):
-            yield context_bytes(context), total, tokens[start:end], numbers[start:end]
-        if length + 1 < counts.order:
-            shorter = keys // counts.vocab_size
-            parents = shorter[:, None] if length == 1 else contexts[shorter]
-            contexts = np.concatenate([parents, tokens[:, None]], axis=1)
-            totals, ids = np.asarray(numbers), np.arange(len(keys))
+        tokens, shorter = keys % counts.vocab_size, keys // counts.vocab_size
+        followers = rows[ids + 1].astype(np.int64) - rows[ids].astype(np.int64)
+        yield _Level(contexts, np.asarray(totals), followers, tokens, np.asarray(numbers))
+        parents = shorter[:, None] if length == 1 else contexts[shorter]
+        contexts = np.concatenate([parents, tokens[:, None]], axis=1)
+        totals, ids = numbers, np.arange(len(keys))
 
 
 def _ordered(sealed: Sealed) -> Sealed:
