@@ -126,11 +126,12 @@ def show(name, found):
 
 def growth(place, checkpoint, data, sizes):
     """How long `add` and taking up what it added last, by how many requests there are already."""
-    texts = [
+    found = (
         json.loads(line)["text"]
         for part in (1, 2)
         for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines()
-    ]
+    )
+    texts = [text for text in found if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
     experts = RegistryExperts(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]

@@ -87,6 +87,18 @@ def word_piece(texts, size):
 
 
 @pytest.fixture(scope="session")
+def retokenized():
+    """Makes a tokenizer of the same vocabulary with other parts."""
+    from tokenizers import Tokenizer
+
+    def make(tokenizer, **changes):
+        description = json.loads(tokenizer.backend_tokenizer.to_str()) | changes
+        return wrapped(Tokenizer.from_str(json.dumps(description)), bos_token="<s>", unk_token=tokenizer.unk_token)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def texts(world):
     return [*world.corpus[:600], *SCRIPTS * 5]
 

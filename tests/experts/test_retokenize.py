@@ -38,7 +38,7 @@ def readers(tokenizers):
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=30)
 @pytest.mark.parametrize("auxiliary", ["small", "bpe", "unigram", "wordpiece"])
 @pytest.mark.parametrize("target", ["bpe", "unigram"])
 def test_every_prefix_of_any_text(readers, tokenizers, target, auxiliary, data):
@@ -73,12 +73,60 @@ def test_only_the_last_words_are_tokenised_again(readers, tokenizers, monkeypatc
     assert sum(seen) / 60 < 150
 
 
+@pytest.mark.parametrize("scheme", [None, "first", "always"])
+def test_what_a_template_has_written(tokenizers, retokenized, scheme):
+    """Ids are the tokenizer's own, except that a content never holds a special token."""
+    from tokenizers import AddedToken
+
+    own = tokenizers["bpe"]
+    if scheme is not None:
+        before = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": True}
+        own = retokenized(tokenizers["unigram"], pre_tokenizer=before)
+        lone = AddedToken("[SEP]", single_word=True, special=True)
+        own.add_tokens([AddedToken("<|lr|>", lstrip=True, rstrip=True, special=True), lone], special_tokens=True)
+    auxiliary = AuxiliaryTokenizer(own)
+    for pieces in (
+        ["<s> [SEP] a[SEP] [INST] ", "Who was born?", " [/INST]"],
+        ["Q: ", "Who", " <|lr|>  ", " She ", "</s>\n<|eot|>", "two  words", "<|head|>"],
+    ):
+        assert auxiliary.encode_rendered(pieces) == own("".join(pieces), add_special_tokens=False)["input_ids"]
+    found = auxiliary.encode_rendered(["<s>", "say </s> <|eot|> <s>", "<|eot|>"])
+    assert [token for token in found if token in own.all_special_ids or own.decode(token) == "<|eot|>"] == [
+        own.bos_token_id, own.convert_tokens_to_ids("<|eot|>")]  # fmt: skip
+    assert "".join(own.decode(found).split()) == "<s>say</s><|eot|><s><|eot|>"
+
+
+def test_tokens_for_the_same_bytes(tokenizers):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from divdec.experts.divergence import _sources
+    from divdec.experts.vocabulary_map import VocabularyMap
+
+    description = structure(tokenizers["small"])
+    place = len(tokenizers["small"])
+    added = Tokenizer.from_str(tokenizers["small"].backend_tokenizer.to_str())
+    known = next(token for token in description["model"]["vocab"] if len(token) > 3 and token.isalpha())
+    run = next(token for token in description["model"]["vocab"] if len(token) > 2 and token.startswith("Ġ"))
+    assert added.add_tokens([run.replace("Ġ", " ")]) == 1
+    auxiliary = AuxiliaryTokenizer(PreTrainedTokenizerFast(tokenizer_object=added, eos_token="</s>"))
+    text = run.replace("Ġ", " ").encode()
+    assert auxiliary.encode(text.decode()) == [place]
+    found = VocabularyMap.build([text, known.encode()], _sources(auxiliary.bytes, auxiliary.preferred))
+    assert found.source.tolist() == [place, description["model"]["vocab"][known]]
+
+
 def test_structures_that_are_not_trusted(tokenizers):
     description = structure(tokenizers["small"])
     assert splits_at_words(description)
     prepend = {"type": "Prepend", "prepend": "▁"}
     spaced = {"id": 999, "content": "a b", "special": False, "lstrip": False, "rstrip": False}
     other = {"type": "Split", "pattern": {"Regex": r"\n+"}, "behavior": "Isolated", "invert": False}
+    nfkc = lambda text: text.replace("\u00a0", " ")
+    assert splits_at_words({**description, "added_tokens": [{**spaced, "content": "ab"}]}, nfkc)
+    assert not splits_at_words({**description, "added_tokens": [{**spaced, "content": "▁ab"}]})
+    assert not splits_at_words({**description, "added_tokens": [{**spaced, "content": "a\u00a0b"}]}, nfkc)
+    assert not splits_at_words({**description, "added_tokens": [{**spaced, "content": "a-b"}]}, lambda text: "a b")
     for change in (
         {"normalizer": {"type": "Sequence", "normalizers": [prepend]}},
         {"added_tokens": [spaced]},

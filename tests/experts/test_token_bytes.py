@@ -65,6 +65,16 @@ class TestRefused:
         with pytest.raises(UsageError, match="Slow does not say which bytes"):
             token_bytes(Slow())
 
+    @pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
+    def test_bytes_with_marks_of_words(self, affix):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = Tokenizer(models.BPE({"a": 0, "a</w>": 1}, [], **{affix: "</w>"}))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        with pytest.raises(UsageError, match="marks the ends of words"):
+            token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
     def test_words_without_bytes(self):
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast

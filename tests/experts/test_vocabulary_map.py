@@ -72,6 +72,37 @@ def test_the_map_is_kept_and_rebuilt_when_damaged(tmp_path, tokenizers):
     assert [path] == list((tmp_path / "maps").iterdir())
 
 
+def test_a_map_that_is_not_this_one_is_built_again(tmp_path):
+    build = lambda: VocabularyMap.build([b"ab", b"q"], AUXILIARY)
+    foreign = lambda: VocabularyMap.build([None] * 5, AUXILIARY)
+    expected = build().source.tolist()
+    cached("foreign", tmp_path, foreign)
+    raw = (tmp_path / "foreign.npz").read_bytes()
+    (tmp_path / "mine.npz").write_bytes(raw)
+    assert cached("mine", tmp_path, build).source.tolist() == expected
+    # Its own name, another width or fewer auxiliary tokens: from a version with another rule.
+    assert cached("foreign", tmp_path, build, 2, len(AUXILIARY)).source.tolist() == expected
+    assert cached("mine", tmp_path, foreign, 2, 2).source.tolist() == [-1] * 5
+    # One bit of an archive's header makes reading raise what no one expects.
+    cached("whole", tmp_path, build)
+    raw = (tmp_path / "whole.npz").read_bytes()
+    for place in range(raw.index(b"PK\x01\x02"), len(raw)):
+        (tmp_path / "whole.npz").write_bytes(raw[:place] + bytes([raw[place] ^ 64]) + raw[place + 1 :])
+        assert cached("whole", tmp_path, build).source.tolist() == expected
+    with (tmp_path / "whole.npz").open("wb") as file:
+        np.save(file, np.arange(3))
+    assert cached("whole", tmp_path, build).source.tolist() == expected
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "taken.npz").mkdir()
+    build = lambda: VocabularyMap.build([b"ab"], AUXILIARY)
+    assert cached("x", tmp_path / "file" / "maps", build).source.tolist() == [2]
+    assert cached("taken", tmp_path, build).source.tolist() == [2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken.npz"]
+
+
 @pytest.mark.parametrize("pending", [b" ", b" t", b"a", b"\xc3", b"zqzq"])
 def test_healing_maps_against_a_slow_search(tokenizers, pending):
     from divdec.experts.token_bytes import token_bytes

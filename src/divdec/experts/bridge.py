@@ -165,19 +165,16 @@ class BridgedPair(nn.Module):
         added: list[list[int]] = [[] for _ in held]
         for row, ids in last.items():
             kept[row] = min(common_length(held[row], ids), max(len(ids) - back, 0))
-        together, apart, shared = [], [], {}
+        together, apart = [], []
         for place, (row, view) in enumerate(zip(rows, views, strict=True)):
-            shared[place] = common_length(view.ids, last[row])
-            if not view.ids:
-                continue  # nothing was read that the auxiliaries could differ about
-            if shared[place] == len(view.ids):
+            if common_length(view.ids, last[row]) == len(view.ids):
                 together.append(place)
                 kept[row] = min(kept[row], max(len(view.ids) - back, 0))
             else:
                 apart.append(place)
         for row, ids in last.items():
             added[row] = ids[kept[row] :]
-        if not together:
+        if not views:
             return
         columns = max(len(last[rows[place]]) - len(views[place].ids) for place in together) + back
         columns = min(columns, max(map(len, added)))
@@ -190,9 +187,10 @@ class BridgedPair(nn.Module):
             yield chosen, _picked(retain, where, ends, back), _picked(forget, where, ends, back)
         del retain, forget
         for chosen in _chunks(apart, views):
-            lengths = [min(shared[place], max(len(views[place].ids) - back, 0)) for place in chosen]
-            if not memo.keeps:
-                lengths = [0] * len(chosen)
+            lengths = [
+                min(common_length(memo.ids[rows[place]], views[place].ids), max(len(views[place].ids) - back, 0))
+                for place in chosen
+            ]
             fork = memo.fork([rows[place] for place in chosen], lengths)
             tails = [views[place].ids[length:] for place, length in zip(chosen, lengths, strict=True)]
             found = fork.feed(lengths, tails, min(back, max(map(len, tails))))

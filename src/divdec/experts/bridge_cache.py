@@ -31,9 +31,10 @@ class PairMemo:
     def __init__(self, models: tuple[PreTrainedModel, PreTrainedModel], rows: int, keeps: bool = True) -> None:
         self.models = models
         self.keeps = keeps
-        self.ids: list[list[int]] = [[] for _ in range(rows)]
-        self._valid: Bool[Tensor, "rows slots"] = torch.zeros(rows, 0, dtype=torch.bool)
-        self._caches: list[Cache] = [new_cache(model) for model in models] if keeps else []
+        self.ids: list[list[int]]
+        self._valid: Bool[Tensor, "rows slots"]
+        self._caches: list[Cache]
+        self._clear(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PairMemo:
         return self.select(range(len(self.ids)))
@@ -68,6 +69,19 @@ class PairMemo:
             added: what comes after them; the rows end together, in the last column.
             logits_to_keep: how many columns are returned.
         """
+        try:
+            return self._feed(kept, added, logits_to_keep)
+        except BaseException:
+            # One model may hold what the other does not; what is held by neither is computed again.
+            self._clear(len(self.ids))
+            raise
+
+    def _clear(self, rows: int) -> None:
+        self.ids = [[] for _ in range(rows)]
+        self._valid = torch.zeros(rows, 0, dtype=torch.bool)
+        self._caches = [new_cache(model) for model in self.models] if self.keeps else []
+
+    def _feed(self, kept: Sequence[int], added: Sequence[list[int]], logits_to_keep: int) -> Logits:
         self._drop(torch.tensor(kept))
         width = max(map(len, added))
         padding = torch.tensor([[width - len(ids)] for ids in added])

@@ -14,7 +14,7 @@ from divdec.experts.retokenize import AuxiliaryTokenizer, adds_space
 from divdec.experts.token_bytes import special_tokens, token_bytes
 
 if TYPE_CHECKING:
-    from divdec.experts.conversation import ConversationBridge
+    from divdec.experts.conversation import ConversationBridge, Opening
 
 _KEPT = 64  # states that a context may be rolled back to without reading it again
 
@@ -45,6 +45,14 @@ class _State:
     """Something of the present text has been read."""
     first: bool = True
     """The present text is the first: no special token was before it, but for one that begins everything."""
+    opened: Opening | None = None
+    """The conversation up to its last prompt."""
+    answer: bool = False
+    """The present text is the answer to that prompt."""
+    mid: bool = False
+    """That prompt ended in text, so that no tokenizer puts a space between it and the answer."""
+    ended: bool = False
+    """The last token, but for padding, ended a text."""
     glue: bool = False
     """A space belongs between what was read and what comes."""
     stream_length: int = 0
@@ -60,26 +68,40 @@ class ContextReader:
     """How the target's tokens are turned into text, and the text into the auxiliary's tokens."""
 
     def __init__(self, target: Any, auxiliary: Any) -> None:
-        from divdec.experts.conversation import ConversationBridge
+        from divdec.experts.conversation import MARK_BYTE, ConversationBridge
 
         self.auxiliary = AuxiliaryTokenizer(auxiliary)
         self.bytes = token_bytes(target)
         self.special = special_tokens(target)
-        self.conversations: ConversationBridge | None = ConversationBridge.of(target, self.auxiliary)
+        self.mark = MARK_BYTE
+        marker = next(iter(self.special.values()), "")
+        ids = {
+            text: target.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            for text in ("a", " a", marker + "a", marker + " a")
+        }
+        self.strips_first = adds_space(self.bytes, ids["a"])
+        self.strips_later = self.strips_first and adds_space(self.bytes, ids[marker + "a"])
+        loose = (
+            self.strips_first and ids["a"] == ids[" a"],
+            self.strips_later and ids[marker + "a"] == ids[marker + " a"],
+        )
+        self.conversations: ConversationBridge | None = ConversationBridge.of(target, self.auxiliary, loose)
         self.begin = target.bos_token_id
         self.padding = target.pad_token_id
         self.special_ids = _roles(target, auxiliary)
+        self.ends = {target.eos_token_id}
         if self.conversations is not None:
             self.special_ids |= self.conversations.turn_ends
-        backend = target.backend_tokenizer
-        self.strips_first = adds_space(self.bytes, backend.encode("a", add_special_tokens=False).ids)
-        marker = next(iter(self.special.values()), "")
-        self.strips_later = self.strips_first and adds_space(
-            self.bytes, backend.encode(marker + "a", add_special_tokens=False).ids
-        )
+            self.ends |= self.conversations.turn_ends.keys()
         # Where nothing at all has been read, a model still needs one token to say what it expects first.
-        ends = (auxiliary.bos_token_id, auxiliary.eos_token_id)
-        self.stand_in = next(([token] for token in ends if isinstance(token, int)), [])
+        # Not the padding: its embedding is often all zeros, and then no two models differ.
+        ends = (
+            auxiliary.bos_token_id,
+            auxiliary.eos_token_id,
+            *self.auxiliary.encode("\n"),
+            *self.auxiliary.encode("."),
+        )
+        self.stand_in = next(([token] for token in ends if isinstance(token, int)), [0])
 
     def start(self) -> _State:
         """What is known before the first token."""
@@ -87,7 +109,12 @@ class ContextReader:
 
     def strips(self, state: _State) -> bool:
         """Whether a space in front of the next token is none of the text's."""
-        return not state.started and (self.strips_first if state.first else self.strips_later)
+        gap = state.answer and self.conversations is not None and self.conversations.gap
+        return not state.started and (gap or self.adds(state))
+
+    def adds(self, state: _State) -> bool:
+        """Whether the target's tokenizer puts a space before a text that begins here."""
+        return not state.started and not state.mid and (self.strips_first if state.first else self.strips_later)
 
     def settle(self, state: _State) -> list[int]:
         """Tokenise what is open, after moving what no longer changes into the stable part."""
@@ -104,7 +131,7 @@ class ContextReader:
             state.tail, state.tail_ids = state.tail + state.unfinished.decode(errors="replace"), None
         state.append(self.settle(state))
         state.tail, state.tail_ids, state.unfinished = "", [], b""
-        state.started = state.first = state.glue = False
+        state.started = state.first = state.glue = state.answer = state.mid = False
 
     def add_text(self, state: _State, piece: bytes) -> None:
         """Go on with the present text; what is no whole character yet waits."""
@@ -178,18 +205,26 @@ class Context:
     def _read(self, state: _State, token: int) -> None:
         reader = self.reader
         special = reader.special.get(token)
-        if special is not None and token == reader.padding and token not in reader.special_ids:
+        # A batch goes on when a row has ended: the row is filled up, perhaps with the token that ended it.
+        if special is not None and token == reader.padding and (state.ended or token not in reader.special_ids):
             return
         before = len(self._stream)
-        piece = special.encode() if special is not None else self._text_of(token)
+        if special is not None:
+            written = piece = reader.mark + special.encode()
+        else:
+            piece = self._text_of(token)
+            written = piece.replace(reader.mark, b"\xfe")  # no text either, and no mark
         if token == reader.begin and self._stream == piece:
             return  # written by the template and by the tokenizer: twice is once
         if special is None and reader.strips(state) and piece.startswith(b" "):
             piece = piece[1:]
+            if reader.adds(state):
+                written = written[1:]
             state.started = True
-        self._stream += piece
+        state.ended = special is not None and bool(before) and token in reader.ends
+        self._stream += written
         state.stream_length = len(self._stream)
-        if reader.conversations is not None and piece and self._opened(state, before, special is not None):
+        if reader.conversations is not None and written and self._opened(state, before, special is not None):
             return
         if special is None:
             if piece:
@@ -211,12 +246,16 @@ class Context:
         for end in conversations.marker_ends(self._stream, before):
             rest = bytes(self._stream[end:])
             opening = None if special and rest else conversations.opening(bytes(self._stream[:end]))
-            if opening is not None:
+            # What looks like another conversation is one that the answer has written, or that a content holds.
+            if opening is not None and (state.opened is None or opening.follows(state.opened)):
+                state.opened, state.answer, state.mid, state.ended = opening, True, not special, False
                 state.stable, state.stable_length = list(opening.ids), len(opening.ids)
                 state.tail, state.tail_ids = opening.text, None
                 state.unfinished, state.started, state.first = b"", False, False
                 state.glue = bool(opening.text)
                 if rest:
+                    if conversations.gap and rest.startswith(b" "):
+                        rest, state.started = rest[1:], True
                     self.reader.add_text(state, rest)
                 opened = True
         return opened

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,10 +18,11 @@ from divdec.errors import UsageError
 from divdec.experts.context import View
 from divdec.experts.retokenize import AuxiliaryTokenizer
 from divdec.experts.token_bytes import parts, structure, token_bytes
-from divdec.experts.vocabulary_map import HealingMaps, VocabularyMap, cached, map_name
+from divdec.experts.vocabulary_map import EXACT, PREFIX, HealingMaps, VocabularyMap, cached, map_name
 
 Center = Literal["median", "none", "log_softmax"]
 CENTERS = ("median", "none", "log_softmax")
+_LEAST_COVERED = 0.5
 _REWRITING = frozenset(("Lowercase", "StripAccents", "BertNormalizer", "NFC", "NFKC"))
 
 
@@ -40,6 +42,19 @@ class Divergence:
         self._sources: dict[tuple[bool, bool], Tensor] = {}
         self._healing: HealingMaps | None = None
         self._real = torch.tensor([place for place, text in enumerate(auxiliary.bytes) if text is not None])
+        self._known = _sources(auxiliary.bytes, auxiliary.preferred)
+        self._check_coverage()
+
+    def _check_coverage(self) -> None:
+        # What has no source is never steered: a model would answer, and nothing would be forgotten.
+        text = np.array([text is not None for text in token_bytes(self._target)][: self._width])
+        kind = self.map(False, False).kind[: len(text)][text]
+        covered = float(np.isin(kind, (EXACT, PREFIX)).mean()) if len(kind) else 0.0
+        if covered < _LEAST_COVERED:
+            raise UsageError(
+                f"the auxiliaries' tokenizer has tokens for {covered:.0%} of the target's vocabulary, at least "
+                f"{_LEAST_COVERED:.0%} are needed: the rest would not be steered"
+            )
 
     def map(self, strips: bool, adds: bool) -> VocabularyMap:
         """The map in the middle of a text or, where one of the tokenizers puts a space before it, at its beginning.
@@ -53,9 +68,9 @@ class Divergence:
 
             def build() -> VocabularyMap:
                 texts = [_at_beginning(text, strips, adds) for text in self._target_bytes()]
-                return VocabularyMap.build(texts, _sources(self._auxiliary.bytes), self._width)
+                return VocabularyMap.build(texts, self._known, self._width)
 
-            self._maps[strips, adds] = cached(name, self._folder, build)
+            self._maps[strips, adds] = cached(name, self._folder, build, self._width, len(self._known))
         return self._maps[strips, adds]
 
     def __call__(
@@ -69,8 +84,8 @@ class Divergence:
         retain, forget = retain.float(), forget.to(retain.device).float()
         width = min(retain.shape[-1], forget.shape[-1])
         retain, forget = retain[..., :width], forget[..., :width]
-        real = self._real = self._real.to(retain.device)
-        finite = (retain[:, -1, real] + forget[:, -1, real]).isfinite().all(-1)
+        self._real = self._real.to(retain.device)
+        finite = self._finite(retain[:, -1]) & self._finite(forget[:, -1])
         centred = self._centred(retain[:, -1], forget[:, -1])
         found = centred.new_empty(len(views), self._width)
         for key in {(view.strips, view.adds) for view in views}:
@@ -82,6 +97,12 @@ class Divergence:
                     self._heal(found[row], finite, row, view, retain[row, 0], forget[row, 0])
         # Neither the gather nor a 0 may hide it: the steered model then fails closed.
         return found.masked_fill(~finite[:, None], torch.nan)
+
+    def _finite(self, logits: Float[Tensor, "views width"]) -> Bool[Tensor, " views"]:
+        """Whether the logits can be trusted; tokens that stand for no text may have been ruled out."""
+        ruled_out = logits.isneginf()
+        ruled_out[:, self._real] = False
+        return (logits.isfinite() | ruled_out).all(-1)
 
     def _centred(
         self, retain: Float[Tensor, "views width"], forget: Float[Tensor, "views width"]
@@ -116,10 +137,10 @@ class Divergence:
         last = view.ids[-1]
         pending = self._auxiliary.bytes[last] if last < len(self._auxiliary.bytes) else None
         if self._healing is None:
-            self._healing = HealingMaps(self._target_bytes(), _sources(self._auxiliary.bytes), self._width)
+            self._healing = HealingMaps(self._target_bytes(), self._known, self._width)
         if pending is None or not self._healing.open(pending):
             return
-        finite[place] &= bool((retain[self._real] + forget[self._real]).isfinite().all())
+        finite[place] &= bool((self._finite(retain[None]) & self._finite(forget[None])).all())
         source = torch.from_numpy(self._healing.of(pending)).to(row.device)
         # Renormalising over the tokens that begin so moves all of them alike, and goes out in the difference.
         before = retain - forget
@@ -156,11 +177,7 @@ def _at_beginning(text: bytes | None, strips: bool, adds: bool) -> bytes | None:
     return b" " + text if adds and text and not text.startswith(b" ") else text
 
 
-def _sources(texts: list[bytes | None]) -> list[bytes | None]:
-    """The tokens that a divergence is taken from: of two for the same byte, that which texts are written with."""
-    # SentencePiece lists every byte first; its token for the letter a is never that of the byte.
-    places: dict[bytes, int] = {}
-    for place, text in enumerate(texts):
-        if text and len(text) == 1:
-            places[text] = place
-    return [text if not text or len(text) > 1 or places[text] == place else None for place, text in enumerate(texts)]
+def _sources(texts: list[bytes | None], preferred: frozenset[int]) -> list[bytes | None]:
+    """The tokens that a divergence is taken from: of those for the same bytes, that which texts are written with."""
+    decided = {texts[place] for place in preferred}
+    return [None if text in decided and place not in preferred else text for place, text in enumerate(texts)]

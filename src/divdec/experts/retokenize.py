@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from divdec.experts.token_bytes import parts, structure, token_bytes
+from divdec.errors import UsageError
+from divdec.experts.token_bytes import SPACE, parts, structure, token_bytes
 
 # What lies before the last characters of a text is settled; this is how many are left open at least.
 OPEN = 32
@@ -54,10 +57,13 @@ class AuxiliaryTokenizer:
             description["model"]["dropout"] = None
         self.tokenizer = tokenizer
         self.bytes = token_bytes(tokenizer)
-        self._rendered = Tokenizer.from_str(json.dumps(description))
-        self._plain = Tokenizer.from_str(json.dumps(description))
         # In a text, what looks like a special token is text: only a chat template may write special tokens.
-        self._plain.encode_special_tokens = True
+        self._names = _rename_special(description)
+        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        ids = {token["content"]: token["id"] for token in description["added_tokens"]}
+        if any(self._tokenizer.token_to_id(name) != ids[name] for name in self._names.values()):
+            raise UsageError("the special tokens of the auxiliaries' tokenizer cannot be told from text")
+        self._special = _any_of(structure(tokenizer)["added_tokens"])
         self.single_byte: dict[int, int] = {}
         for place, text in enumerate(self.bytes):
             if text and len(text) == 1:
@@ -65,23 +71,47 @@ class AuxiliaryTokenizer:
         self.word_piece = description["model"]["type"] == "WordPiece"
         self.adds_space = adds_space(self.bytes, self.encode("a"))
         self.head = _head(tokenizer, self.encode("a"))
-        self.settles = splits_at_words(description) and all(
+        self.preferred = self._preferred({token["id"] for token in description["added_tokens"]})
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        self.settles = splits_at_words(description, normalizer.normalize_str if normalizer else str) and all(
             self.encode(_PROBE[: found.start()]) + self.encode(_PROBE[found.start() :]) == self.encode(_PROBE)
             for found in _ANCHOR.finditer(_PROBE)
         )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text by itself, without special tokens."""
-        return self._plain.encode(text, add_special_tokens=False).ids if text else []
+        return self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """The ids of what a chat template has written, its special tokens recognised."""
-        return self._rendered.encode(text, add_special_tokens=False).ids
+    def encode_rendered(self, pieces: Sequence[str]) -> list[int]:
+        """The ids of what a chat template has written and, between that, of the contents: template, content, ….
+
+        Special tokens are recognised in what the template has written only.
+        """
+        named = (
+            piece if place % 2 else self._special.sub(lambda found: self._names[found[0]], piece)
+            for place, piece in enumerate(pieces)
+        )
+        return self.encode("".join(named))
 
     def pending(self, unfinished: bytes) -> list[int]:
         """The ids of the bytes of an unfinished character; none where the vocabulary lacks one of them."""
         found = [self.single_byte.get(byte, -1) for byte in unfinished]
         return [] if -1 in found else found
+
+    def _preferred(self, added: set[int]) -> frozenset[int]:
+        """Of the tokens that stand for the same bytes, those that texts are written with."""
+        same: dict[bytes, list[int]] = {}
+        for place, text in enumerate(self.bytes):
+            if text:
+                same.setdefault(text, []).append(place)
+        found = set()
+        for text, places in same.items():
+            if len(places) > 1:
+                ids = self.encode(text.decode(errors="replace"))
+                # SentencePiece lists every byte first; its token for the letter a is never that of the byte.
+                other = places[-1] if len(text) == 1 else places[0]
+                found.add(ids[0] if len(ids) == 1 and ids[0] in places else max(added & set(places), default=other))
+        return frozenset(found)
 
     def settled(self, text: str) -> int:
         """How many characters of a text are tokenised the same by themselves, whatever follows the text."""
@@ -99,17 +129,23 @@ def adds_space(texts: list[bytes | None], ids: list[int]) -> bool:
     return next((text for place in ids if (text := texts[place])), b"").startswith(b" ")
 
 
-def splits_at_words(description: dict[str, Any]) -> bool:
+def splits_at_words(description: dict[str, Any], normalize: Callable[[str], str] = str) -> bool:
     """Whether a tokenizer's structure guarantees that no token reaches over the left side of a space between words.
 
     A space between words: one space, a letter or digit before it, a letter after it. What it does not know it does
     not trust: the whole text is then tokenised each time.
+
+    Args:
+        description: the tokenizer's structure.
+        normalize: its normalizer, which is applied to added tokens as well.
     """
     for part in parts(description["normalizer"], "normalizers"):
         if part["type"] not in _NORMALIZERS and not _replaces_spaces(part):
             return False
     for token in description["added_tokens"]:
-        if not token["special"] and (" " in token["content"] or token["lstrip"] or token["rstrip"]):
+        content = token["content"] + normalize(token["content"])
+        spaced = any(character.isspace() or character == SPACE for character in content)
+        if not token["special"] and (spaced or token["lstrip"] or token["rstrip"]):
             return False
     before = parts(description["pre_tokenizer"], "pretokenizers")
     return any(map(_splits, before)) and all(_splits(part) or _is_harmless(part) for part in before)
@@ -135,6 +171,44 @@ def _splits(part: dict[str, Any]) -> bool:
 
 def _is_harmless(part: dict[str, Any]) -> bool:
     return part["type"] in _HARMLESS or (part["type"] == "ByteLevel" and not part["use_regex"])
+
+
+def _rename_special(description: dict[str, Any]) -> dict[str, str]:
+    """Give the special tokens names that no text contains, in place; the ids stay.
+
+    To leave them unrecognised is not enough: Unigram and WordPiece have them in their vocabulary like others.
+
+    Returns:
+        The new names.
+    """
+    secret = secrets.token_hex(8)
+    special = [token for token in description["added_tokens"] if token["special"]]
+    names = {token["content"]: f"<{secret}.{token['id']}>" for token in special}
+    for token in special:
+        token["content"] = names[token["content"]]
+        token["single_word"] = False  # decided where the name is put in
+    model = description["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): place for token, place in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [
+            [one, other] for one, other in model["merges"] if not {one, other, one + other} & names.keys()
+        ]
+    return names
+
+
+def _any_of(added: list[dict[str, Any]]) -> re.Pattern[str]:
+    """Finds the special tokens among the added ones, the longest first."""
+    special = sorted((token for token in added if token["special"]), key=lambda token: -len(token["content"]))
+    found = (re.escape(token["content"]) for token in special)
+    alone = (
+        rf"(?<!\w){text}(?!\w)" if token["single_word"] else text for token, text in zip(special, found, strict=True)
+    )
+    return re.compile("|".join(alone) or "(?!)")
 
 
 def _head(tokenizer: Any, ids: list[int]) -> tuple[int, ...]:

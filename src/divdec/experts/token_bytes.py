@@ -12,7 +12,7 @@ from typing import Any
 from divdec.errors import UsageError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "▁"
+SPACE = "▁"  # as SentencePiece writes it
 
 
 def structure(tokenizer: Any) -> dict[str, Any]:
@@ -99,19 +99,21 @@ def _reader(description: dict[str, Any]) -> Any:
     before = parts(description["pre_tokenizer"], "pretokenizers")
     after = parts(description["decoder"], "decoders")
     normalizers = parts(description["normalizer"], "normalizers")
-    if any(part["type"] == "ByteLevel" for part in [*before, *after, *normalizers]):
+    affixes = model.get("end_of_word_suffix") or model.get("continuing_subword_prefix")
+    if any(part["type"] == "ByteLevel" for part in [*before, *after, *normalizers]) and not affixes:
         return _read_byte_level
     if model["type"] == "WordPiece":
         prefix = model["continuing_subword_prefix"]
         return lambda token: _read_word_piece(token, prefix)
     spaces = any(
-        part["type"] == "Metaspace" or (part["type"] == "Replace" and _SPACE in json.dumps(part, ensure_ascii=False))
+        part["type"] == "Metaspace" or (part["type"] == "Replace" and SPACE in json.dumps(part, ensure_ascii=False))
         for part in [*before, *after, *normalizers]
     )
-    if spaces and not model.get("end_of_word_suffix") and not model.get("continuing_subword_prefix"):
+    if spaces and not affixes:
         return lambda token: _read_sentence_piece(token, bool(model.get("byte_fallback")))
+    kind = "that marks the ends of words" if affixes else "without ByteLevel or Metaspace"
     raise UsageError(
-        f"the tokenizer ({model['type']} without ByteLevel or Metaspace) does not say where its tokens have spaces; "
+        f"the tokenizer ({model['type']} {kind}) does not say where its tokens have spaces; "
         "accepted: byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece), WordPiece"
     )
 
@@ -136,7 +138,7 @@ def _read_byte_level(token: str) -> bytes:
 def _read_sentence_piece(token: str, byte_fallback: bool) -> bytes:
     if byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
         return bytes([int(byte[1], 16)])
-    return token.replace(_SPACE, " ").encode()
+    return token.replace(SPACE, " ").encode()
 
 
 def _read_word_piece(token: str, prefix: str) -> bytes:

@@ -6,12 +6,12 @@ One source each, so that the map is applied as a single gather. It knows tokens 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 NONE, EXACT, PREFIX, EXTENSION = range(4)
 KINDS = ("none", "exact", "prefix", "extension")
-_FORMAT = 1  # part of the cache file's name: raise it when the rule changes
+_FORMAT = 2  # part of the cache file's name: raise it when the rule changes
 
 Tokens = Sequence[bytes | None]
 
@@ -87,28 +87,51 @@ class VocabularyMap:
         return _shares(self.kind[np.fromiter(ids, np.int64)])
 
 
-def cached(name: str, folder: Path, build: Callable[[], VocabularyMap]) -> VocabularyMap:
-    """The map kept under this name, built where there is none that can be read."""
+def cached(
+    name: str, folder: Path, build: Callable[[], VocabularyMap], width: int | None = None, sources: int | None = None
+) -> VocabularyMap:
+    """The map kept under this name, built where there is none that can be read.
+
+    Args:
+        name: what it is kept under.
+        folder: where; a folder that cannot be written to keeps nothing.
+        build: makes it.
+        width: number of entries that it must have.
+        sources: number of tokens that its entries may name.
+    """
     path = folder / f"{name}.npz"
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             found = VocabularyMap(content["source"], content["kind"])
             checksum = str(content["checksum"])
-        if checksum == _checksum(found):
+        if checksum == _checksum(name, found) and _fits(found, width, sources):
             return found
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # absent or damaged
+    except Exception:
+        pass  # absent or damaged; a damaged archive raises whatever it likes
     built = build()
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+    with contextlib.suppress(OSError):
+        _keep(name, path, built)
+    return built
+
+
+def _keep(name: str, path: Path, built: VocabularyMap) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, source=built.source, kind=built.kind, checksum=np.array(_checksum(built)))
+            np.savez(file, source=built.source, kind=built.kind, checksum=np.array(_checksum(name, built)))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return built
+
+
+def _fits(found: VocabularyMap, width: int | None, sources: int | None) -> bool:
+    if found.source.ndim != 1 or found.source.shape != found.kind.shape:
+        return False
+    if found.source.dtype != np.int64 or found.kind.dtype != np.int8 or found.source.min(initial=0) < -1:
+        return False
+    return width in (None, len(found.source)) and (sources is None or found.source.max(initial=-1) < sources)
 
 
 def map_name(target: Any, auxiliary: Any, *settings: object) -> str:
@@ -178,5 +201,5 @@ def _shares(kind: np.ndarray) -> Coverage:
     return Coverage(**{name: float(counts[place]) for place, name in enumerate(KINDS)})
 
 
-def _checksum(found: VocabularyMap) -> str:
-    return hashlib.sha256(found.source.tobytes() + found.kind.tobytes()).hexdigest()
+def _checksum(name: str, found: VocabularyMap) -> str:
+    return hashlib.sha256(name.encode() + found.source.tobytes() + found.kind.tobytes()).hexdigest()
