@@ -219,14 +219,15 @@ def _plot(results, kinds, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for kind in kinds:
-        rows = sorted(results[kind]["settings"].values(), key=lambda row: row["retain_kept"])
-        axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), "o-", ms=3, label=kind)
-    axes.set(xlabel="share of the target's retain accuracy kept (more is better)", xlim=(0.85, 1.02), ylim=(-0.1, 1.6),
-             ylabel="share of the gap to the retrained model closed (1 is best)")  # fmt: skip
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for kind, marker in zip(kinds, "osD^vPX<>*"):
+        rows = [row for setting, row in results[kind]["settings"].items() if setting.startswith("linear")]
+        axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), marker=marker, ms=4, lw=1,
+                  ls="--" if kind.endswith("healed") else "-", label=kind)  # fmt: skip
+    axes.set(xlabel="share of the target's retain accuracy kept (more is better)", xlim=(0.88, 1.01), ylim=(0, 1.3),
+             ylabel="gap closed (1: as the retrained model)")  # fmt: skip
     axes.axhline(1, color="grey", lw=0.8, ls=":")
-    axes.legend(title=results["world"])
+    axes.legend(title=f"{results['world']}, linear rule", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
 
 
