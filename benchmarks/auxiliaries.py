@@ -27,7 +27,7 @@ from divdec.data.formatting import encode_records
 from divdec.data.world import build_world
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experiments import demo, tofu_small
-from divdec.experiments.small_models import ASSISTANT, END, PAD, USER, Shape
+from divdec.experiments.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
 from divdec.experiments.stages import train_all, train_pair
 from divdec.experts.bridge import BridgedPair
 from divdec.experts.neural import NeuralPair
@@ -59,6 +59,10 @@ OTHER_TEMPLATE = (
 
 def other_tokenizer(kind, texts, vocab_size):
     """A tokenizer of another kind or size than the target's byte-level BPE, trained on the same texts."""
+    if kind == "bpe":
+        found = train_tokenizer(texts, vocab_size // 2)
+        found.chat_template = OTHER_TEMPLATE
+        return found
     special = [END, PAD, USER, ASSISTANT]
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
@@ -67,7 +71,7 @@ def other_tokenizer(kind, texts, vocab_size):
         trainer = trainers.UnigramTrainer(
             vocab_size=vocab_size, special_tokens=[*special, "<unk>"], unk_token="<unk>", show_progress=False
         )
-    elif kind == "wordpiece":
+    else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -75,19 +79,10 @@ def other_tokenizer(kind, texts, vocab_size):
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size, special_tokens=[*special, "<unk>"], show_progress=False
         )
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size // 2, special_tokens=special, show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, additional_special_tokens=[USER, ASSISTANT],
-        chat_template=OTHER_TEMPLATE, clean_up_tokenization_spaces=False,
-        **({"unk_token": "<unk>"} if kind in ("unigram", "wordpiece") else {}),
+        chat_template=OTHER_TEMPLATE, clean_up_tokenization_spaces=False, unk_token="<unk>",
     )  # fmt: skip
 
 

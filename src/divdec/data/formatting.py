@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
+from divdec.experts.common_prefix import common_length
+from divdec.experts.plain_layout import plain_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,10 +183,9 @@ def _plain_prompt(record: Record, form: Format) -> str:
     """The layout without a chat template; it ends without a space, which belongs to the answer's first token."""
     if not record.messages:
         return record.prompt or ""
-    lines = [form.system_prompt] if form.system_prompt else []
-    for message in record.messages:
-        lines.append(f"{'Answer' if message.role == 'assistant' else 'Question'}: {message.content}")
-    return "\n".join([*lines, "Answer:"])
+    system = [("system", form.system_prompt)] if form.system_prompt else []
+    asked = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
+    return plain_prompt([*system, *asked])
 
 
 def _turns(record: Record, form: Format) -> list[dict[str, str]]:
@@ -220,11 +221,3 @@ def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[l
                 ids.pop()
             found[place] = ids
     return found
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many elements two sequences have in common at their beginning."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )

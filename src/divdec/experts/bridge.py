@@ -18,9 +18,11 @@ from transformers import Cache, PreTrainedModel
 
 from divdec.errors import UsageError
 from divdec.experts.bridge_cache import BridgeCache, BridgeLayer, PairMemo, keeps_memo
-from divdec.experts.context import Context, ContextReader, View, common_length
+from divdec.experts.common_prefix import common_length
+from divdec.experts.context import Context, ContextReader, View
 from divdec.experts.divergence import Divergence
 from divdec.experts.neural import check_part, logit_width, same_weights
+from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import PADDING
 from divdec.runs import cache_folder
 
@@ -109,9 +111,8 @@ class BridgedPair(nn.Module):
         Raises:
             UsageError: a text has more tokens, to the auxiliaries, than they have positions.
         """
-        if cache is not None and not isinstance(cache, BridgeCache):
-            raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
-        layer = BridgeLayer() if cache is None else cache.layer
+        held = own_cache(cache, BridgeCache)
+        layer = BridgeLayer() if held is None else held.layer
         tokens = layer.extend(input_ids, attention_mask)
         if layer.memo is None:
             layer.contexts = [Context(self._reader) for _ in tokens]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.protocol import Experts
+from divdec.experts.protocol import Experts, own_cache
 
 
 class CombinedExperts(nn.Module):
@@ -28,8 +28,8 @@ class CombinedExperts(nn.Module):
 
     def begin(self, cache: Cache) -> None:
         """Tell each of them that an answer begins with a kept cache."""
-        if isinstance(cache, CombinedCache):
-            for experts, own in zip(self.parts, cache.caches, strict=True):
+        if (held := own_cache(cache, CombinedCache)) is not None:
+            for experts, own in zip(self.parts, held.caches, strict=True):
                 if hasattr(experts, "begin"):
                     experts.begin(own)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -46,9 +46,8 @@ class CombinedExperts(nn.Module):
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
         """Σ wᵢ·divergenceᵢ; see `divdec.experts.protocol.Experts.divergence`."""
-        if cache is not None and not isinstance(cache, CombinedCache):
-            raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
-        caches = cache.caches if cache is not None else [None] * len(self.parts)
+        held = own_cache(cache, CombinedCache)
+        caches = held.caches if held is not None else [None] * len(self.parts)
         total = None
         for experts, weight, own in zip(self.parts, self.weights, caches, strict=True):
             found = experts.divergence(input_ids, attention_mask, position_ids, own, logits_to_keep)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from divdec.experts.common_prefix import common_length
 from divdec.experts.retokenize import AuxiliaryTokenizer, adds_space
 from divdec.experts.token_bytes import special_tokens, token_bytes
 
@@ -259,14 +260,6 @@ class Context:
                     self.reader.add_text(state, rest)
                 opened = True
         return opened
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many elements two sequences have in common at their beginning."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(place for place in range(length) if one[place] != other[place])
 
 
 def _roles(target: Any, auxiliary: Any) -> dict[int, int]:

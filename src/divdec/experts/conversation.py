@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from divdec.experts.plain_layout import plain_prompt
 from divdec.experts.retokenize import AuxiliaryTokenizer
 from divdec.experts.token_bytes import special_tokens
 
@@ -206,7 +207,7 @@ class ConversationBridge:
         turns = tuple((message["role"], message["content"]) for message in messages)
         tokenizer = self.auxiliary.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            return Opening(self.auxiliary.head, _plain_prompt(messages), turns)
+            return Opening(self.auxiliary.head, plain_prompt(_turns_of(messages)), turns)
         if messages[0]["role"] == "system" and render(tokenizer, messages, date) is None:
             # A template that takes no system turn: its content goes before the first question.
             first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
@@ -226,7 +227,7 @@ def render(tokenizer: Any, messages: Messages, date: str | None = None) -> str |
     """A conversation as a prompt, with the date that some templates print; None where the template refuses it."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        return _plain_prompt(messages)
+        return plain_prompt(_turns_of(messages))
     options = {} if date is None else {"date_string": date}
     default = template.get("default") if isinstance(template, dict) else template
     if date is not None and isinstance(default, str) and _CLOCK in default:
@@ -305,15 +306,8 @@ def _leading_special(layout: ChatLayout) -> int | None:
     return max(found)[1] if found else None
 
 
-def _plain_prompt(messages: Messages) -> str:
-    # The layout of divdec.data.formatting for tokenizers without a template, which the auxiliaries were trained with.
-    lines = []
-    for message in messages:
-        if message["role"] == "system":
-            lines.append(message["content"])
-        else:
-            lines.append(f"{'Answer' if message['role'] == 'assistant' else 'Question'}: {message['content']}")
-    return "\n".join([*lines, "Answer:"])
+def _turns_of(messages: Messages) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

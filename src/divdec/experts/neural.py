@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from divdec.errors import UsageError
+from divdec.experts.protocol import own_cache
 
 
 class NeuralPair(nn.Module):
@@ -44,10 +45,8 @@ class NeuralPair(nn.Module):
     ) -> Float[Tensor, "batch kept vocab"]:
         """ℓ_q − ℓ_p; see `divdec.experts.protocol.Experts.divergence`."""
         retain_cache, forget_cache = None, None
-        if cache is not None:
-            if not isinstance(cache, PairCache):
-                raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
-            retain_cache, forget_cache = cache.retain, cache.forget
+        if (own := own_cache(cache, PairCache)) is not None:
+            retain_cache, forget_cache = own.retain, own.forget
         inputs = (input_ids, attention_mask, position_ids)
         retain_logits = logits_of(self.retain, *inputs, retain_cache, logits_to_keep)[..., : self.vocab_size]
         forget_logits = logits_of(self.forget, *inputs, forget_cache, logits_to_keep)[..., : self.vocab_size]

@@ -17,6 +17,7 @@ from transformers import Cache
 
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import Counts
+from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
 SPACES = ("score", "log")
@@ -212,11 +213,8 @@ def tokens_of(
     cache: Cache | None,
 ) -> Int[Tensor, "batch past_and_tokens"]:
     """All tokens up to now, the cached ones included; −1 for padding."""
-    if cache is None:
-        return masked(input_ids, attention_mask)
-    if not isinstance(cache, TokenCache):
-        raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
-    return cache.token_layer.extend(input_ids, attention_mask)
+    held = own_cache(cache, TokenCache)
+    return masked(input_ids, attention_mask) if held is None else held.token_layer.extend(input_ids, attention_mask)
 
 
 def contexts_of(tokens: np.ndarray, kept: int, length: int) -> np.ndarray:

@@ -99,7 +99,7 @@ class NgramCounts:
         Raises:
             UsageError: the folder holds no counts, or a file of it is missing or has changed.
         """
-        about = read_description(folder, FORMAT)
+        about = read_description(folder)
         try:
             order, vocab_size = int(about["order"]), int(about["vocab_size"])
         except (KeyError, TypeError, ValueError):
@@ -142,15 +142,13 @@ class NgramCounts:
         starts, ends = rows[places].astype(np.int64), rows[places + 1].astype(np.int64)
         lengths = np.where(known, ends - starts, 0)
         listed = np.repeat(np.arange(len(ids)), lengths)
-        entries = np.arange(len(listed)) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        entries = ranges(starts, lengths)
         tokens = self.keys[length - 1][entries] - np.repeat(places * self.vocab_size, lengths)
         return Followers(np.where(known, totals, 0), listed, tokens, self.counts[length - 1][entries])
 
 
 @dataclasses.dataclass(frozen=True)
-class SummedCounts:
-    """Two counts together, as if they had been made of the documents of both (a `Counts`)."""
-
+class _Two:
     one: Counts
     other: Counts
     """The smaller one."""
@@ -165,6 +163,10 @@ class SummedCounts:
         """Length of the longest n-grams."""
         return self.one.order
 
+
+class SummedCounts(_Two):
+    """Two counts together, as if they had been made of the documents of both (a `Counts`)."""
+
     @property
     def unigrams(self) -> np.ndarray:
         """Occurrences by token id, [vocab]."""
@@ -176,23 +178,8 @@ class SummedCounts:
         return summed(one, other, self.vocab_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class LessCounts:
-    """Counts without documents that were among those counted (a `Counts`)."""
-
-    one: Counts
-    other: Counts
-    """Of the documents that are left out."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.one.vocab_size
-
-    @property
-    def order(self) -> int:
-        """Length of the longest n-grams."""
-        return self.one.order
+class LessCounts(_Two):
+    """Counts `one` without the documents of `other`, which were among those counted (a `Counts`)."""
 
     @property
     def unigrams(self) -> np.ndarray:
@@ -233,19 +220,24 @@ def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:
     )
 
 
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The whole numbers from each start on, as many as its length says, one after the other."""
+    return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+
+
 def load_array(path: Path) -> np.ndarray:
     """An array on disk, mapped into memory; an empty one cannot be mapped and is read."""
     array = np.load(path, mmap_mode="r", allow_pickle=False) if path.stat().st_size > 256 else np.load(path)
     return array.view(np.ndarray)
 
 
-def describe(folder: Path, form: str, **about: Any) -> None:
+def describe(folder: Path, **about: Any) -> None:
     """Write what a folder of arrays holds, with the digest of every array."""
     digests = {path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))}
-    write_json(folder / DESCRIPTION, {"format": form, **about, "sha256": digests})
+    write_json(folder / DESCRIPTION, {"format": FORMAT, **about, "sha256": digests})
 
 
-def read_description(folder: Path, form: str) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
     """What a folder of arrays holds.
 
     Raises:
@@ -254,8 +246,8 @@ def read_description(folder: Path, form: str) -> dict[str, Any]:
     if not (folder / DESCRIPTION).is_file():
         raise UsageError(f"{folder} holds no n-gram counts: it has no {DESCRIPTION}; `divdec ngram` writes them")
     about = read_json(folder / DESCRIPTION)
-    if not isinstance(about, dict) or about.get("format") != form or not isinstance(about.get("sha256"), dict):
-        raise UsageError(f"{folder / DESCRIPTION} is not the description of {form!r}; fit the counts again")
+    if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(about.get("sha256"), dict):
+        raise UsageError(f"{folder / DESCRIPTION} is not the description of {FORMAT!r}; fit the counts again")
     return about
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from divdec.errors import UsageError
-from divdec.experts.ngram_counts import FORMAT, LARGEST_ORDER, NgramCounts, describe
+from divdec.experts.ngram_counts import LARGEST_ORDER, NgramCounts, describe
 
 BOUNDARY = -1  # stands between documents, so that no n-gram crosses it
 NOTHING = "the documents hold no token: there is nothing to count"
@@ -66,7 +66,7 @@ def fit(
         total = int(unigrams.sum())
         del stream
     distinct = [int(np.count_nonzero(unigrams)), *map(len, keys)]
-    describe(folder, FORMAT, order=order, vocab_size=vocab_size, tokens=total, distinct=distinct, **about)
+    describe(folder, order=order, vocab_size=vocab_size, tokens=total, distinct=distinct, **about)
     return NgramCounts.load(folder, verify=False)
 
 

@@ -5,16 +5,22 @@ The protocol knows nothing of the target or of rules; `divdec.model` joins the t
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
+OwnCache = TypeVar("OwnCache", bound=Cache)
+
 
 @runtime_checkable
 class Experts(Protocol):
-    """A pair (retain, forget) that answers: given the tokens so far, what is ℓ_q − ℓ_p?"""
+    """A pair (retain, forget) that answers: given the tokens so far, what is ℓ_q − ℓ_p?
+
+    Experts that change while they run also have `changes`, which is then True, and `begin(cache)`, which is told that
+    a new answer begins with a cache kept from an earlier one.
+    """
 
     vocab_size: int
     """Width of the divergence: the common vocabulary of the pair."""
@@ -41,3 +47,14 @@ class Experts(Protocol):
             logits_to_keep: how many positions are returned, counted from the end.
         """
         ...
+
+
+def own_cache(cache: Cache | None, kind: type[OwnCache]) -> OwnCache | None:
+    """The cache, once it is one of those that the experts' `new_cache` makes.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    if cache is not None and not isinstance(cache, kind):
+        raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+    return cache

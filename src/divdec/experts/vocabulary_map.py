@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
-import tempfile
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from divdec.runs import write_durably
 
 NONE, EXACT, PREFIX, EXTENSION = range(4)
 KINDS = ("none", "exact", "prefix", "extension")
@@ -115,15 +116,10 @@ def cached(
 
 
 def _keep(name: str, path: Path, built: VocabularyMap) -> None:
+    content = io.BytesIO()
+    np.savez(content, source=built.source, kind=built.kind, checksum=np.array(_checksum(name, built)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, source=built.source, kind=built.kind, checksum=np.array(_checksum(name, built)))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_durably(path, content.getvalue())
 
 
 def _fits(found: VocabularyMap, width: int | None, sources: int | None) -> bool:

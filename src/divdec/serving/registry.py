@@ -164,7 +164,7 @@ class Registry:
         sealed = seal(counts, self._secret, nonces[0])
         if held:
             passage = seal(count(held, self.vocab_size, self.order), self._secret, nonces[1])
-            sealed = joined([(sealed, nonces), (passage, nonces)])
+            sealed = joined([(sealed, set(nonces)), (passage, set(nonces))])
         with self._locked():
             if self._marker(name).exists() and self._in_force(self._state(), name):
                 raise UsageError(f"request {name!r} is in {self.folder} already; give another id, or remove it first")
@@ -239,9 +239,10 @@ class Registry:
         """
         with self._locked():
             state = self._state()
-            if len(state.files) > 1 or self._withdrawn(state):
-                nonces = list(map(bytes.fromhex, _nonces(state)))
-                parts = [(self._load(name, digest), nonces) for name, digest in state.files.items()]
+            needed = set(map(bytes.fromhex, _nonces(state)))
+            parts = [(self._load(name, digest), needed) for name, digest in state.files.items()]
+            held = {nonce.tobytes() for sealed, _ in parts for nonce in sealed.nonces}
+            if len(parts) > 1 or held != needed:  # several files, or counts of a withdrawn request among others
                 file = f"{secrets.token_hex(NONCE_BYTES)}.npz"
                 digest = self._store(file, joined(parts))
                 append(self.folder, self._secret, {"action": "compact", "time": _now(), "file": file, "sha256": digest})
@@ -325,11 +326,6 @@ class Registry:
             return Sealed.load(self.folder / FILES / name, digest)
         except FileNotFoundError as error:
             raise FailedClosed(f"{error} is missing, though a request in force needs it; restore it") from None
-
-    def _withdrawn(self, state: State) -> bool:
-        """Whether a file still holds counts of a request that is no longer in force."""
-        held = {nonce.tobytes().hex() for name in state.files for nonce in self._load(name, state.files[name]).nonces}
-        return held != _nonces(state)
 
 
 def _nonces(state: State) -> set[str]:

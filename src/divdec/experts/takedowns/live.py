@@ -22,6 +22,7 @@ from transformers import Cache
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import Followers, LessCounts, NgramCounts, SummedCounts
+from divdec.experts.protocol import own_cache
 from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, check_retain, read_description
 from divdec.experts.takedowns.log import LOG_FILE, State, read_log
 from divdec.experts.takedowns.sealed import Sealed
@@ -37,8 +38,11 @@ class Run:
     """Where the blocks of some files stand, by hash of their context."""
 
     hashes: np.ndarray
+    """Ascending, uint64 [blocks]."""
     files: np.ndarray
+    """Number of each block's file, [blocks]."""
     blocks: np.ndarray
+    """Its place in the file, [blocks]."""
 
     @classmethod
     def of(cls, number: int, sealed: Sealed, nonces: frozenset[bytes]) -> Run:
@@ -147,15 +151,15 @@ class RegistryExperts:
 
     changes = True  # what the experts say of a context depends on when it is asked
 
-    def __init__(self, folder: str | os.PathLike[str], space: str = "score", *, verify: bool = True) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         about = read_description(self.folder)
-        self.vocab_size, self.order, self.space = about["vocab_size"], about["order"], space
+        self.vocab_size, self.order = about["vocab_size"], about["order"]
         self.id = about["id"]
         self._secret = read_key(self.folder, about)
         check_retain(self.folder, about["retain"])
-        retain = NgramCounts.load(self.folder / RETAIN, verify=verify)
-        self._retain = StupidBackoff(retain, space)
+        retain = NgramCounts.load(self.folder / RETAIN)
+        self._retain = StupidBackoff(retain)
         if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
             raise UsageError(f"{self.folder}: {RETAIN} holds other counts than {DESCRIPTION} says; restore both")
         self._lock = threading.Lock()
@@ -183,8 +187,8 @@ class RegistryExperts:
 
     def begin(self, cache: Cache) -> None:
         """Let an answer that goes on from a kept cache follow the registry as it is now."""
-        if isinstance(cache, SnapshotCache):
-            cache.snapshot = self.snapshot()
+        if (held := own_cache(cache, SnapshotCache)) is not None:
+            held.snapshot = self.snapshot()
 
     def new_cache(self) -> SnapshotCache:
         """An empty cache of tokens, bound to the registry as it is now."""
@@ -199,18 +203,14 @@ class RegistryExperts:
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
         """S_q − S_p, 0 while no request is in force; see `divdec.experts.protocol.Experts.divergence`."""
-        if cache is None:
-            snapshot = self.snapshot()
-        elif isinstance(cache, SnapshotCache):
-            if not cache.get_seq_length():
-                self.begin(cache)
-            snapshot = cache.snapshot
-        else:
-            raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
+        held = own_cache(cache, SnapshotCache)
+        if held is not None and not held.get_seq_length():
+            self.begin(held)
+        snapshot = self.snapshot() if held is None else held.snapshot
         if snapshot.pair is not None:
-            return snapshot.pair.divergence(input_ids, attention_mask, position_ids, cache, logits_to_keep)
-        if isinstance(cache, SnapshotCache):
-            cache.token_layer.extend(input_ids, attention_mask)
+            return snapshot.pair.divergence(input_ids, attention_mask, position_ids, held, logits_to_keep)
+        if held is not None:
+            held.token_layer.extend(input_ids, attention_mask)
         kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], kept, self.vocab_size, device=input_ids.device)
 
@@ -257,7 +257,7 @@ class RegistryExperts:
         if state.entries:
             counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
             p = SummedCounts(self._retain.counts, counts)
-            pair = NgramPair(self._without(state, contents), p, self.space)
+            pair = NgramPair(self._without(state, contents), p)
         return Snapshot(state, files, tuple(runs), pair)
 
     def _without(self, state: State, contents: list[Sealed]) -> StupidBackoff:
@@ -269,7 +269,7 @@ class RegistryExperts:
         for number, sealed in enumerate(contents):
             _add(runs, Run.of(number, sealed, held))
         counts = SealedCounts(self._secret, self.vocab_size, self.order, tuple(contents), tuple(runs))
-        return StupidBackoff(LessCounts(self._retain.counts, counts), self.space)
+        return StupidBackoff(LessCounts(self._retain.counts, counts))
 
     @staticmethod
     def _contents(known: Snapshot) -> list[Sealed]:

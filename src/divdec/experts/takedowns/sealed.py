@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from divdec.errors import FailedClosed, first_line
-from divdec.experts.ngram_counts import NgramCounts
+from divdec.experts.ngram_counts import NgramCounts, ranges
 from divdec.experts.takedowns.secret import Secret, context_bytes, key_stream
 from divdec.runs import file_sha256
 
@@ -83,13 +83,11 @@ def seal(counts: NgramCounts, secret: Secret, nonce: bytes) -> Sealed:
     for level in _levels(counts):
         sizes = 1 + 2 * level.followers
         begins = np.cumsum(sizes) - sizes
-        rows = np.repeat(np.arange(len(sizes)), level.followers)
-        places = begins[rows] + 1 + np.arange(len(rows)) - np.repeat(np.cumsum(level.followers) - level.followers,
-                                                                     level.followers)  # fmt: skip
+        places = ranges(begins + 1, level.followers)
         words = np.empty(int(sizes.sum()), dtype=np.uint32)
         words[begins] = level.totals
         words[places] = level.tokens
-        words[places + level.followers[rows]] = level.counts
+        words[places + np.repeat(level.followers, level.followers)] = level.counts
         plain.append(words)
         lengths.append(sizes)
         content, step = context_bytes(level.contexts), 4 * level.contexts.shape[1]
@@ -108,7 +106,7 @@ def seal(counts: NgramCounts, secret: Secret, nonce: bytes) -> Sealed:
     return _ordered(sealed)
 
 
-def joined(parts: Sequence[tuple[Sealed, Sequence[bytes]]]) -> Sealed:
+def joined(parts: Sequence[tuple[Sealed, set[bytes]]]) -> Sealed:
     """Several files as one.
 
     Args:
@@ -175,11 +173,10 @@ def _ordered(sealed: Sealed) -> Sealed:
     order = np.argsort(sealed.hashes, kind="stable")
     sizes = np.diff(sealed.starts.astype(np.int64))[order]
     begins = sealed.starts[:-1].astype(np.int64)[order]
-    places = np.arange(int(sizes.sum())) + np.repeat(begins - np.cumsum(sizes) + sizes, sizes)
     return dataclasses.replace(
         sealed,
         hashes=sealed.hashes[order],
         owners=sealed.owners[order],
         starts=np.concatenate([[0], np.cumsum(sizes)]).astype(np.uint64),
-        words=sealed.words[places],
+        words=sealed.words[ranges(begins, sizes)],
     )
