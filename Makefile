@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TRANSFORMERS_OLDEST = 5.17.0
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest tofu-small clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest tofu-small bench-models clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,10 @@ demo: install
 
 tofu-small: install
 	$(BIN)/python benchmarks/tofu_small.py --data $(TOFU)
+
+# Target and pair for benchmarks/decoding.py, about half an hour once.
+bench-models: install
+	$(BIN)/python benchmarks/bench_models.py --data $(TOFU) --output runs/bench-models
 
 test: install
 	$(PYTEST) -n 2

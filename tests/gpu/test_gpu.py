@@ -113,3 +113,19 @@ print("ANSWERED", ids.tolist())
     assert done.returncode != 0
     assert "ANSWERED" not in done.stdout
     assert "not finite" in done.stderr or "assert" in done.stderr.lower()
+
+
+@pytest.mark.parametrize("inputs", [[[5, 9, 200, 31]], [[1, 1, 5, 9], [1, 77, 8, 300], [2, 45, 6, 250]]])
+@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
+def test_compiled_passes_over_static_caches_answer_as_plain_ones(pair, steering, inputs):
+    _, model = pair
+    model.steering = steering
+    ids = torch.tensor(inputs, device="cuda")
+    options = {"attention_mask": (ids != 1).long(), "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    for number in (12, 40):  # the second answer replays the first one's graphs on the same cache
+        expected = model.generate(ids, max_new_tokens=number, **options)
+        for speculative in (None, 1, 3, True):
+            found = model.generate(
+                ids, max_new_tokens=number, speculative=speculative, cache_implementation="static", **options
+            )
+            assert torch.equal(found, expected)

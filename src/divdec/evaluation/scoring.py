@@ -18,7 +18,7 @@ from torch import Tensor
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
 from divdec.evaluation.passes import Forward, Pass, passes
-from divdec.experts.neural import logits_of, new_cache, takes_cache
+from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering, sweep
 

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from divdec.experts.context import Context
-from divdec.experts.neural import logits_of, new_cache
+from divdec.experts.forward import logits_of, new_cache
 from divdec.experts.token_cache import TokenLayer
 
 Logits = tuple[Float[Tensor, "rows kept width"], Float[Tensor, "rows kept width"]]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
+from divdec.experts.forward import lengths_of
 from divdec.experts.protocol import Experts, own_cache
 
 
@@ -67,6 +68,6 @@ class CombinedCache(Cache):
         self.caches = list(caches)
 
     @property
-    def parts(self) -> tuple[Cache, ...]:
-        """The caches that must hold the same tokens."""
-        return tuple(part for cache in self.caches for part in getattr(cache, "parts", (cache,)))
+    def lengths(self) -> list[int]:
+        """How many tokens each part holds."""
+        return [length for cache in self.caches for length in lengths_of(cache)]

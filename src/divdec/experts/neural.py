@@ -1,21 +1,22 @@
-"""A pair of neural language models with the target's vocabulary, and one forward pass of any causal LM.
+"""A pair of neural language models with the target's vocabulary.
 
 It knows nothing of the target: widths may differ, and the divergence is narrowed to what both models have.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from divdec.errors import UsageError
+from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.experts.protocol import own_cache
+from divdec.experts.read_ahead import ReadAhead
+from divdec.experts.stacked import StackedCache, StackedPair
 
 
 class NeuralPair(nn.Module):
@@ -30,6 +31,25 @@ class NeuralPair(nn.Module):
         self.retain = retain
         self.forget = forget
         self.vocab_size = min(logit_width(retain), logit_width(forget))
+        self._stack: StackedPair | None = None
+        self._apart: object = None  # the kind of weights with which the two could not be stacked
+
+    def new_decoding_cache(self) -> PairCache | StackedCache:
+        """An empty cache with which both auxiliaries run as one, where their architecture allows it.
+
+        One pass of both takes less than two: small models wait for Python and for launches. With it neither can read
+        ahead, and hooks would not run: an auxiliary that has some runs by itself.
+        """
+        kind = [(weight.dtype, weight.device) for weight in (*self.retain.parameters(), *self.forget.parameters())]
+        modules = (*self.retain.modules(), *self.forget.modules())
+        if kind == self._apart or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+            return self.new_cache()
+        try:
+            self._stack = self._stack or StackedPair(self.retain, self.forget)
+        except UsageError:
+            self._apart = kind
+            return self.new_cache()
+        return self._stack.new_cache()
 
     def new_cache(self) -> PairCache:
         """An empty cache for both auxiliaries."""
@@ -43,55 +63,64 @@ class NeuralPair(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """ℓ_q − ℓ_p; see `divdec.experts.protocol.Experts.divergence`."""
-        retain_cache, forget_cache = None, None
-        if (own := own_cache(cache, PairCache)) is not None:
-            retain_cache, forget_cache = own.retain, own.forget
+        """ℓ_q − ℓ_p; see `divdec.experts.protocol.Experts.divergence`.
+
+        What an auxiliary has read ahead is not read again.
+        """
         inputs = (input_ids, attention_mask, position_ids)
-        retain_logits = logits_of(self.retain, *inputs, retain_cache, logits_to_keep)[..., : self.vocab_size]
-        forget_logits = logits_of(self.forget, *inputs, forget_cache, logits_to_keep)[..., : self.vocab_size]
+        if isinstance(cache, StackedCache) and self._stack is not None:
+            retain_logits, forget_logits = self._stack.logits(*inputs, cache, logits_to_keep)
+        else:
+            own = own_cache(cache, PairCache)
+            retain_logits, forget_logits = (
+                logits_of(model, *inputs, None, logits_to_keep)
+                if own is None
+                else own.part(name).logits(model, *inputs, logits_to_keep)
+                for name, model in (("retain", self.retain), ("forget", self.forget))
+            )
+        retain_logits, forget_logits = retain_logits[..., : self.vocab_size], forget_logits[..., : self.vocab_size]
         return retain_logits.float() - forget_logits.to(retain_logits.device).float()
+
+    def read_ahead(
+        self,
+        name: str,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+        cache: PairCache,
+    ) -> Float[Tensor, "batch tokens vocab"]:
+        """Let one auxiliary read tokens that the other parts have not seen, and keep its logits with the cache.
+
+        The next `divergence` must begin with those tokens; it then takes the logits from there.
+
+        Args:
+            name: 'retain' or 'forget'.
+            input_ids: the tokens since what this auxiliary has read.
+            attention_mask: 1 for real tokens, 0 for padding, what it has read included.
+            position_ids: place of each token in its sequence.
+            cache: the pair's.
+        """
+        model = self.retain if name == "retain" else self.forget
+        logits = cache.part(name).read_ahead(model, input_ids, attention_mask, position_ids)
+        return logits[..., : self.vocab_size]
 
 
 class PairCache(Cache):
     """The caches of two models; what is done to it is done to every layer of both."""
 
     def __init__(self, retain: Cache, forget: Cache) -> None:
-        super().__init__(layers=[*retain.layers, *forget.layers])
-        self.retain = retain
-        self.forget = forget
+        self.retain, self.forget = ReadAhead(retain), ReadAhead(forget)
+        layers: list[Any] = [*retain.layers, *forget.layers, self.retain, self.forget]
+        super().__init__(layers=layers)
+
+    def part(self, name: str) -> ReadAhead:
+        """One model's cache, with what it has read ahead."""
+        return self.retain if name == "retain" else self.forget
 
     @property
-    def parts(self) -> tuple[Cache, Cache]:
-        """The caches that must hold the same tokens."""
-        return self.retain, self.forget
-
-
-def logits_of(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch tokens"],
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-    position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-    cache: Cache | None,
-    logits_to_keep: int = 0,
-) -> Float[Tensor, "batch kept width"]:
-    """One forward pass on the model's own device; only the arguments that its architecture takes are given."""
-    device: Any = model.get_input_embeddings().weight.device
-    accepted = _forward_parameters(type(model))
-    arguments: dict[str, Any] = {
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_key_values": cache,
-        "use_cache": cache is not None,
-        "logits_to_keep": logits_to_keep,
-    }
-    arguments = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-        if name in accepted and value is not None
-    }
-    logits = model(input_ids=input_ids.to(device), **arguments).logits
-    return logits[:, -logits_to_keep:] if logits_to_keep else logits
+    def lengths(self) -> list[int]:
+        """How many tokens each of the two holds, what was read ahead not counted."""
+        return [self.retain.length, self.forget.length]
 
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
@@ -105,11 +134,6 @@ def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
         and torch.equal(tensor, second[name].to(tensor.device))
         for name, tensor in first.items()
     )
-
-
-def takes_cache(model: nn.Module) -> bool:
-    """Whether the model can go on from keys and values that it has computed before."""
-    return "past_key_values" in _forward_parameters(type(model))
 
 
 def check_part(name: str, model: nn.Module) -> None:
@@ -129,13 +153,3 @@ def logit_width(model: PreTrainedModel) -> int:
     """How many logits the model gives per position; its vocabulary, perhaps padded."""
     head = model.get_output_embeddings()
     return head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache whose layers fit the model's architecture (sliding windows, hybrid layers)."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-@functools.cache
-def _forward_parameters(model_class: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)

@@ -58,6 +58,18 @@ class StupidBackoff:
         found.view(-1).numpy()[parts.places] = parts.values
         return found
 
+    def likeliest(self, tokens: np.ndarray) -> int:
+        """What most often follows the longest known context at the end of a text; −1 where nothing is known.
+
+        Args:
+            tokens: int64 [tokens].
+        """
+        for length in range(min(self._longest, len(tokens)), 0, -1):
+            followers = self.counts.followers(tokens[None, -length:])
+            if len(followers.tokens):
+                return int(followers.tokens[np.argmax(followers.counts)])
+        return PADDING
+
     def take_from(self, scores: Float[Tensor, "contexts vocab"], contexts: np.ndarray) -> None:
         """Subtract the score of every token after each context, in place; see `scores`."""
         parts = self._parts(contexts)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from divdec.errors import FailedClosed
+from divdec.experts.fixed_cache import FixedCache, FixedLayer
+from divdec.experts.forward import length_of, lengths_of
+from divdec.experts.read_ahead import ReadAhead
+from divdec.experts.token_cache import TokenLayer
 
 
 class DivergenceCache(Cache):
@@ -23,11 +30,8 @@ class DivergenceCache(Cache):
         self.owner = owner
         self.target = target
         self.experts = experts
-
-    @property
-    def parts(self) -> tuple[Cache, ...]:
-        """The caches that must hold the same tokens."""
-        return self.target, *getattr(self.experts, "parts", (self.experts,))
+        self.lent: list[FixedCache] = []
+        """Parts that go to the next answer once this one is given, as nobody else holds them."""
 
     def check_length(self) -> int:
         """The number of tokens held.
@@ -36,13 +40,22 @@ class DivergenceCache(Cache):
             FailedClosed: the parts hold different numbers of tokens; the divergence would then belong to
                 another context than the target's logits.
         """
-        lengths = [_length(part) for part in self.parts]
+        lengths = [length_of(self.target), *lengths_of(self.experts)]
         if len(set(lengths)) > 1:
             raise FailedClosed(
                 f"the caches of target and experts hold different numbers of tokens {lengths}: "
                 "change them only through DivergenceCache"
             )
         return lengths[0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens held, by every layer."""
+        return self.check_length()
+
+    @property
+    def is_compileable(self) -> bool:
+        """No: parts are compiled, each by itself (`divdec.experts.compiled`), and never what joins and checks them."""
+        return False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens (given as transformers does, as a negative number) from every part.
@@ -60,11 +73,30 @@ class DivergenceCache(Cache):
             )
         super().crop(tokens_to_remove)
 
+    @property
+    def can_shift_rows(self) -> bool:
+        """Whether a different number of tokens can be removed from each row."""
+        return all(_can_shift(layer) for layer in self.layers)
 
-def _length(cache: Cache) -> int:
-    # Layers that share another's keys and values stay empty, so the fullest one tells.
-    layers: list[Any] = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
-    return max((layer.get_seq_length() for layer in layers), default=0)
+    def shift_rows(self, shifts: Int[Tensor, " batch"], padding: int) -> None:
+        """Move each row's tokens to the right, over its last ones, which are lost; the rows still end together.
+
+        What is then at the left of a row that was moved is padding: the mask must say so.
+
+        Args:
+            shifts: how many tokens each row loses at its end.
+            padding: how many columns are dropped at the left of all rows.
+
+        Raises:
+            RuntimeError: one part cannot do that; nothing has then been moved in any.
+        """
+        if not self.can_shift_rows:
+            raise RuntimeError("the cache of one part cannot lose a different number of tokens of each row")
+        length = self.check_length()
+        columns = torch.arange(padding, length, device=shifts.device)[None] - shifts[:, None]
+        columns = columns.clamp(min=0)
+        for layer in self.layers:
+            _take_columns(layer, columns)
 
 
 def _can_roll_back(layer: Any) -> bool:
@@ -74,3 +106,25 @@ def _can_roll_back(layer: Any) -> bool:
     if window is not None:
         return layer.get_seq_length() < window
     return getattr(layer, "is_croppable", True)
+
+
+def _can_shift(layer: Any) -> bool:
+    # A window's first column is not the sequence's; states that sum up the past have no columns.
+    return type(layer) is DynamicLayer or isinstance(layer, FixedLayer | TokenLayer | ReadAhead)
+
+
+def _take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
+    if isinstance(layer, TokenLayer):
+        if layer.tokens is not None:
+            layer.tokens = layer.tokens.gather(1, columns.to(layer.tokens.device))
+    elif isinstance(layer, FixedLayer):
+        layer.take_columns(columns)
+    elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+        layer.keys, layer.values = _columns_of(layer.keys, columns), _columns_of(layer.values, columns)
+
+
+def _columns_of(
+    states: Float[Tensor, "batch heads tokens width"], columns: Int[Tensor, "batch columns"]
+) -> Float[Tensor, "batch heads columns width"]:
+    index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)

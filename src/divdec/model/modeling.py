@@ -19,22 +19,23 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import NeuralPair, check_part, logit_width, logits_of, new_cache
+from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.neural import NeuralPair, check_part, logit_width
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
 from divdec.model.configuration import NO_RANK, DivergenceConfig
+from divdec.model.generation import SteeredGeneration
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig
-    from transformers.generation.configuration_utils import GenerationMode
+    from transformers import PreTrainedConfig
 
 
 _OWNERS = itertools.count()
 
 
-class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
+class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
     Attributes:
@@ -276,44 +277,6 @@ class DivergenceForCausalLM(PreTrainedModel, GenerationMixin):
         if cache.owner != self._cache_owner:
             raise UsageError("past_key_values belongs to another steered model; make one with this model's new_cache()")
         return cache
-
-    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        # transformers would build a cache for one model only.
-        if model_kwargs.get("past_key_values") is not None:
-            cache = self._own_cache(model_kwargs["past_key_values"])
-            if cache is not None and hasattr(self.experts, "begin"):
-                self.experts.begin(cache.experts)  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if generation_config.use_cache is False:
-            if getattr(self.experts, "changes", False):
-                raise UsageError(
-                    "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
-                    "leave use_cache on"
-                )
-            return
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise UsageError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
-                "model; leave it out"
-            )
-        cache = self.new_cache()
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: transformers' continuous batching keeps a cache for one model only."""
-        raise UsageError("continuous batching is not offered by a steered model; use generate()")
-
-    init_continuous_batching = generate_batch
-    continuous_batching_context_manager = generate_batch
 
     def init_weights(self) -> None:
         """Nothing: the parts come with their weights, and a steered model has none of its own."""

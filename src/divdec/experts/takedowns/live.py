@@ -167,6 +167,11 @@ class RegistryExperts:
         self._snapshot = Snapshot(State(), {}, (), None)
         self.snapshot()
 
+    @property
+    def retain(self) -> StupidBackoff:
+        """The retain set's n-grams, which no request changes."""
+        return self._retain
+
     def snapshot(self) -> Snapshot:
         """The registry as it is now; what has changed since the last call is read.
 

@@ -1,0 +1,1 @@
+"""How a steered model decodes: lossless self-speculation."""

@@ -1,0 +1,125 @@
+"""The sequences of a batch that grow at different speeds, shown to processors and criteria as `generate` would.
+
+It knows nothing of models or drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+# What looks at the scores alone, so that all positions can be processed at once.
+_CONTEXT_FREE = frozenset(
+    getattr(transformers, name)
+    for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+        "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    )
+)  # fmt: skip
+
+
+class Rows:
+    """Prompts and what has been generated for each, one row a sequence.
+
+    Attributes:
+        ids: prompts as given (left-padded), then generated tokens; padding where there is none yet.
+        lengths: how many columns of each row are filled.
+    """
+
+    def __init__(self, input_ids: Int[Tensor, "batch tokens"], max_length: int, padding: int) -> None:
+        batch, self.prompt_length = input_ids.shape
+        self.ids = torch.full((batch, max_length), padding, dtype=input_ids.dtype, device=input_ids.device)
+        self.ids[:, : self.prompt_length] = input_ids
+        self.lengths = [self.prompt_length] * batch
+        self._padding = padding
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def last(self, rows: Sequence[int]) -> Int[Tensor, "rows 1"]:
+        """The newest token of each row."""
+        ends = torch.tensor([self.lengths[row] - 1 for row in rows], device=self.ids.device)
+        return self.ids[torch.tensor(rows, device=self.ids.device), ends][:, None]
+
+    def write(self, rows: Sequence[int], tokens: Int[Tensor, "rows columns"], offset: int = 0) -> None:
+        """Put tokens behind each row, `offset` after its end, without making it longer."""
+        for place, row in enumerate(rows):
+            start = self.lengths[row] + offset
+            room = self.ids.shape[1] - start
+            self.ids[row, start : start + tokens.shape[1]] = tokens[place, :room]
+
+    def extend(self, row: int, tokens: Int[Tensor, " tokens"], written: int) -> None:
+        """Make a row longer, and clear what was put behind it before (`written` columns)."""
+        start, end = self.lengths[row], self.lengths[row] + len(tokens)
+        self.ids[row, start : start + written] = self._padding
+        self.ids[row, start:end] = tokens
+        self.lengths[row] = end
+
+    def cut(self, row: int, length: int) -> None:
+        """Make a row as short as this, if it is longer."""
+        self.ids[row, length : self.lengths[row]] = self._padding
+        self.lengths[row] = min(length, self.lengths[row])
+
+
+class Processors:
+    """Logits processors, each given the whole batch at one length as `generate` would."""
+
+    def __init__(self, processors: LogitsProcessorList, rows: Rows) -> None:
+        self._processors: Any = processors  # whose types ask for LongTensor
+        self._rows = rows
+        self.reads_tokens = any(type(processor) not in _CONTEXT_FREE for processor in processors)
+
+    def __call__(
+        self, rows: Sequence[int], logits: Float[Tensor, "rows block vocab"], offset: int = 0
+    ) -> Float[Tensor, "rows block vocab"]:
+        """Scores for the tokens that come next in these rows, the block's first `offset` after each row's end."""
+        if not self._processors:
+            return logits
+        if not self.reads_tokens:
+            flat = logits.flatten(0, 1)
+            return self._processors(self._rows.ids[:1, :1].expand(len(flat), 1), flat.clone()).view_as(logits)
+        found = torch.empty_like(logits)
+        lengths = [self._rows.lengths[row] + offset for row in rows]
+        whole = logits.new_zeros(len(self._rows), logits.shape[-1])
+        for length in range(min(lengths), max(lengths) + logits.shape[1]):
+            here = [(place, row, length - lengths[place]) for place, row in enumerate(rows)]
+            here = [item for item in here if 0 <= item[2] < logits.shape[1]]
+            if not here:
+                continue
+            places, chosen, columns = (list(column) for column in zip(*here, strict=True))
+            given = whole.clone()
+            given[chosen] = logits[places, columns]
+            found[places, columns] = self._processors(self._rows.ids[:, :length], given)[chosen]
+        return found
+
+
+class Criteria:
+    """Stopping criteria, each asked at every length, with the whole batch, as `generate` would."""
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: Rows) -> None:
+        self._criteria = criteria
+        self._rows = rows
+
+    def stops(self, starts: dict[int, int], scores: Sequence[Tensor] | None) -> dict[int, int]:
+        """The length at which each row is done, of those that are.
+
+        Args:
+            starts: the rows that are asked about, and how long each was when it was last asked about.
+            scores: the scores so far, one tensor a position, as criteria may want them.
+        """
+        found: dict[int, int] = {}
+        ends = {row: self._rows.lengths[row] for row in starts}
+        for length in range(min(starts.values()) + 1, max(ends.values()) + 1):
+            here = [row for row, start in starts.items() if start < length <= ends[row] and row not in found]
+            if here:
+                known = tuple(scores[: length - self._rows.prompt_length]) if scores is not None else None
+                done = self._criteria(self._rows.ids[:, :length], known).tolist()  # pyright: ignore[reportArgumentType]
+                found |= {row: length for row in here if done[row]}
+        return found
