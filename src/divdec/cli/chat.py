@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.cli.loading import load, warn_if_unsteered
 from divdec.cli.settings import ChatSettings as Settings
+from divdec.cli.speculation import report, speculation
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Conversation:
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         check_fits([prompt], self.model, "this conversation; /reset begins a new one")
         input_ids = torch.tensor([prompt], device=self.model.device)
+        given = speculation(self.settings)
         sampling: dict[str, Any] = {"do_sample": False}
         if self.settings.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.settings.temperature}
@@ -106,8 +108,10 @@ class Conversation:
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=self.settings.max_new_tokens,
                 streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
+                speculative=given,
                 **sampling,
             )
+        report(given)
         answer = output[0, len(prompt) :].tolist()
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         self.turns = (*turns, Message("assistant", str(text)))

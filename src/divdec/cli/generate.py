@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.cli.loading import check_fits, load
 from divdec.cli.settings import GenerateSettings as Settings
+from divdec.cli.speculation import report, speculation
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from divdec.decoding.speculative import Speculation
     from divdec.model.modeling import DivergenceForCausalLM
 
 POSITIONAL = ("bundle",)
@@ -34,18 +36,24 @@ def run(settings: Settings) -> None:
     else:
         prompts = prompts_from_lines(settings.prompt or sys.stdin, chat=settings.chat)
     model, tokenizer = load(settings)
-    answered = _answers(model, tokenizer, prompts, settings)
+    speculative = speculation(settings)
+    answered = _answers(model, tokenizer, prompts, settings, speculative)
     if output is None:
         for line in answered:
             print(line, flush=True)
-        return
-    from divdec.runs import write_text
+    else:
+        from divdec.runs import write_text
 
-    write_text(output, "".join(f"{line}\n" for line in answered))
+        write_text(output, "".join(f"{line}\n" for line in answered))
+    report(speculative)
 
 
 def _answers(
-    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], settings: Settings
+    model: DivergenceForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Any],
+    settings: Settings,
+    speculative: Speculation | None,
 ) -> Iterator[str]:
     import torch
     from transformers import set_seed
@@ -73,11 +81,13 @@ def _answers(
                 max_new_tokens=settings.max_new_tokens,
                 pad_token_id=padding,
                 output_logits=settings.logprobs,
-                return_dict_in_generate=True,
+                return_dict_in_generate=settings.logprobs,
+                speculative=speculative,
                 **sampling,
             )
+        sequences = output.sequences if settings.logprobs else output
         for row, prompt in enumerate(batch):
-            ids = _until_end(output.sequences[row, input_ids.shape[1] :].tolist(), model, padding)
+            ids = _until_end(sequences[row, input_ids.shape[1] :].tolist(), model, padding)
             text = tokenizer.decode(ids, skip_special_tokens=True)
             if not (settings.json or settings.logprobs):
                 yield text  # pyright: ignore[reportReturnType]

@@ -54,6 +54,11 @@ class GenerateSettings(LoadSettings):
     """Seed of the samples."""
     batch_size: int = 16
     """Prompts answered at once."""
+    speculative: str | None = None
+    """Draft with q and let the target judge several tokens at once: 'auto', or how many tokens to draft. The answers
+    follow the same distribution, and are the same where they are greedy."""
+    statistics: bool = False
+    """Say on standard error what speculation did (with --speculative)."""
     logprobs: bool = False
     """Add each token's log-probability under the steered model, before temperature (implies --json)."""
     json: bool = False
@@ -63,6 +68,7 @@ class GenerateSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperature, self.max_new_tokens, self.seed)
+        _check_speculation(self.speculative, self.statistics)
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise UsageError(f"top-p is {self.top_p:g}, top-k {self.top_k}; accepted: 0 < top-p ≤ 1, top-k ≥ 0")
         if self.batch_size < 1:
@@ -85,9 +91,15 @@ class ChatSettings(LoadSettings):
     """0 answers greedily; above 0 samples."""
     seed: int = 0
     """Seed of the samples."""
+    speculative: str | None = None
+    """Draft with q and let the target judge several tokens at once: 'auto', or how many tokens to draft. The answers
+    follow the same distribution, and are the same where they are greedy."""
+    statistics: bool = False
+    """Say on standard error what speculation did (with --speculative)."""
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperature, self.max_new_tokens, self.seed)
+        _check_speculation(self.speculative, self.statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,3 +144,10 @@ def _check_sampling(temperature: float, max_new_tokens: int, seed: int) -> None:
         raise UsageError(f"max-new-tokens is {max_new_tokens}; accepted: at least 1")
     if not 0 <= seed < 2**32:
         raise UsageError(f"seed is {seed}; accepted: 0 to {2**32 - 1}")
+
+
+def _check_speculation(speculative: str | None, statistics: bool) -> None:
+    if speculative not in (None, "auto") and not (speculative.isdecimal() and int(speculative) > 0):
+        raise UsageError(f"speculative is {speculative!r}; accepted: 'auto', or a number of tokens of at least 1")
+    if statistics and speculative is None:
+        raise UsageError("--statistics are speculation's: give --speculative auto")

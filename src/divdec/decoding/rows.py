@@ -34,11 +34,10 @@ class Rows:
     """
 
     def __init__(self, input_ids: Int[Tensor, "batch tokens"], max_length: int, padding: int) -> None:
-        batch, self.prompt_length = input_ids.shape
-        self.ids = torch.full((batch, max_length), padding, dtype=input_ids.dtype, device=input_ids.device)
-        self.ids[:, : self.prompt_length] = input_ids
-        self.lengths = [self.prompt_length] * batch
-        self._padding = padding
+        self.ids, self.prompt_length = input_ids, input_ids.shape[1]
+        self.lengths = [self.prompt_length] * len(input_ids)
+        self._max_length, self._padding = max_length, padding
+        self._make_room(self.prompt_length + 1)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,6 +49,7 @@ class Rows:
 
     def write(self, rows: Sequence[int], tokens: Int[Tensor, "rows columns"], offset: int = 0) -> None:
         """Put tokens behind each row, `offset` after its end, without making it longer."""
+        self._make_room(max(self.lengths[row] for row in rows) + offset + tokens.shape[1])
         for place, row in enumerate(rows):
             start = self.lengths[row] + offset
             room = self.ids.shape[1] - start
@@ -58,6 +58,7 @@ class Rows:
     def extend(self, row: int, tokens: Int[Tensor, " tokens"], written: int) -> None:
         """Make a row longer, and clear what was put behind it before (`written` columns)."""
         start, end = self.lengths[row], self.lengths[row] + len(tokens)
+        self._make_room(end)
         self.ids[row, start : start + written] = self._padding
         self.ids[row, start:end] = tokens
         self.lengths[row] = end
@@ -66,6 +67,25 @@ class Rows:
         """Make a row as short as this, if it is longer."""
         self.ids[row, length : self.lengths[row]] = self._padding
         self.lengths[row] = min(length, self.lengths[row])
+
+    def texts(self, chosen: Sequence[int], length: int) -> Int[Tensor, "batch length"]:
+        """The whole batch at a length that the chosen rows have.
+
+        Others may be shorter: in their place a text is shown that there is.
+        """
+        texts = self.ids[:, :length]
+        if len(chosen) == len(texts):
+            return texts
+        shown = [row if row in chosen else chosen[0] for row in range(len(texts))]
+        return texts[torch.tensor(shown, device=texts.device)]
+
+    def _make_room(self, length: int) -> None:
+        # In steps: the longest answer that may come is often far longer than the one that does.
+        columns = self.ids.shape[1]
+        if length > columns:
+            wanted = min(max(length, 2 * columns, columns + 64), max(self._max_length, length))
+            more = self.ids.new_full((len(self.lengths), wanted - columns), self._padding)
+            self.ids = torch.cat([self.ids, more], dim=1)
 
 
 class Processors:
@@ -77,26 +97,44 @@ class Processors:
         self.reads_tokens = any(type(processor) not in _CONTEXT_FREE for processor in processors)
 
     def __call__(
-        self, rows: Sequence[int], logits: Float[Tensor, "rows block vocab"], offset: int = 0
+        self,
+        rows: Sequence[int],
+        logits: Float[Tensor, "rows block vocab"],
+        offset: int = 0,
+        drafts: Int[Tensor, "rows block"] | None = None,
     ) -> Float[Tensor, "rows block vocab"]:
-        """Scores for the tokens that come next in these rows, the block's first `offset` after each row's end."""
+        """Scores for the tokens that come next in these rows.
+
+        Args:
+            rows: which.
+            logits: steered, before each token of a block.
+            offset: how far the block begins after each row's end.
+            drafts: the block's tokens, which stand behind the rows. What follows one that is ruled out is never kept,
+                and is not shown to processors: they may know texts that cannot be.
+        """
         if not self._processors:
             return logits
         if not self.reads_tokens:
             flat = logits.flatten(0, 1)
             return self._processors(self._rows.ids[:1, :1].expand(len(flat), 1), flat.clone()).view_as(logits)
-        found = torch.empty_like(logits)
+        found = logits.clone()
+        impossible: set[int] = set()
         lengths = [self._rows.lengths[row] + offset for row in rows]
         whole = logits.new_zeros(len(self._rows), logits.shape[-1])
         for length in range(min(lengths), max(lengths) + logits.shape[1]):
             here = [(place, row, length - lengths[place]) for place, row in enumerate(rows)]
-            here = [item for item in here if 0 <= item[2] < logits.shape[1]]
+            here = [item for item in here if 0 <= item[2] < logits.shape[1] and item[0] not in impossible]
             if not here:
                 continue
             places, chosen, columns = (list(column) for column in zip(*here, strict=True))
             given = whole.clone()
             given[chosen] = logits[places, columns]
-            found[places, columns] = self._processors(self._rows.ids[:, :length], given)[chosen]
+            texts = self._rows.texts(chosen, length)
+            found[places, columns] = self._processors(texts, given)[chosen]
+            if drafts is not None:
+                proposed = found[places, columns].gather(1, drafts[places, columns].clamp(min=0)[:, None])
+                ruled_out = (proposed[:, 0] == -torch.inf) | (drafts[places, columns] < 0)
+                impossible |= {place for place, out in zip(places, ruled_out.tolist(), strict=True) if out}
         return found
 
 
@@ -120,6 +158,6 @@ class Criteria:
             here = [row for row, start in starts.items() if start < length <= ends[row] and row not in found]
             if here:
                 known = tuple(scores[: length - self._rows.prompt_length]) if scores is not None else None
-                done = self._criteria(self._rows.ids[:, :length], known).tolist()  # pyright: ignore[reportArgumentType]
+                done = self._criteria(self._rows.texts(here, length), known).tolist()  # pyright: ignore[reportArgumentType]
                 found |= {row: length for row in here if done[row]}
         return found

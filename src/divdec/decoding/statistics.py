@@ -47,24 +47,24 @@ class SpeculationStatistics:
         """Share accepted of all drafted tokens that came to be judged."""
         return sum(self.accepted) / sum(self.offered) if sum(self.offered) else 0.0
 
-    def count(self, drafted: int, accepted: Sequence[int], tokens: int) -> None:
+    def count(self, drafted: int, accepted: Sequence[int], grown: Sequence[int]) -> None:
         """Add one pass.
 
         Args:
             drafted: how many tokens were drafted for each sequence.
             accepted: how many of them each sequence accepted.
-            tokens: how many tokens the pass gave in all.
+            grown: how many tokens the pass gave each sequence.
         """
         self.passes += 1
         self.rows += len(accepted)
-        self.tokens += tokens
+        self.tokens += sum(grown)
         missing = drafted - len(self.offered)
         self.offered += [0] * missing
         self.accepted += [0] * missing
-        for number in accepted:
-            for position in range(min(number + 1, drafted)):
+        for right, number in zip(accepted, grown, strict=True):
+            for position in range(min(number, drafted)):
                 self.offered[position] += 1
-                self.accepted[position] += position < number
+                self.accepted[position] += position < right
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""

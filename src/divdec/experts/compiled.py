@@ -64,7 +64,7 @@ def fixed_cache(
         return cache
     # Taken, so that an answer made at the same time gets one of its own.
     kept = _kept.pop(model, None)
-    if kept is not None and kept.rows == rows and kept.max_length >= max_length:
+    if kept is not None and kept.rows == rows and kept.max_length >= max_length and kept.fits(model):
         cache = kept
     else:
         cache = FixedCache(name, model, -(-max_length // ROUND) * ROUND)

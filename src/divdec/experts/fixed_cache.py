@@ -182,6 +182,11 @@ class FixedCache(StaticCache):
                 "make a longer one (max_new_tokens, max_length) or use cache_implementation='dynamic'"
             )
 
+    def fits(self, model: PreTrainedModel) -> bool:
+        """Whether the model still makes keys and values of the kind, and where, that they were made for."""
+        made = (states for layer in self.layers if (states := getattr(layer, "keys", None)) is not None)
+        return all(states.dtype == model.dtype and states.device == model.device for states in made)
+
     @property
     def rows(self) -> int | None:
         """How many sequences it was made for; None while it was never used."""

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.experts.protocol import own_cache
 from divdec.experts.read_ahead import ReadAhead
@@ -40,16 +40,19 @@ class NeuralPair(nn.Module):
         One pass of both takes less than two: small models wait for Python and for launches. With it neither can read
         ahead, and hooks would not run: an auxiliary that has some runs by itself.
         """
-        kind = [(weight.dtype, weight.device) for weight in (*self.retain.parameters(), *self.forget.parameters())]
-        modules = (*self.retain.modules(), *self.forget.modules())
-        if kind == self._apart or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        models = (self.retain, self.forget)
+        kind = [(w.dtype, w.device) for m in models for w in m.parameters()], [m.training for m in models]
+        if kind == self._apart or any(_is_watched(module) for model in models for module in model.modules()):
             return self.new_cache()
         try:
-            self._stack = self._stack or StackedPair(self.retain, self.forget)
+            stack = self._stack
+            if stack is None or not stack.holds(*models):
+                self._stack = stack = StackedPair(*models)
+            stack.refresh()
         except UsageError:
             self._apart = kind
             return self.new_cache()
-        return self._stack.new_cache()
+        return stack.new_cache()
 
     def new_cache(self) -> PairCache:
         """An empty cache for both auxiliaries."""
@@ -69,6 +72,8 @@ class NeuralPair(nn.Module):
         """
         inputs = (input_ids, attention_mask, position_ids)
         if isinstance(cache, StackedCache) and self._stack is not None:
+            if not self._stack.holds(self.retain, self.forget):
+                raise FailedClosed("an auxiliary was replaced in the middle of an answer")
             retain_logits, forget_logits = self._stack.logits(*inputs, cache, logits_to_keep)
         else:
             own = own_cache(cache, PairCache)
@@ -121,6 +126,11 @@ class PairCache(Cache):
     def lengths(self) -> list[int]:
         """How many tokens each of the two holds, what was read ahead not counted."""
         return [self.retain.length, self.forget.length]
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody has hooked into a module, or put another forward in its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:

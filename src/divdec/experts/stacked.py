@@ -6,6 +6,7 @@ architecture are not for it. Small models spend their time in Python and kernel 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from divdec.experts.stackable import stackable
 from divdec.experts.stacked_modules import stacked_module
 
 __all__ = ["StackedCache", "StackedPair", "stackable"]
+_STACKING = threading.RLock()  # a model may belong to two pairs, and each moves its weights
 
 
 class StackedPair(nn.Module):
@@ -41,6 +43,19 @@ class StackedPair(nn.Module):
         self._models = (retain, forget)
         self._stack()
 
+    def holds(self, retain: PreTrainedModel, forget: PreTrainedModel) -> bool:
+        """Whether it is these two that were stacked."""
+        return self._models[0] is retain and self._models[1] is forget
+
+    def refresh(self) -> None:
+        """Stack again what was changed since.
+
+        Raises:
+            UsageError: the two can no longer be stacked.
+        """
+        if self._is_stale():
+            self._stack()
+
     def new_cache(self) -> StackedCache:
         """An empty cache for both."""
         return StackedCache(self._models[0])
@@ -60,8 +75,7 @@ class StackedPair(nn.Module):
         Raises:
             UsageError: q or p was changed since, and the two can no longer be stacked.
         """
-        if self._is_stale():
-            self._stack()
+        self.refresh()
         return self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
 
     @torch.no_grad()
@@ -90,6 +104,10 @@ class StackedPair(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _stack(self) -> None:
+        with _STACKING:
+            self._stack_alone()
+
+    def _stack_alone(self) -> None:
         self._training: list[bool] = []  # stale until all is done
         retain, forget = self._models
         reason = stackable(retain, forget)

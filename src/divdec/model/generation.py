@@ -55,6 +55,8 @@ class SteeredGeneration(GenerationMixin):
         """
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
+        elif kwargs.get("custom_generate") is not None and speculative:
+            raise UsageError("speculative and custom_generate are two ways to decode: give one of them")
         if speculative is None or speculative is False:
             return self._plain.generate(*args, **kwargs)
         speculation = Speculation.of(speculative)

@@ -1,0 +1,151 @@
+"""Answers that are stopped, cut short or constrained: what is left in caches, counts and texts."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from conftest import make_parts
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.decoding.speculative import Speculation
+from divdec.decoding.statistics import SpeculationStatistics
+from divdec.evaluation.generation import left_padded
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}
+
+
+class Cancelled(Exception):
+    pass
+
+
+class Impatient(BaseStreamer):
+    """Stops an answer after some tokens, the prompt counted as one."""
+
+    def __init__(self, limit):
+        self.limit, self.heard = limit, []
+
+    def put(self, value):
+        self.heard += value.flatten().tolist()
+        self.limit -= 1
+        if not self.limit:
+            raise Cancelled
+
+    def end(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
+@pytest.mark.parametrize("drafter", ["retain", "steered", "lookup"])
+def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, drafter):
+    model, _, prompts = world_model
+    cache, streamer = model.new_cache(), Impatient(limit)
+    ids = torch.tensor([prompts[0]])
+    with pytest.raises(Cancelled):
+        model.generate(
+            ids, past_key_values=cache, streamer=streamer, speculative=Speculation(4, drafter), **OPTIONS
+        )  # fmt: skip
+    longer = torch.tensor([[*streamer.heard, *prompts[1]]])
+    expected = model.generate(longer, **OPTIONS)
+    for speculative in (None, 3):
+        assert torch.equal(model.generate(longer, past_key_values=cache, speculative=speculative, **OPTIONS), expected)
+        cache = model.new_cache()
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_a_processor_that_fails_leaves_the_cache_usable(world_model, at):
+    model, _, prompts = world_model
+    calls = []
+
+    def failing(input_ids, scores):
+        calls.append(1)
+        if len(calls) == at:
+            raise Cancelled
+        return scores
+
+    cache = model.new_cache()
+    ids = torch.tensor([prompts[0]])
+    with pytest.raises(Cancelled):
+        model.generate(
+            ids, past_key_values=cache, speculative=3, logits_processor=LogitsProcessorList([failing]), **OPTIONS
+        )  # fmt: skip
+    assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), model.generate(ids, **OPTIONS))
+
+
+def test_a_batchs_own_cache_comes_back_empty(world_model):
+    model, _, prompts = world_model
+    ids, mask = left_padded(prompts[:3], 1)
+    cache = model.new_cache()
+    found = model.generate(ids, attention_mask=mask, past_key_values=cache, speculative=3, **OPTIONS)
+    assert cache.check_length() == 0
+    again = model.generate(ids, attention_mask=mask, past_key_values=cache, **OPTIONS)
+    assert torch.equal(found, again)
+
+
+def test_windows_stop_recording_however_an_answer_ends():
+    model = DivergenceForCausalLM.from_parts(*make_parts("mistral"), "linear:1")
+    for streamer in (None, Impatient(4)):
+        cache = model.new_cache()
+        try:
+            model.generate(
+                torch.tensor([[5, 9, 200]]), past_key_values=cache, streamer=streamer, speculative=2, **OPTIONS
+            )  # fmt: skip
+        except Cancelled:
+            assert streamer is not None
+        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
+def test_counts_end_where_answers_end(world_model):
+    model, _, prompts = world_model
+    model.generation_config.eos_token_id = 0
+    for count in (1, 4):
+        ids, mask = left_padded(prompts[:count], 1)
+        statistics = SpeculationStatistics()
+        options = OPTIONS | {"max_new_tokens": 40, "speculative": Speculation(6, statistics=statistics)}
+        found = model.generate(ids, attention_mask=mask, **options)
+        answers = found[:, ids.shape[1] :]
+        # The prompt's pass gives each row its first token.
+        assert statistics.tokens == int((answers != 1).sum()) - count
+        assert sum(statistics.accepted) <= statistics.tokens
+
+
+def test_a_constraint_never_sees_a_text_that_it_has_ruled_out(world_model):
+    model, _, prompts = world_model
+
+    def allowed(row, ids):
+        # After each token only those with a number one to five higher, modulo the vocabulary.
+        last = int(ids[-1])
+        if len(ids) > length and (last - int(ids[-2])) % 500 not in range(1, 6):
+            return []
+        return [(last + step) % 500 for step in range(1, 6)]
+
+    for count in (1, 3):
+        ids, mask = left_padded(prompts[:count], 1)
+        length = ids.shape[1]
+        options = {**OPTIONS, "attention_mask": mask, "prefix_allowed_tokens_fn": allowed, "eos_token_id": 511}
+        plain = model.generate(ids, **options)
+        for drafter in ("retain", "steered", "lookup"):
+            assert torch.equal(plain, model.generate(ids, speculative=Speculation(3, drafter), **options))
+
+
+class Enough(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 90)
+
+
+def test_the_longest_answer_takes_no_room_before_it_comes(world_model):
+    model, _, prompts = world_model
+    options = OPTIONS | {"max_new_tokens": 10**9, "stopping_criteria": StoppingCriteriaList([Enough()])}
+    found = model.generate(torch.tensor([prompts[0]]), speculative=4, **options)
+    assert found.shape[1] <= 90
+
+
+def test_nothing_is_ignored(world_model):
+    model, _, prompts = world_model
+    ids = torch.tensor([prompts[0]])
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(UsageError, match="not offered by a steered model"):
+            model.generate(ids, speculative=2, return_dict_in_generate=True, **{name: True}, **OPTIONS)
+    with pytest.raises(UsageError, match="give one of them"):
+        model.generate(ids, speculative=2, custom_generate=lambda *_, **__: ids, **OPTIONS)
+    with pytest.raises(UsageError, match="input_ids"):
+        model.generate(inputs_embeds=torch.zeros(1, 3, 64), speculative=2, **OPTIONS)
