@@ -13,6 +13,8 @@ from divdec import _registration
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
+    from divdec.decoding.speculative import Speculation
+    from divdec.decoding.statistics import SpeculationStatistics
     from divdec.experts.neural import NeuralPair
     from divdec.experts.protocol import Experts
     from divdec.model.bundle import write_bundle
@@ -29,6 +31,8 @@ __all__ = [
     "DivergenceForCausalLM",
     "Experts",
     "NeuralPair",
+    "Speculation",
+    "SpeculationStatistics",
     "Steering",
     "UsageError",
     "steer_linear",
@@ -42,6 +46,8 @@ _HOMES = {
     "DivergenceForCausalLM": "divdec.model.modeling",
     "Experts": "divdec.experts.protocol",
     "NeuralPair": "divdec.experts.neural",
+    "Speculation": "divdec.decoding.speculative",
+    "SpeculationStatistics": "divdec.decoding.statistics",
     "Steering": "divdec.steering",
     "steer_linear": "divdec.steering",
     "steer_rank": "divdec.steering",

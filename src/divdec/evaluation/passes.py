@@ -19,6 +19,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example
+from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 
 Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
@@ -126,7 +127,7 @@ def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[li
 
 def _selectable(cache: Cache) -> bool:
     """Whether selecting by batch reaches all that a cache holds: not states of linear attention or convolutions."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer, TokenLayer)
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, TokenLayer, ReadAhead)
     return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 
 
