@@ -31,14 +31,13 @@ from decoding_methods import (
     SPECULATIVE,
     TARGET,
     Parts,
-    Speculation,
-    SpeculationStatistics,
     methods,
     per_token,
     ratio,
     speculative,
     timed,
 )
+from divdec import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 
 GROUPS = ("retain", "forget")
@@ -117,12 +116,11 @@ def gates(rows, against, size):
     print(f"\nplain / target          {found['plain_over_target']:.3f}; aim: at most {OVERHEAD:.2f} x (1 + 2n/N) = "
           f"{OVERHEAD:.2f} x {size['bound']:.3f} = {found['plain_limit']:.3f}, with n = {size['n']:,} and "
           f"N = {size['N']:,} parameters")  # fmt: skip
-    if SPECULATIVE in rows:
-        found["speculative_speedup"] = 1 / rows[SPECULATIVE]["all"]["over_target"]
-        by_group = {group: 1 / rows[SPECULATIVE][group]["over_target"] for group in GROUPS}
-        found["speculative_speedup_by_group"] = by_group
-        print(f"speculative / target    {found['speculative_speedup']:.2f} x as fast (retain {by_group['retain']:.2f}, "
-              f"forget {by_group['forget']:.2f}); aim: at least {SPEEDUP} x")  # fmt: skip
+    found["speculative_speedup"] = 1 / rows[SPECULATIVE]["all"]["over_target"]
+    by_group = {group: 1 / rows[SPECULATIVE][group]["over_target"] for group in GROUPS}
+    found["speculative_speedup_by_group"] = by_group
+    print(f"speculative / target    {found['speculative_speedup']:.2f} x as fast (retain {by_group['retain']:.2f}, "
+          f"forget {by_group['forget']:.2f}); aim: at least {SPEEDUP} x")  # fmt: skip
     for name, ratios in against.items():
         found[f"plain_over_{name}"] = ratios
         print(f"plain / {name:<15} {ratios['all']:.3f} of its time (retain {ratios['retain']:.3f}, "
@@ -157,16 +155,14 @@ def table(given):
           f"{parts.model.steering}, batch {given.batch}, {given.prompts} batches of prompts "
           f"a group, at most {given.new_tokens} tokens, median of {given.rounds} rounds")  # fmt: skip
     ways = methods(parts, given.reference)
-    if Speculation is not None:
-        ways |= {f"speculative, {name}": speculative(parts, Speculation(drafter=name)) for name in given.drafters}
-        ways |= {f"speculative, γ {gamma}": speculative(parts, gamma) for gamma in (GAMMAS if given.gammas else ())}
+    ways |= {f"speculative, {name}": speculative(parts, Speculation(drafter=name)) for name in given.drafters}
+    ways |= {f"speculative, γ {gamma}": speculative(parts, gamma) for gamma in (GAMMAS if given.gammas else ())}
     rows, against = compared(ways, groups, parts, given)
     show_rows(rows)
     found = {"bundle": given.bundle.resolve().parent.name, "steering": str(parts.model.steering), "sizes": size,
              "batch": given.batch, "new_tokens": given.new_tokens, "rounds": given.rounds, "prompts": given.prompts,
-             "rows": rows, "gates": gates(rows, against, size)}  # fmt: skip
-    if Speculation is not None:
-        found["speculation"] = speculated(parts, groups, given)
+             "rows": rows, "gates": gates(rows, against, size),
+             "speculation": speculated(parts, groups, given)}  # fmt: skip
     return found
 
 

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from decoding_methods import PARTS, PLAIN, SPECULATIVE, TARGET, Parts, Speculation, SpeculationStatistics
+from decoding_methods import PARTS, PLAIN, SPECULATIVE, TARGET, Parts
+from divdec import Speculation, SpeculationStatistics
 from divdec.data.formatting import encode_records
 from divdec.data.records import read_records
 from divdec.data.world import build_world
@@ -60,10 +61,12 @@ def _steps(parts, stream, context, batch, rounds, new_tokens):
     starts = [(7919 * row) % len(stream) for row in range(batch)]
     ids = torch.tensor([(stream[start:] + stream * (context // len(stream) + 1))[:context] for start in starts])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
-    counted = SpeculationStatistics() if Speculation else None
-    ways = {TARGET: (parts.target, {}), PLAIN: (parts.model, {})}
-    if Speculation:
-        ways[SPECULATIVE] = (parts.model, {"speculative": Speculation(statistics=counted)})
+    counted = SpeculationStatistics()
+    ways = {
+        TARGET: (parts.target, {}),
+        PLAIN: (parts.model, {}),
+        SPECULATIVE: (parts.model, {"speculative": Speculation(statistics=counted)}),
+    }
     times = {name: ([], []) for name in ways}
     for number in range(-1, rounds):
         for name, (model, options) in ways.items():
@@ -78,8 +81,7 @@ def _steps(parts, stream, context, batch, rounds, new_tokens):
                "ms_per_token": statistics.median(steps) / batch}
         for name, (prompt, steps) in times.items()
     }  # fmt: skip
-    if counted:
-        found[SPECULATIVE]["tokens_per_pass"] = counted.tokens_per_pass
+    found[SPECULATIVE]["tokens_per_pass"] = counted.tokens_per_pass
     return found
 
 
@@ -94,9 +96,9 @@ def show_growth(found):
                 accepted = f" {row[way]['tokens_per_pass']:.1f} t/p" if "tokens_per_pass" in row[way] else ""
                 cells.append(f"{row[way]['step_ms']:.1f} ({row[way]['prompt_ms']:,.0f}){accepted}")
             steps = {way: row[way]["step_ms"] for way in ways}
-            faster = f"{steps[TARGET] / steps[SPECULATIVE]:>10.2f} x" if SPECULATIVE in steps else ""
             print(f"{size:>8,} " + " ".join(f"{cell:>22}" for cell in cells)
-                  + f"   {steps[PLAIN] / steps[TARGET]:>10.3f} {faster}")  # fmt: skip
+                  + f"   {steps[PLAIN] / steps[TARGET]:>10.3f}"
+                  + f" {steps[TARGET] / steps[SPECULATIVE]:>10.2f} x")  # fmt: skip
 
 
 def material_of(bundle):
@@ -143,7 +145,7 @@ def acceptance(bundle, sets, prompts, new_tokens, gamma=GAMMA):
                 )  # fmt: skip
             found[setting][group] = dataclasses.asdict(counted) | {
                 "tokens_per_pass": counted.tokens_per_pass, "acceptance": counted.acceptance,
-                "rate": sum(counted.accepted) / max(sum(counted.offered), 1),
+                "rate": counted.acceptance_rate,
             }  # fmt: skip
     return {"parameters": dict(zip(PARTS, sizes)), "gamma": gamma, "settings": found}
 

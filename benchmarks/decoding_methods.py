@@ -14,14 +14,9 @@ import torch
 
 import divdec  # noqa: F401  registers the model type
 from divdec.data.formatting import encode_prompts
+from divdec.evaluation.generation import left_padded
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-
-try:
-    from divdec.decoding.speculative import Speculation
-    from divdec.decoding.statistics import SpeculationStatistics
-except ImportError:
-    Speculation = SpeculationStatistics = None
 
 TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "plain", "speculative", "three models", "paper's code"
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
@@ -47,10 +42,7 @@ class Parts:
 
     def batch(self, prompts):
         """Left-padded ids and mask."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([[self.padding] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        return {"input_ids": ids, "attention_mask": mask}
+        return dict(zip(("input_ids", "attention_mask"), left_padded(prompts, self.padding)))
 
     def batches(self, records, size):
         prompts = encode_prompts(records, self.tokenizer)
@@ -69,9 +61,8 @@ def methods(parts, reference=None):
     found = {
         TARGET: lambda given, **options: parts.target.generate(**given, do_sample=False, **options),
         PLAIN: lambda given, **options: parts.model.generate(**given, do_sample=False, **options),
+        SPECULATIVE: speculative(parts, True),
     }
-    if Speculation is not None:
-        found[SPECULATIVE] = speculative(parts, True)
     if parts.model.steering.rule != "linear":
         print(f"{SEPARATE} and {REFERENCE} are left out: they are run with the linear rule only")
         return found

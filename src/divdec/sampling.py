@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from divdec.errors import FailedClosed
+from divdec.fail_closed import check
 
 NONE = -1  # a draft that proposes nothing
 
@@ -97,14 +97,6 @@ def verify_sampled(
     drawn = pick(residual, uniform[..., 1].gather(1, last).squeeze(1))[:, None]
     tokens = drafts.scatter(1, last, torch.where(accepted.gather(1, last), drafts.gather(1, last), drawn))
     return Verdict(tokens, accepted, kept)
-
-
-def check(holds: Bool[Tensor, ""], message: str) -> None:
-    """Fail closed; on a GPU at its next synchronisation instead of forcing one."""
-    if holds.device.type == "cuda":
-        torch._assert_async(holds, message)
-    elif not holds:
-        raise FailedClosed(message)
 
 
 def _kept(accepted: Bool[Tensor, "batch block"]) -> Int[Tensor, " batch"]:

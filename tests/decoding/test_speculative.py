@@ -476,7 +476,7 @@ def test_custom_generate_is_another_door(steered):
         generate(steered.target, PROMPTS[:1], custom_generate=Speculation(2))
 
 
-def test_a_registry_and_ngrams_draft_with_their_own(world, tokenizer, caplog):
+def test_ngrams_draft_with_their_own_and_combined_experts_with_q(world, tokenizer, caplog):
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair
     from divdec.experts.ngram import NgramPair

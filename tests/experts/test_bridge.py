@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import random
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec.decoding import drafters
+from divdec.decoding.speculative import Speculation
+from divdec.decoding.statistics import SpeculationStatistics
 from divdec.experts.bridge import BridgedPair
 from divdec.experts.context import Context
 from divdec.model.configuration import DivergenceConfig
@@ -428,6 +432,19 @@ def test_auxiliaries_that_do_not_fit(tokenizers, tmp_path):
         BridgedPair(model, other, auxiliary_tokenizer=tokenizers["newlines"], **options)
 
 
+@pytest.fixture(scope="module")
+def repeating(make_pair, tokenizers):
+    """A steered model whose target says its words again and again, until the experts change them."""
+    target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64, layers=1)
+    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
+    ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 6 for text in TEXTS])
+    for _ in range(30):
+        target(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return DivergenceForCausalLM.from_experts(target, make_pair("bpe", "small", heal=True), "linear:1.6").eval()
+
+
 class TestSteered:
     """The whole model, as transformers sees it."""
 
@@ -471,3 +488,27 @@ class TestSteered:
             steered.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options),
             steered.generate(input_ids=ids, **options),
         )
+
+    @pytest.mark.parametrize("count", [1, 3])
+    @pytest.mark.parametrize("drafter", ["auto", "lookup"])
+    def test_speculation_looks_tokens_up_and_answers_the_same(
+        self, repeating, tokenizers, caplog, monkeypatch, count, drafter
+    ):
+        monkeypatch.setattr(drafters, "_told", set())  # it is said once in a process
+        ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 2 for text in TEXTS[:count]])
+        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        plain = repeating.generate(input_ids=ids, **options)
+        assert not torch.equal(plain, repeating.target.generate(input_ids=ids, **options))
+        statistics = SpeculationStatistics()
+        with caplog.at_level(logging.WARNING):
+            for speculation in (Speculation(None, drafter), Speculation(3, drafter, statistics)):
+                assert torch.equal(repeating.generate(input_ids=ids, speculative=speculation, **options), plain)
+        assert statistics.drafter == "lookup"
+        assert 0 < statistics.acceptance_rate < 1
+        told = [record for record in caplog.records if "what the text itself repeats" in record.message]
+        assert len(told) == (drafter == "auto")
+
+    @pytest.mark.parametrize("drafter", ["retain", "steered"])
+    def test_auxiliaries_with_other_tokens_draft_nothing(self, steered, drafter):
+        with pytest.raises(UsageError, match=f"drafter '{drafter}' needs auxiliaries .* accepted: 'auto', 'lookup'$"):
+            steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=Speculation(3, drafter))

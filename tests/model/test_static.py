@@ -275,6 +275,33 @@ def test_a_compiled_cache_serves_the_next_answer_unless_it_was_given_away(model)
     static(model, ONE, disable_compile=True)
 
 
+@pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+def test_a_kept_cache_of_another_kind_serves_no_answer(before, after, stance):
+    parts = (tiny_model("llama", 512, seed, width=16, layers=1) for seed in range(3))
+    model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1.5").to(before)
+    options = {"compile_config": compiled(Compilations()), "return_dict_in_generate": True, "output_scores": True}
+    with torch.compiler.set_stance(stance):  # caches are kept wherever passes would be compiled
+        static(model, ONE, **options | {"return_dict_in_generate": False})
+        old = [_kept[part] for part in (model.target, model.experts.retain, model.experts.forget)]
+        model.to(after)
+        ours = static(model, ONE, **options)
+    expected = generate(model, ONE, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(ours.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores), rtol=0, atol=1e-4)
+    experts = ours.past_key_values.experts
+    new = [ours.past_key_values.target, experts.retain.cache, experts.forget.cache]
+    assert [cache.layers[0].keys.dtype for cache in (*old, *new)] == [before] * 3 + [after] * 3
+
+
+def test_a_cache_fits_the_kind_and_the_place_it_was_made_for():
+    model, fixed, _ = fixed_and_growing()
+    assert fixed.fits(model)
+    assert not fixed.fits(copy.deepcopy(model).double())
+    assert not fixed.fits(copy.deepcopy(model).to("meta"))
+    assert fixed.fits(model.double().float())
+
+
 @pytest.mark.slow
 def test_passes_are_timed_though_compiled(model):
     statistics = SpeculationStatistics()

@@ -140,8 +140,6 @@ def make_drafter(name: str, experts: Any, steering: Steering) -> Drafter:
     Raises:
         UsageError: the experts have nothing that could draft so.
     """
-    if name not in DRAFTERS:
-        raise UsageError(f"drafter is {name!r}; accepted: {', '.join(DRAFTERS)}")
     pair, ngrams = _pair_of(experts), _ngrams_of(experts)
     if name in ("retain", "steered") and pair is None:
         raise UsageError(

@@ -43,6 +43,7 @@ class Decoding:
         drafter: str,
         statistics: SpeculationStatistics | None,
         streamer: Any,
+        seed: int | None = None,
     ) -> None:
         self.model, self.config, self.streamer = model, config, streamer
         self.gamma, self.statistics = gamma, statistics
@@ -64,7 +65,7 @@ class Decoding:
         self._check_positions(model_kwargs.get("position_ids"))
         self.drafter = make_drafter(drafter, model.experts, model.steering)
         self.pace = _pace(model, self.drafter.name, len(input_ids))
-        self.uniform = Uniform(len(input_ids), input_ids.device)
+        self.uniform = Uniform(len(input_ids), input_ids.device, seed)
         self.streamed = 0
         wanted = config.return_dict_in_generate
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
@@ -306,7 +307,7 @@ class Decoding:
             sequences=sequences,  # pyright: ignore[reportArgumentType]
             scores=tuple(self.scores) if self.scores is not None else None,  # pyright: ignore[reportArgumentType]
             logits=tuple(self.logits) if self.logits is not None else None,  # pyright: ignore[reportArgumentType]
-            # Rows that were done have left the cache of a batch.
+            # The cache of a batch has been emptied: its rows were moved, and some have left it.
             past_key_values=self.cache if len(self.rows) == 1 else None,
         )
 

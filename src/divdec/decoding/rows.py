@@ -52,8 +52,7 @@ class Rows:
         self._make_room(max(self.lengths[row] for row in rows) + offset + tokens.shape[1])
         for place, row in enumerate(rows):
             start = self.lengths[row] + offset
-            room = self.ids.shape[1] - start
-            self.ids[row, start : start + tokens.shape[1]] = tokens[place, :room]
+            self.ids[row, start : start + tokens.shape[1]] = tokens[place]
 
     def extend(self, row: int, tokens: Int[Tensor, " tokens"], written: int) -> None:
         """Make a row longer, and clear what was put behind it before (`written` columns)."""

@@ -78,13 +78,7 @@ def speculate(
     Raises:
         UsageError: what was asked for cannot be speculated on.
     """
-    if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
-        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
-    if generation_config.output_attentions or generation_config.output_hidden_states:
-        raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")
-    if synced_gpus:
-        raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
-    _check(model_kwargs, logits_processor)
+    _check(input_ids, generation_config, model_kwargs, logits_processor, synced_gpus)
     statistics = speculation.statistics
     decoding = Decoding(
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
@@ -121,7 +115,19 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
         )
 
 
-def _check(model_kwargs: dict[str, Any], processors: LogitsProcessorList) -> None:
+def _check(
+    input_ids: Int[Tensor, "batch tokens"],
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    processors: LogitsProcessorList,
+    synced_gpus: bool,
+) -> None:
+    if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
+        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+    if config.output_attentions or config.output_hidden_states:
+        raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")
+    if synced_gpus:
+        raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
     if model_kwargs.get("past_key_values") is None:
         raise UsageError("speculation goes back in the cache: leave use_cache on")
     for processor in processors:

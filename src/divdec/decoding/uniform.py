@@ -14,8 +14,15 @@ _DRAWN = 64  # positions for which numbers are drawn at a time
 class Uniform:
     """Uniform numbers by row and position: whatever the blocks, a position always gets its own."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._generator: torch.Generator | None = None
+    def __init__(self, rows: int, device: torch.device, seed: int | None = None) -> None:
+        """Make a source.
+
+        Args:
+            rows: how many sequences there are.
+            device: where the numbers are wanted.
+            seed: None takes one number of the global generator, at the first call.
+        """
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
         self._device = device
         self._rows = rows
         self._drawn = torch.empty(rows, 0, 3, dtype=torch.float64, device=device)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from divdec.experts.columns import columns_of
 from divdec.experts.context import Context
 from divdec.experts.forward import logits_of, new_cache
 from divdec.experts.token_cache import TokenLayer
@@ -60,6 +61,29 @@ class PairMemo:
         other._valid = valid[:, :slots]
         other.ids = [self.ids[row][:length] for row, length in zip(rows, lengths, strict=True)]
         return other
+
+    def joined(self, other: PairMemo) -> PairMemo:
+        """A memo of the rows of both."""
+        found = PairMemo(self.models, len(self.ids) + len(other.ids), self.keeps)
+        slots = max(self._valid.shape[1], other._valid.shape[1])
+        if not self.keeps or not slots:
+            return found
+        found._valid = torch.cat([_widened(memo._valid, slots) for memo in (self, other)])
+        found.ids = self.ids + other.ids
+        for place, cache in enumerate(found._caches):
+            layers: list[tuple[Any, ...]] = list(
+                zip(cache.layers, self._caches[place].layers, other._caches[place].layers, strict=True)
+            )
+            for layer, *held in layers:
+                # A memo that lost all it had (a pass that failed) has no keys, and nothing of it is valid.
+                made = next((own for own in held if own.keys is not None), None)
+                if made is not None:
+                    states = [
+                        _states_of(own, made, len(memo.ids), slots)
+                        for own, memo in zip(held, (self, other), strict=True)
+                    ]
+                    layer.update(*(torch.cat(both) for both in zip(*states, strict=True)))
+        return found
 
     def feed(self, kept: Sequence[int], added: Sequence[list[int]], logits_to_keep: int) -> Logits:
         """Keep the first tokens of each row, add others, and return both models' logits for the last columns.
@@ -111,7 +135,7 @@ class PairMemo:
             # Valid slots first, in their order; what follows them holds nothing and is masked.
             order = (~self._valid).long().argsort(dim=1, stable=True)[:, :longest]
             self._valid = self._valid.gather(1, order)
-            self._each_layer(lambda states: states.gather(2, _spread(order, states)))
+            self._each_layer(lambda states: columns_of(states, order))
         elif end < slots:
             self._each_layer(lambda states: states[:, :, :end])
 
@@ -151,6 +175,13 @@ class BridgeLayer(TokenLayer):
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self._select(chosen.tolist())
 
+    def join(self, other: TokenLayer) -> None:
+        """Add another layer's rows, with what was computed for them."""
+        assert isinstance(other, BridgeLayer)
+        super().join(other)
+        self.contexts = self.contexts + other.contexts
+        self.memo = self.memo.joined(other.memo) if self.memo is not None and other.memo is not None else None
+
     def _select(self, rows: list[int]) -> None:
         if self.contexts and rows != list(range(len(self.contexts))):
             self.contexts = [self.contexts[row].copy() for row in rows]
@@ -170,6 +201,12 @@ def keeps_memo(model: PreTrainedModel, accepts_positions: bool) -> bool:
     return accepts_positions and all(type(layer) is DynamicLayer for layer in new_cache(model).layers)
 
 
-def _spread(order: Int[Tensor, "rows slots"], states: Tensor) -> Tensor:
-    shape = (-1, states.shape[1], -1, states.shape[3])
-    return order.to(states.device)[:, None, :, None].expand(*shape)
+def _widened(valid: Bool[Tensor, "rows slots"], slots: int) -> Bool[Tensor, "rows slots_of_both"]:
+    return nn.functional.pad(valid, (0, slots - valid.shape[1]))
+
+
+def _states_of(layer: Any, made: Any, rows: int, slots: int) -> list[Tensor]:
+    """Keys and values with so many slots; empty ones, of another layer's shape, where there are none."""
+    if layer.keys is None:
+        return [s.new_zeros(rows, s.shape[1], slots, s.shape[3]) for s in (made.keys, made.values)]
+    return [nn.functional.pad(s, (0, 0, 0, slots - s.shape[2])) for s in (layer.keys, layer.values)]

@@ -12,12 +12,15 @@ from typing import Any, no_type_check
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import DummyLayer, StaticLayer
+from transformers import PreTrainedModel, StaticCache, cache_utils
+from transformers.cache_utils import StaticLayer
 
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.columns import columns_of
 
 ATTENTION = ("sdpa", "eager")  # whose mask says which of the columns are filled
+# What layers without keys and values have; older transformers (5.17 to 5.19) have no such kind.
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", None)
 
 
 class Held:
@@ -115,8 +118,7 @@ class FixedLayer(StaticLayer):
         """Let each row's tokens be those of these columns, in place; the cache is as long as there are columns."""
         if self.is_initialized:
             for states in self._states():
-                index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-                states[:, :, : columns.shape[1]] = states.gather(2, index)
+                states[:, :, : columns.shape[1]] = columns_of(states, columns)
         if self._leads:
             self.held.move(columns.shape[1] - self.held.tokens)
 

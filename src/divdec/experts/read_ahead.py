@@ -5,8 +5,6 @@ It knows nothing of drafts or of what is done with them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -14,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from divdec.errors import FailedClosed
 from divdec.experts.forward import length_of, logits_of
+from divdec.fail_closed import check
 
 
 class ReadAhead:
@@ -82,11 +81,7 @@ class ReadAhead:
         if read.shape[0] != input_ids.shape[0] or ahead > input_ids.shape[1]:
             raise FailedClosed(f"an auxiliary has read {tuple(read.shape)} tokens ahead of {tuple(input_ids.shape)}")
         same = (read == input_ids[:, :ahead].to(read.device)).all()
-        message = "an auxiliary has read other tokens ahead than the target is given"
-        if same.device.type == "cuda":
-            torch._assert_async(same, message)
-        elif not same:
-            raise FailedClosed(message)
+        check(same, "an auxiliary has read other tokens ahead than the target is given")
         if ahead < input_ids.shape[1]:
             positions = position_ids if position_ids is None else position_ids[:, ahead:]
             found = [*found, logits_of(model, input_ids[:, ahead:], attention_mask, positions, self.cache)]
@@ -122,6 +117,6 @@ class ReadAhead:
 
     prefetch = offload
 
-    def _refuse(self) -> Any:
+    def _refuse(self) -> None:
         if self.tokens:
             raise FailedClosed("an auxiliary has read ahead of the target: ask for the divergence before anything else")

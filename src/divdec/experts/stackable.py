@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from divdec.experts.fixed_cache import DummyLayer
 from divdec.experts.forward import new_cache
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)

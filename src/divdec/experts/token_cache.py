@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 
 PADDING = -1  # stands where a sequence has no token
 
@@ -82,6 +82,19 @@ class TokenLayer(CacheLayerMixin):
         """Keep these rows."""
         if self.tokens is not None:
             self.tokens = self.tokens[indices.to(self.tokens.device)]
+
+    def join(self, other: TokenLayer) -> None:
+        """Add another layer's rows; the shorter ones get columns at their left, which the mask must call padding."""
+        if self.tokens is None or other.tokens is None:
+            raise FailedClosed("a cache that holds no tokens cannot be joined")
+        length = max(self.get_seq_length(), other.get_seq_length())
+        tokens = (nn.functional.pad(ids, (length - ids.shape[1], 0)) for ids in (self.tokens, other.tokens))
+        self.tokens = torch.cat(list(tokens))
+
+    def drop_columns(self, number: int) -> None:
+        """Drop columns at the left, which are padding in every row."""
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, number:]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refused: there are no keys and values."""

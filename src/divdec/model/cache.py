@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from divdec.errors import FailedClosed
+from divdec.experts.columns import columns_of
 from divdec.experts.fixed_cache import FixedCache, FixedLayer
 from divdec.experts.forward import length_of, lengths_of
 from divdec.experts.read_ahead import ReadAhead
@@ -120,11 +121,4 @@ def _take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
     elif isinstance(layer, FixedLayer):
         layer.take_columns(columns)
     elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
-        layer.keys, layer.values = _columns_of(layer.keys, columns), _columns_of(layer.values, columns)
-
-
-def _columns_of(
-    states: Float[Tensor, "batch heads tokens width"], columns: Int[Tensor, "batch columns"]
-) -> Float[Tensor, "batch heads columns width"]:
-    index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-    return states.gather(2, index)
+        layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)

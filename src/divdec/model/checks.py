@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import UsageError
+from divdec.fail_closed import check
 
 # What forward may be given beside its own arguments: the first two are used, the others change nothing.
 ACCEPTED = frozenset(
@@ -59,7 +60,4 @@ def check_finite(
         # What stands after a padding token is read by nobody and may be anything.
         finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
     message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
-    if divergence.device.type == "cuda":
-        torch._assert_async(finite.all(), message)  # raises at the next synchronisation instead of forcing one
-    elif not finite.all():
-        raise FailedClosed(message)
+    check(finite.all(), message)

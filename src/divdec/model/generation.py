@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ class SteeredGeneration(GenerationMixin):
         # Nobody who gets the cache back, or goes back in it, should have to know that two models were run as one.
         kept = generation_config.return_dict_in_generate or generation_config.is_assistant
         stack = not (kept or model_kwargs.get("speculative"))
-        cache = DivergenceCache(new_cache(self.target), _new_cache(self.experts, stack), self._cache_owner)
+        of_pair = NeuralPair.new_decoding_cache if stack else NeuralPair.new_cache
+        cache = DivergenceCache(new_cache(self.target), _experts_cache(self.experts, of_pair), self._cache_owner)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
@@ -137,15 +139,11 @@ class SteeredGeneration(GenerationMixin):
             made.append(fixed_cache(name, model, max_length, rows, config))
             return made[-1]
 
-        def of(experts: Any) -> Cache:
-            if isinstance(experts, CombinedExperts):
-                return CombinedCache([of(part) for part in experts.parts])
-            if isinstance(experts, NeuralPair):
-                names = ("retain", "forget")
-                return PairCache(*(make(f"{name} auxiliary", getattr(experts, name)) for name in names))
-            return experts.new_cache()  # n-grams and bridged pairs read tokens, and keep them in their own way
+        def of_pair(pair: NeuralPair) -> Cache:
+            return PairCache(*(make(f"{name} auxiliary", getattr(pair, name)) for name in ("retain", "forget")))
 
-        cache = DivergenceCache(make("target", self.target), of(self.experts), self._cache_owner)
+        target = make("target", self.target)
+        cache = DivergenceCache(target, _experts_cache(self.experts, of_pair), self._cache_owner)
         if not config.return_dict_in_generate:
             cache.lent = made
         return cache
@@ -155,7 +153,8 @@ class SteeredGeneration(GenerationMixin):
         return False
 
 
-def _new_cache(experts: Any, stack: bool) -> Cache:
+def _experts_cache(experts: Any, of_pair: Callable[[NeuralPair], Cache]) -> Cache:
+    # n-grams and bridged pairs read tokens, and keep them in their own way.
     if isinstance(experts, CombinedExperts):
-        return CombinedCache([_new_cache(part, stack) for part in experts.parts])
-    return experts.new_decoding_cache() if stack and isinstance(experts, NeuralPair) else experts.new_cache()
+        return CombinedCache([_experts_cache(part, of_pair) for part in experts.parts])
+    return of_pair(experts) if isinstance(experts, NeuralPair) else experts.new_cache()

@@ -1,0 +1,240 @@
+"""What steering and speculation would cost at the size of Llama 3.1 8B with two of Llama 3.2 1B, on a GPU.
+
+    python benchmarks/decoding_gpu.py [--batch 1 8] [--caches dynamic static] [--json]
+    python benchmarks/decoding_gpu.py --shape tiny --device cpu
+
+The three models have the shapes of the real ones and random weights, made on the device: only time is measured, never
+what is said. Random models do not agree, so that acceptance is SIMULATED: in place of the steered model's judgement
+each draft is kept with the probability --acceptance, whatever it is. The text of a speculative answer is then neither
+the steered model's nor anybody's; its drafts, its passes over target and auxiliaries, its real judgement (made, timed
+and overruled) and its way back in the caches cost what they cost. What real pairs accept: decoding.py --acceptance.
+
+Every answer ends at once for all rows of its batch when these have --new-tokens on average, so that no row waits for
+another at the end. Its time, the prompt's included, is divided by the tokens that it made. The ways take turns in
+every round, and ratios are taken within a round; the first round compiles and is not counted. Over static caches
+passes are compiled (inductor with CUDA graphs) on a GPU, as `generate` does by itself, and are not on a CPU.
+"""
+
+import argparse
+import json
+import sys
+import time
+from unittest import mock
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from decoding_methods import PLAIN, TARGET, per_token, ratio
+from divdec.decoding import loop
+from divdec.experts.stackable import stackable
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.sampling import Verdict, verify_greedy
+
+END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
+SHAPES = {
+    "8b": {
+        "target": {
+            "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+        },
+        "auxiliary": {
+            "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+        },
+    },
+    "tiny": {
+        "target": {
+            "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 256, "vocab_size": 512, "tie_word_embeddings": False,
+        },
+        "auxiliary": {
+            "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
+        },
+    },
+}  # fmt: skip
+LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # new tokens and rounds, where they are not given
+
+
+def random_model(shape, device, dtype):
+    """A Llama with random weights that never were anywhere else than on the device."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = LlamaConfig(**shape, **ends, max_position_embeddings=8192, rope_theta=500_000.0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def steered_model(shapes, device, dtype, alpha):
+    torch.manual_seed(0)
+    models = [random_model(shapes[part], device, dtype) for part in ("target", "auxiliary", "auxiliary")]
+    return DivergenceForCausalLM.from_parts(*models, steering=f"linear:{alpha:g}")
+
+
+class Simulated:
+    """`verify_greedy` with a verdict that is drawn: each draft is kept with a given probability."""
+
+    def __init__(self, acceptance, device):
+        self.acceptance, self.device = acceptance, device
+        self.begin(0, 0)
+
+    def begin(self, rows, seed):
+        """Before an answer, whose first token in each row comes from the prompt."""
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.tokens, self.judged = rows, 0
+
+    def __call__(self, scores, drafts):
+        tokens = verify_greedy(scores, drafts).tokens  # its time belongs to a pass
+        drawn = torch.rand(drafts.shape, generator=self.generator, device=self.device)
+        accepted = drawn < self.acceptance
+        kept = accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1
+        self.tokens += int(kept.sum())  # waits for the device, as the loop does right after
+        self.judged += len(drafts)
+        return Verdict(torch.where(accepted, drafts, tokens), accepted, kept)
+
+
+class Enough(StoppingCriteria):
+    """Ends all rows at once, when they have so many tokens on average."""
+
+    eos_token_id = None  # says that what follows the end is padding: no row goes on because another is longer
+
+    def __init__(self, prompt, new_tokens, simulated=None):
+        self.prompt, self.new_tokens, self.simulated = prompt, new_tokens, simulated
+
+    def __call__(self, input_ids, scores, **kwargs):
+        rows, length = input_ids.shape
+        made = length - self.prompt if self.simulated is None else self.simulated.tokens / rows
+        return torch.full((rows,), made >= self.new_tokens, device=input_ids.device)
+
+
+def answer(model, ids, cache, new_tokens, simulated=None, gamma=None, seed=0):
+    """Generate once; returns the seconds, and the tokens of all rows."""
+    options = {} if simulated is None else {"speculative": gamma}
+    if cache == "static":
+        options["cache_implementation"] = cache
+    if simulated is not None:
+        simulated.begin(len(ids), seed)
+    enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
+    _wait(ids.device)
+    started = time.perf_counter()
+    with mock.patch.object(loop, "verify_greedy", simulated or verify_greedy):
+        # Room for rows that are ahead of the others: no block is cut short by the end of the room.
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,
+            stopping_criteria=enough, **options,
+        )  # fmt: skip
+    _wait(ids.device)
+    seconds = time.perf_counter() - started
+    return seconds, simulated.tokens if simulated is not None else new_tokens * len(ids)
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compared(model, batch, cache, given):
+    """Rows by way at one batch size and kind of cache, the ratios of time a token to the target's among them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
+    ids = ids.to(model.target.device)
+    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None)}
+    for gamma in given.gammas:
+        for share in given.acceptance:
+            ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
+    rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
+    for number in range(-1, given.rounds):  # the first is not counted: it compiles, and stacks the auxiliaries
+        order = list(ways)
+        start = number % len(order)
+        for name in order[start:] + order[:start]:
+            one, gamma, simulated = ways[name]
+            found = answer(one, ids, cache, given.new_tokens, simulated, gamma, seed=number + 1)
+            if number >= 0:
+                rounds[name].append(found)
+                judged[name].append(simulated.judged if simulated is not None else 0)
+    rows = {}
+    for name, (_, gamma, simulated) in ways.items():
+        over = ratio(rounds[name], rounds[TARGET])
+        rows[name] = per_token(rounds[name]) | {"over_target": over, "speedup": 1 / over}
+        if simulated is not None:
+            made = sum(tokens - batch for _, tokens in rounds[name]) / sum(judged[name])
+            expected = sum(simulated.acceptance**place for place in range(gamma + 1))
+            rows[name] |= {"gamma": gamma, "acceptance": simulated.acceptance, "tokens_per_pass": made,
+                           "expected_tokens_per_pass": expected}  # fmt: skip
+    return rows
+
+
+def show(rows, batch, cache, size):
+    print(f"\n{cache} cache{'s' if cache == 'static' else ''}, batch {batch}: plain / target "
+          f"{rows[PLAIN]['over_target']:.3f} in time a token; 1 + 2n/N = {size['bound']:.3f}")  # fmt: skip
+    print(f"{'':<22} {'tokens/s':>9} {'ms a token':>11} {'least – most':>17} {'time/target':>12} {'speed/target':>13}"
+          "  tokens a target pass (expected)")  # fmt: skip
+    for name, row in rows.items():
+        passes = ""
+        if "tokens_per_pass" in row:
+            passes = f"  {row['tokens_per_pass']:.2f} ({row['expected_tokens_per_pass']:.2f})"
+        print(f"{name:<22} {row['tokens_per_s']:>9.1f} {row['ms_per_token']:>11.3f} {row['least']:>8.3f} –"
+              f"{row['most']:>7.3f} {row['over_target']:>12.3f} {row['speedup']:>13.2f}{passes}",
+              flush=True)  # fmt: skip
+
+
+def machine(device):
+    """What is measured on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "transformers": transformers.__version__}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--alpha", type=float, default=1.0, help="of the linear rule")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
+    parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="SHARE",
+                        help="probability with which a draft is kept, given that those before it were")  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, help="128, or 8 of --shape tiny, if not given")
+    parser.add_argument("--rounds", type=int, help="3, or 1 of --shape tiny, if not given")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args()
+    new_tokens, rounds = LENGTHS[given.shape]
+    given.new_tokens, given.rounds = given.new_tokens or new_tokens, given.rounds or rounds
+    transformers.utils.logging.set_verbosity_error()
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("decoding_gpu: no CUDA here; accepted: --device cpu, best with --shape tiny", file=sys.stderr)
+        return 2
+    # One graph for each number of rows and tokens: more than the 8 after which Dynamo would no longer compile.
+    torch._dynamo.config.recompile_limit = 64
+    model = steered_model(SHAPES[given.shape], device, getattr(torch, given.dtype), given.alpha)
+    N, n = model.target.num_parameters(), model.experts.retain.num_parameters()
+    size = {"N": N, "n": n, "bound": 1 + 2 * n / N}
+    apart = stackable(model.experts.retain, model.experts.forget)
+    result = {"machine": machine(device), "shape": given.shape, "dtype": given.dtype, "steering": str(model.steering),
+              "prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.rounds,
+              "acceptance": "simulated", "sizes": size, "not_stacked": apart, "measured": []}  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    print(f"target {N:,} parameters, auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
+          f"{given.prompt_tokens} tokens, {given.new_tokens} new ones a row; median of {given.rounds} rounds; "
+          "acceptance is simulated (only time is measured)")  # fmt: skip
+    for cache in given.caches:
+        for batch in given.batch:
+            rows = compared(model, batch, cache, given)
+            show(rows, batch, cache, size)
+            result["measured"].append({"cache": cache, "batch": batch, "rows": rows})
+    if device.type == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        print(f"\nat most {result['peak_bytes'] / 2**30:.1f} GiB of the device's memory")
+    if given.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
