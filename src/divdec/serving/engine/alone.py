@@ -1,0 +1,79 @@
+"""One sequence that has the models to itself, and speculates: several tokens a pass of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from divdec.decoding.loop import Decoding
+from divdec.decoding.speculative import Speculation
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.serving.engine.batch import Told
+from divdec.serving.engine.sequence import Running
+
+
+class Alone:
+    """An answer that grows by as many tokens a step as are drafted and accepted."""
+
+    is_open = False
+
+    def __init__(self, model: DivergenceForCausalLM, sequence: Running, speculation: Speculation) -> None:
+        self.sequences = [sequence]
+        self._model = model
+        self._cache = model.new_cache()
+        ids = torch.tensor([sequence.tokens], device=model.device)
+        self._known = ids.shape[1]
+        config = GenerationConfig(
+            do_sample=sequence.sampling.temperature > 0,
+            max_length=self._known + sequence.most - len(sequence.answer),
+        )
+        config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._decoding = Decoding(
+            model,
+            ids,
+            sequence.processors,
+            StoppingCriteriaList(),
+            config,
+            {"past_key_values": self._cache},
+            gamma=speculation.gamma,
+            drafter=speculation.drafter,
+            statistics=None,
+            streamer=None,
+            seed=sequence.chance(),
+        )
+        self._begun = False
+
+    @staticmethod
+    def suits(sequence: Running) -> bool:
+        """Whether a request can be answered so: nothing is told of places, and no seed promises another answer."""
+        sampling = sequence.sampling
+        told = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        return not told and (sampling.temperature == 0 or sampling.seed is None) and sequence.most > 1
+
+    def step(self) -> Told:
+        """Draft, judge, and add what stands."""
+        experts = self._model.experts
+        if getattr(experts, "changes", False):
+            experts.begin(self._cache.experts)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._begun:
+            self._decoding.step()
+        else:
+            self._decoding.prefill()
+            self._begun = True
+        sequence = self.sequences[0]
+        told: Told = []
+        rows = self._decoding.rows
+        for token in rows.ids[0, self._known : rows.lengths[0]].tolist():
+            piece = sequence.take(token, None)
+            told.append((sequence, piece))
+            if piece.finish_reason:
+                break
+        self._known = rows.lengths[0]
+        return told
+
+    def drop(self, sequences: Sequence[Running]) -> None:
+        """Let the sequence leave."""
+        if any(sequence is self.sequences[0] for sequence in sequences if self.sequences):
+            self.sequences = []

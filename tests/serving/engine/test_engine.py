@@ -1,0 +1,353 @@
+"""Requests that join and leave a batch get the answers that they get alone."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from conftest import make_parts, tiny_model
+from divdec import DivergenceForCausalLM, Speculation
+from divdec.errors import FailedClosed, UsageError
+from divdec.serving.engine.engine import Busy, Closing, Engine
+from divdec.serving.engine.requests import Sampling
+
+TEXTS = (
+    "Who wrote The Hollow Orchard?",
+    "What",
+    "Tell me of the sea, of gardens and of the books that were written about them in the last century.",
+    "Where was the author born, and what did her mother do?",
+    "The",
+)
+
+
+class Running:
+    """An engine that runs while a test does."""
+
+    def __init__(self, model, tokenizer, **options):
+        self.engine = Engine(model, tokenizer, "tiny", **options)
+
+    async def __aenter__(self):
+        self.engine.start()
+        return self.engine
+
+    async def __aexit__(self, *_):
+        await self.engine.close(0)
+
+
+async def answer(engine, prompt, sampling, delay=0.0):
+    await asyncio.sleep(delay)
+    return [piece async for piece in engine.generate(prompt, sampling)]
+
+
+def tokens_of(pieces):
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def greedy(number=24, **options):
+    return Sampling(max_tokens=number, temperature=0.0, **options)
+
+
+def alone(model, prompt, number=24):
+    """What `generate` answers to a prompt by itself."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+def windowed():
+    return DivergenceForCausalLM.from_parts(
+        tiny_model("mistral", 512, 0, 64, 3), tiny_model("gpt2", 512, 1), tiny_model("gpt2", 512, 2), "linear:1.5"
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "windowed", "rank"])
+def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, tokenizer):
+    model = windowed() if kind == "windowed" else DivergenceForCausalLM.from_parts(
+        *make_parts("llama" if kind == "rank" else kind), steering="rank:20" if kind == "rank" else "linear:1.5"
+    )  # fmt: skip
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    lengths = [24, 7, 40, 13, 30]
+
+    async def all_of_them():
+        async with Running(model, tokenizer, rows=3) as engine:
+            return await asyncio.gather(*(
+                answer(engine, prompt, greedy(number), 0.05 * place)
+                for place, (prompt, number) in enumerate(zip(prompts, lengths, strict=True))
+            ))  # fmt: skip
+
+    for prompt, number, pieces in zip(prompts, lengths, asyncio.run(all_of_them()), strict=True):
+        expected = alone(model, prompt, number)
+        assert tokens_of(pieces) == expected
+        assert "".join(piece.text for piece in pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == ("stop" if expected[-1] == 0 else "length")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+
+
+def run(model, tokenizer, work, **options):
+    async def main():
+        async with Running(model, tokenizer, **options) as engine:
+            return await work(engine)
+
+    return asyncio.run(main())
+
+
+def steered_logprobs(model, ids):
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("part", [512, 3])
+def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part, monkeypatch):
+    monkeypatch.setattr("divdec.serving.engine.scheduler.PART", part)
+    prompt = tokenizer(TEXTS[2]).input_ids
+    sampling = Sampling(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
+    pieces = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
+    expected = steered_logprobs(model, prompt + tokens_of(pieces))
+    told = pieces[0].prompt_logprobs
+    assert told[0] is None
+    assert len(told) == len(prompt)
+    assert all(piece.prompt_logprobs is None for piece in pieces[1:])
+    told = [*told[1:], *(item for piece in pieces for item in piece.logprobs)]
+    assert [item.token for item in told] == (prompt + tokens_of(pieces))[1:]
+    for row, item in zip(expected, told, strict=False):
+        assert item.logprob == pytest.approx(float(row[item.token]), abs=1e-4)
+        number = 2 if item in told[: len(prompt) - 1] else 4
+        values, tokens = row.topk(number)
+        assert [token for token, _ in item.top] == tokens.tolist()
+        assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_tokens_that_the_rank_rule_rules_out_have_the_lowest_log_probability(tokenizer):
+    model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="rank:500")
+    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=20, logit_bias={5: 100.0})
+    pieces = run(model, tokenizer, lambda engine: answer(engine, [7, 8, 9], sampling))
+    values = [value for _, value in pieces[0].logprobs[0].top]
+    assert values[12:] == [-9999.0] * 8
+    expected = steered_logprobs(model, [7, 8, 9])[-1]
+    assert int(torch.isfinite(expected).sum()) == 12
+    assert torch.isfinite(expected[tokens_of(pieces)[0]])
+
+
+def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, tokenizer):
+    from scipy.stats import chisquare
+
+    prompt, count = [7, 8, 9, 10], 600
+    sampling = Sampling(max_tokens=1, temperature=2.0, top_k=8)
+
+    async def many(engine):
+        return await asyncio.gather(*(answer(engine, prompt, sampling) for _ in range(count)))
+
+    drawn = [tokens_of(pieces)[0] for pieces in run(model, tokenizer, many, queue=count)]
+    values, tokens = steered_logprobs(model, prompt)[-1].topk(8)
+    probabilities = (values / 2).softmax(-1)
+    found = [drawn.count(token) for token in tokens.tolist()]
+    assert sum(found) == count
+    assert chisquare(found, (probabilities * count).tolist()).pvalue > 1e-3
+    assert chisquare(found, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
+    seeded = Sampling(max_tokens=20, temperature=1.0, seed=3)
+
+    async def among_others(engine):
+        return await asyncio.gather(answer(engine, prompt, seeded), answer(engine, prompt, seeded), many(engine))
+
+    once = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, seeded)))
+    first, second, _ = run(model, tokenizer, among_others, queue=count + 2)
+    assert tokens_of(first) == tokens_of(second) == once
+    other = Sampling(max_tokens=20, temperature=1.0, seed=4)
+    assert tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, other))) != once
+
+
+def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
+    prompt = [7, 8, 9]
+    expected = alone(model, prompt, 12)
+    banned = {expected[0]: -100.0}
+    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(12, logit_bias=banned))))
+    assert found[0] == int(steered_logprobs(model, prompt)[-1].topk(2).indices[1])
+    sampling = greedy(30, presence_penalty=2.0, frequency_penalty=1.5, ignore_eos=True)
+    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, sampling)))
+    ids = list(prompt)
+    for token in found:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        for known in set(ids[len(prompt) :]):
+            logits[known] -= 2.0 + 1.5 * ids[len(prompt) :].count(known)
+        assert token == int(logits.argmax())
+        ids.append(token)
+    assert found != alone(model, prompt, 30)
+
+
+def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, tokenizer):
+    prompt = tokenizer(TEXTS[0]).input_ids
+    whole = tokenizer.decode(alone(model, prompt, 30), skip_special_tokens=True)
+    for stop in (whole[5:9], whole[7:8], whole[3:20]):
+        pieces = run(
+            model, tokenizer, lambda engine, s=stop: answer(engine, prompt, greedy(30, stop=(s, "never said")))
+        )
+        assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
+        assert pieces[-1].finish_reason == "stop"
+        assert len(tokens_of(pieces)) < 30
+    # What begins like a stop string and is none comes out in the end.
+    pieces = run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(30, stop=(whole[-3:] + "!?",))))
+    assert "".join(piece.text for piece in pieces) == whole
+
+
+def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer):
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+
+    async def work(engine):
+        gone = engine.generate(prompts[0], greedy(200, ignore_eos=True))
+        others = asyncio.gather(*(answer(engine, prompt, greedy(40)) for prompt in prompts[1:]))
+        for _ in range(3):
+            await anext(gone)
+        assert engine.running >= 1
+        await gone.aclose()
+        found = await others
+        for _ in range(200):
+            if not engine.running:
+                break
+            await asyncio.sleep(0.01)
+        return found, engine.running, engine.generated_tokens_total
+
+    found, running, generated = run(model, tokenizer, work)
+    assert running == 0
+    assert [tokens_of(pieces) for pieces in found] == [alone(model, prompt, 40) for prompt in prompts[1:]]
+    assert generated < sum(map(len, map(tokens_of, found))) + 150
+
+
+def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
+    async def work(engine):
+        first = engine.generate([7, 8], greedy(200, ignore_eos=True))
+        await anext(first)
+        waiting = [asyncio.create_task(answer(engine, [7, 8], greedy(2))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert engine.waiting == 2
+        with pytest.raises(Busy):
+            await answer(engine, [7, 8], greedy(2))
+        engine.begin_closing()
+        with pytest.raises(Closing):
+            await answer(engine, [7, 8], greedy(2))
+        await engine.close(0.0)
+        with pytest.raises(Closing):
+            async for _ in first:
+                pass
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    slow = DivergenceForCausalLM.from_experts(model.target, Slow(model.experts), "linear:1.5")
+    assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, rows=1, queue=2))
+
+
+class Slow:
+    """Experts that take their time, so that a test can look while an answer is made."""
+
+    def __init__(self, experts):
+        self.experts, self.vocab_size = experts, experts.vocab_size
+
+    def new_cache(self):
+        return self.experts.new_cache()
+
+    def divergence(self, *args, **kwargs):
+        time.sleep(0.1)
+        return self.experts.divergence(*args, **kwargs)
+
+
+def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
+    async def work(engine):
+        running = asyncio.create_task(answer(engine, [7, 8], greedy(40)))
+        await asyncio.sleep(0.05)
+        await engine.close(30)
+        return await running
+
+    assert tokens_of(run(model, tokenizer, work)) == alone(model, [7, 8], 40)
+
+
+class Failing:
+    """Experts that fail where a token is read, as those would whose limits one text exceeds."""
+
+    def __init__(self, experts, token):
+        self.experts, self.token, self.vocab_size = experts, token, experts.vocab_size
+
+    def new_cache(self):
+        return self.experts.new_cache()
+
+    def divergence(self, input_ids, *args, **kwargs):
+        if (input_ids == self.token).any():
+            raise UsageError("this text is too long")
+        return self.experts.divergence(input_ids, *args, **kwargs)
+
+
+@pytest.mark.parametrize("at", ["prompt", "answer"])
+def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    expected = [alone(model, prompt, 20) for prompt in prompts]
+    others = [token for place in (0, 1, 3) for token in prompts[place] + expected[place]]
+    bad = next(token for token in (prompts[2] if at == "prompt" else expected[2][2:]) if token not in others)
+    failing = DivergenceForCausalLM.from_experts(model.target, Failing(model.experts, bad), "linear:1.5")
+
+    async def work(engine):
+        return await asyncio.gather(
+            *(answer(engine, prompt, greedy(20)) for prompt in prompts[:4]), return_exceptions=True
+        )
+
+    found = run(failing, tokenizer, work)
+    assert isinstance(found[2], UsageError)
+    assert [tokens_of(found[place]) for place in (0, 1, 3)] == [expected[place] for place in (0, 1, 3)]
+
+
+def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, tokenizer):
+    import copy
+
+    broken = copy.deepcopy(model)
+
+    async def work(engine):
+        running = asyncio.create_task(answer(engine, [7, 8], greedy(200, ignore_eos=True)))
+        await asyncio.sleep(0.1)
+        with torch.no_grad():
+            broken.experts.forget.get_output_embeddings().weight.fill_(torch.nan)
+        with pytest.raises(FailedClosed):
+            await running
+        with pytest.raises(FailedClosed):
+            await answer(engine, [7, 8], greedy(4))
+        return True
+
+    assert run(broken, tokenizer, work)
+
+
+@pytest.mark.parametrize("gamma", [None, 3])
+def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, gamma):
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+
+    async def work(engine):
+        one_by_one = [await answer(engine, prompt, greedy(24)) for prompt in prompts]
+        steps = engine.steps_total
+        together = await asyncio.gather(*(
+            answer(engine, prompt, greedy(24, frequency_penalty=0.0), 0.02 * place)
+            for place, prompt in enumerate(prompts)
+        ))  # fmt: skip
+        sampled = await answer(engine, prompts[0], Sampling(max_tokens=24, ignore_eos=True))
+        return one_by_one, together, steps, sampled
+
+    one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
+    expected = [alone(model, prompt) for prompt in prompts]
+    assert list(map(tokens_of, one_by_one)) == list(map(tokens_of, together)) == expected
+    assert steps < sum(map(len, expected))  # some passes gave several tokens
+    assert len(tokens_of(sampled)) == 24
+
+
+def test_what_cannot_be_answered_is_refused(model, tokenizer):
+    async def work(engine):
+        for prompt, sampling in (([], greedy(1)), ([512], greedy(1)), ([-1], greedy(1)), ([5] * 256, greedy(1))):
+            with pytest.raises(UsageError):
+                await answer(engine, prompt, sampling)
+        pieces = await answer(engine, [5] * 250, greedy(99, ignore_eos=True))
+        assert len(tokens_of(pieces)) == 6  # to the end of the context
+        assert pieces[-1].finish_reason == "length"
+        pieces = await answer(engine, [5] * 256, greedy(0, prompt_logprobs=0))
+        assert [len(pieces), tokens_of(pieces), len(pieces[0].prompt_logprobs)] == [1, [], 256]
+
+    run(model, tokenizer, work)
