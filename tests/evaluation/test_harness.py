@@ -64,3 +64,34 @@ def test_a_plain_checkpoint_is_refused(checkpoints):
 
     with pytest.raises(UsageError, match="not a bundle"):
         get_model("divdec")(pretrained=str(checkpoints / "target"))
+
+
+def test_local_completions_against_the_server_equal_ours(bundle, tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from divdec import DivergenceForCausalLM
+    from served import engine_of, serving
+
+    with serving([engine_of(bundle, "bundle")]) as url:
+        lm = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions", model="bundle", tokenizer=str(bundle), tokenizer_backend="huggingface",
+            batch_size=2, max_length=256,
+        )  # fmt: skip
+        pairs = [
+            ("Where was Ana born?", " In Velmora."),
+            ("Who?", " Ana."),
+            ("What does she write?", " Crime fiction."),
+        ]
+        found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+        (text,) = lm.generate_until([Instance("generate_until", {}, ("Who?", {"until": ["\n"], "max_gen_toks": 4}), 0)])
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    for pair, (value, greedy) in zip(pairs, found, strict=True):
+        before, after = lm._encode_pair(*pair)
+        (item,) = score(model, [Example([*before, *after], [-100] * len(before) + after)])
+        assert value == pytest.approx(sum(item.log_probabilities), abs=1e-4)
+        assert greedy == all(item.hits)
+    ids = torch.tensor([lm.tok_encode("Who?")])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    expected = lm.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text == expected.split("\n")[0]

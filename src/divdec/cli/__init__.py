@@ -21,6 +21,7 @@ VERBS = (
     ("bundle", "divdec.cli.bundle", "join target, auxiliaries and rule into one loadable model"),
     ("generate", "divdec.cli.generate", "answer prompts with a bundle, as text or JSON lines"),
     ("chat", "divdec.cli.chat", "talk to a bundle in the terminal and see what the experts push down"),
+    ("serve", "divdec.cli.serve", "serve bundles over HTTP as the OpenAI API does"),
     ("ngram", "divdec.cli.ngram", "count n-grams as experts that cost nothing, for verbatim text"),
     ("forget", "divdec.cli.forget", "take texts down from running models: a registry of requests"),
     ("calibrate", "divdec.cli.calibrate", "choose a bundle's rule and strength without a retrained model"),

@@ -34,7 +34,7 @@ def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
     Args:
         module: has `Settings` (a dataclass), `POSITIONAL` (names of fields given without an option's name; the last
             may be a tuple, which takes one or more), `EXAMPLE` and a docstring whose first line says what the verb
-            does.
+            does; where an option is not called as its field, `NAMED` (option by field).
         verb: its name.
         arguments: what follows the verb.
 
@@ -43,7 +43,7 @@ def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
     """
     parser = build(module, verb)
     hints = get_type_hints(module.Settings)
-    spelt = _spelt_out(arguments, {**hints, "config": str})
+    spelt = _spelt_out(arguments, {**hints, "config": str}, _fields_of(module))
     if any(get_origin(hints[name]) is tuple for name in module.POSITIONAL):
         # argparse takes what a list holds in one piece only; options may stand within it.
         spelt.sort(key=_is_option)
@@ -70,14 +70,21 @@ def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
             parser.add_argument(name, type=hints[name], help=texts[name])
     parser.add_class_arguments(module.Settings, skip=set(module.POSITIONAL), as_group=False)
     for action in parser._actions:
-        dashed = [option.replace("_", "-") for option in action.option_strings if option.startswith("--")]
+        named = getattr(module, "NAMED", {}).get(action.dest)
+        spelt = [f"--{named}"] if named else action.option_strings
+        dashed = [option.replace("_", "-") for option in spelt if option.startswith("--")]
         for option in dashed:
             parser._option_string_actions.setdefault(option, action)
-        action.option_strings = dashed + [option for option in action.option_strings if not option.startswith("--")]
+        action.option_strings = dashed + [option for option in spelt if not option.startswith("--")]
     return parser
 
 
-def _spelt_out(arguments: Sequence[str], hints: dict[str, Any]) -> list[str]:
+def _fields_of(module: ModuleType) -> dict[str, str]:
+    """The fields that options set which are not called as they are."""
+    return {option: field for field, option in getattr(module, "NAMED", {}).items()}
+
+
+def _spelt_out(arguments: Sequence[str], hints: dict[str, Any], fields: dict[str, str]) -> list[str]:
     """The arguments as jsonargparse wants them.
 
     Options get underscores and their value behind an equals sign, so that it may begin with a dash; switches the value
@@ -90,6 +97,7 @@ def _spelt_out(arguments: Sequence[str], hints: dict[str, Any]) -> list[str]:
         argument = rest.pop(0)
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
+        name = fields.get(name, name)
         kind = hints.get(name)
         if not argument.startswith("--") or kind is None:
             spelt.append(f"--{name}{equals}{value}" if argument.startswith("--") and name else argument)

@@ -103,6 +103,61 @@ class ChatSettings(LoadSettings):
 
 
 @dataclasses.dataclass(frozen=True)
+class ServeSettings(LoadSettings):
+    """Options of `divdec serve`."""
+
+    name: str | None = None
+    """What clients call the bundle; its folder's name by default."""
+    also: tuple[str, ...] = ()
+    """Further bundles, as name=path; clients choose by name."""
+    registry: str | None = None
+    """Folder of a registry of takedown requests (`divdec forget`), which every bundle follows while it changes."""
+    engine: str = "embedded"
+    """What answers: embedded (this process), or vllm."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is open to other machines."""
+    port: int = 8000
+    """Port to listen on; 0 takes any that is free."""
+    api_key: str | None = None
+    """What clients must send as a bearer token, at least 16 characters; better in the environment, as DIVDEC_API_KEY,
+    which other users of the machine do not see."""
+    ssl_certfile: str | None = None
+    """Certificate for HTTPS (PEM)."""
+    ssl_keyfile: str | None = None
+    """Its private key (PEM, without a password)."""
+    rows: int = 32
+    """Answers that are made at the same time at most."""
+    queue: int = 128
+    """Answers that wait for their turn at most; further requests are refused (429)."""
+    max_tokens: int = 4096
+    """Longest answer that a client may ask for, in tokens."""
+    max_seconds: float = 300.0
+    """Longest time for a request, the wait in the queue included."""
+    max_body_bytes: int = 2097152
+    """Largest body of a request."""
+    grace: float = 30.0
+    """Seconds that running answers have to end when the server is stopped."""
+    speculative: str | None = None
+    """Speculate while a single request runs: 'auto', or how many tokens to draft."""
+    log_prompts: bool = False
+    """Write prompts into the log."""
+    vllm_options: str = ""
+    """Options of vLLM's own server in one text, such as --vllm-options='--tensor-parallel-size 2'."""
+
+    def __post_init__(self) -> None:
+        _check_speculation(self.speculative, False)
+        if self.engine not in ("embedded", "vllm"):
+            raise UsageError(f"engine is {self.engine!r}; accepted: embedded, vllm")
+        if not 0 <= self.port < 2**16:
+            raise UsageError(f"port is {self.port}; accepted: 0 to {2**16 - 1}")
+        for name in ("rows", "queue", "max_tokens", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', '-')} is {getattr(self, name)}; accepted: at least 1")
+        if not 0 < self.max_seconds < 1e6 or not 0 <= self.grace < 1e6:
+            raise UsageError("max-seconds must be above 0, grace at least 0 seconds, both below a million")
+
+
+@dataclasses.dataclass(frozen=True)
 class CalibrateSettings(LoadSettings):
     """Options of `divdec calibrate`."""
 

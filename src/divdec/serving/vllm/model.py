@@ -1,0 +1,179 @@
+"""The steered model as vLLM runs it: three language models and a memory of tokens behind one `compute_logits`.
+
+Its hidden states are those of all parts side by side. Only `compute_logits` can turn them into logits, and it steers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.model_executor.models.interfaces import (
+    has_inner_state,
+    is_attention_free,
+    is_hybrid,
+    supports_multimodal,
+)
+from vllm.model_executor.models.interfaces_base import is_text_generation_model
+from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.neural import same_weights
+from divdec.model.checks import check_finite
+from divdec.model.configuration import AUXILIARIES
+from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts, weight_files
+from divdec.serving.vllm.token_memory import TokenMemory
+
+
+class DivergenceForCausalLM(nn.Module):
+    """Divergence Decoding (paper, eq. 1 and 2) as a model of vLLM; `divdec.model.modeling` is the one to compare with.
+
+    Attributes:
+        steering: the rule, as the bundle has it. No request can change it.
+        vocab_size: the common vocabulary; the logits' width.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        options = EngineOptions.from_mapping(vllm_config.additional_config.get("divdec"))
+        model_config = vllm_config.model_config
+        parts = read_parts(model_config.model, model_config.revision, options)
+        self.places = parts.places
+        self.steering = parts.steering
+        self.vocab_size = parts.config.vocab_size
+        self.counted = parts.counted
+        self.models = nn.ModuleDict()
+        widths = {}
+        for part, config in parts.configs.items():
+            # Compiled code is kept by tag: parts of one architecture must not be given each other's.
+            with set_model_tag(part):
+                self.models[part] = init_vllm_registered_model(
+                    _own_folder(vllm_config, parts.places[part]),
+                    prefix=maybe_prefix(prefix, f"models.{part}"),
+                    hf_config=config,
+                )
+            _check_kind(part, self.models[part])
+            widths[part] = config.hidden_size
+        self.memory = None
+        if parts.counted is not None:
+            self.memory = TokenMemory(
+                vllm_config,
+                length=parts.context_length,
+                vocab_size=parts.configs["target"].vocab_size,
+                head_size=head_size_of(parts.configs["target"]),
+                dtype=model_config.dtype,
+                prefix=maybe_prefix(prefix, "memory"),
+            )
+            widths["memory"] = self.memory.width
+        self.widths = widths
+        self.register_buffer("eligible", self.steering.eligible(self.vocab_size), persistent=False)
+
+    def embed_input_ids(self, input_ids: Int[Tensor, " tokens"]) -> Tensor:
+        """Refused: the parts have embeddings of their own."""
+        raise FailedClosed("a steered model has no single embedding: its parts have their own")
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, " tokens"] | None,
+        positions: Int[Tensor, " tokens"],
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Float[Tensor, "tokens width"]:
+        """Hidden states of target, auxiliaries and memory side by side.
+
+        Args:
+            input_ids: token ids of all sequences of the step.
+            positions: their places in their sequences.
+            intermediate_tensors: refused; parts are not split over a pipeline.
+            inputs_embeds: refused; the parts have embeddings of their own.
+            **kwargs: refused unless None.
+        """
+        given = [intermediate_tensors, inputs_embeds, *kwargs.values()]
+        if input_ids is None or any(value is not None for value in given):
+            raise FailedClosed("a steered model takes token ids and positions only")
+        hidden = [model(input_ids=input_ids, positions=positions) for model in self.models.values()]
+        if self.memory is not None:
+            hidden.append(self.memory(input_ids, positions))
+        return torch.cat(hidden, dim=-1)
+
+    def compute_logits(self, hidden_states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"] | None:
+        """Steered logits in float32; None on a rank to which vLLM does not gather logits.
+
+        Raises:
+            FailedClosed: the divergence is not finite, or the memory of the last tokens cannot be read.
+        """
+        hidden = dict(zip(self.widths, hidden_states.split(list(self.widths.values()), dim=-1), strict=True))
+        logits = {part: model.compute_logits(hidden[part].contiguous()) for part, model in self.models.items()}
+        if any(found is None for found in logits.values()):
+            return None
+        logits = {part: found[..., : self.vocab_size].float() for part, found in logits.items()}
+        divergence = self._divergence(logits, hidden.get("memory"))
+        check_finite(divergence[None], None)
+        return self.steering.apply(logits["target"], divergence, self.eligible)
+
+    def _divergence(
+        self, logits: dict[str, Float[Tensor, "rows vocab"]], codes: Float[Tensor, "rows width"] | None
+    ) -> Float[Tensor, "rows vocab"]:
+        found = []
+        if "retain_auxiliary" in logits:
+            found.append(logits["retain_auxiliary"] - logits["forget_auxiliary"])
+        if self.memory is not None and self.counted is not None and codes is not None:
+            contexts = self.memory.contexts(codes)
+            counted = self.counted.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
+            found.append(counted.to(logits["target"].device))
+        return torch.stack(found).sum(dim=0)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load every part from its own checkpoint, where it lies.
+
+        Args:
+            weights: not used: vLLM looks for weights in the bundle's folder, which refers to them.
+
+        Returns:
+            The names of all parameters.
+
+        Raises:
+            UsageError: a part lacks weights, or both auxiliaries are the same model.
+        """
+        for part, model in self.models.items():
+            loaded = model.load_weights(_weights(self.places[part]))
+            missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+            if missing:
+                raise UsageError(f"{part}: {self.places[part]} lacks the weights {', '.join(missing[:3])}")
+        if AUXILIARIES[0] in self.models and same_weights(*(self.models[part] for part in AUXILIARIES)):
+            raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
+        return {name for name, _ in self.named_parameters()}
+
+
+def _check_kind(part: str, model: nn.Module) -> None:
+    """Refuse a part that is more, or other, than a language model with attention.
+
+    Raises:
+        UsageError: names the model.
+    """
+    # Asked here, where the class is loaded anyway: vLLM would start a process for each to ask it earlier.
+    unfit = (supports_multimodal(model), has_inner_state(model), is_attention_free(model), is_hybrid(model))
+    if not is_text_generation_model(model) or any(unfit):
+        raise UsageError(f"{part} is a {type(model).__name__}; accepted: language models of text with attention alone")
+
+
+def _own_folder(vllm_config: VllmConfig, place: Path) -> VllmConfig:
+    """The engine's configuration for a part, whose checkpoint lies elsewhere than the bundle."""
+    own = copy.copy(vllm_config)
+    own.model_config = copy.copy(vllm_config.model_config)
+    own.model_config.model = str(place)
+    return own
+
+
+def _weights(place: Path) -> Iterator[tuple[str, Tensor]]:
+    files = [str(file) for file in weight_files(place)]
+    return safetensors_weights_iterator(files, use_tqdm_on_load=False)

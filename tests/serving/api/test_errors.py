@@ -1,0 +1,248 @@
+"""What cannot be answered is refused in the API's form, with a line that names the field."""
+
+import copy
+import json
+import socket
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import make_parts
+from served import serving
+
+ASKED = {"model": "tiny", "prompt": "The", "max_tokens": 1}
+TURNS = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+def error_of(response, status=400):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert "\n" not in body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 101), ("temperature", "1"), ("temperature", True),
+        ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.0), ("min_p", 2), ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1), ("repetition_penalty", 5e-324), ("n", 0), ("n", 129), ("n", "2"),
+        ("seed", 2**63), ("seed", 1.5), ("stop", ""), ("stop", ["a"] * 17), ("stop", [1]), ("stop", {"a": 1}),
+        ("logit_bias", {"512": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"a": 1}), ("logit_bias", {"01": 1}),
+        ("logit_bias", {"1": 101}), ("logit_bias", {"²": 1}), ("logit_bias", [1]), ("logit_bias", {"9" * 30: 1}),
+        ("ignore_eos", 1), ("stream", "yes"), ("model", 3), ("model", "x" * 1001), ("user", 1),
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", 10**30), ("max_tokens", "16"),
+        ("temperature", 10**400),
+    ],
+)  # fmt: skip
+def test_values_that_are_out_of_range(http, field, value):
+    for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
+        error = error_of(http.post(path, json=asked | {field: value}))
+        assert (error["param"] or "").startswith(field) or field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("completions", "prompt", ""), ("completions", "prompt", []), ("completions", "prompt", [[]]),
+        ("completions", "prompt", [1, "a"]), ("completions", "prompt", [512]), ("completions", "prompt", [-1]),
+        ("completions", "prompt", [[1], [2**40]]), ("completions", "prompt", {"a": 1}),
+        ("completions", "prompt", [True]),
+        ("completions", "logprobs", 21), ("completions", "logprobs", True), ("completions", "best_of", 0),
+        ("completions", "max_tokens", 0), ("completions", "prompt", ["a"] * 200),
+        ("chat/completions", "messages", []), ("chat/completions", "messages", [{"role": "user"}]),
+        ("chat/completions", "messages", [{"role": "tool", "content": "a"}]),
+        ("chat/completions", "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        ("chat/completions", "messages", [{"role": "user", "content": "a", "name": "b"}]),
+        ("chat/completions", "messages", "Who?"), ("chat/completions", "logprobs", 1),
+        ("chat/completions", "top_logprobs", 2), ("chat/completions", "max_tokens", 0),
+        ("chat/completions", "max_completion_tokens", 3),
+    ],
+)  # fmt: skip
+def test_values_that_an_endpoint_does_not_take(http, path, field, value):
+    asked = ASKED if path == "completions" else TURNS
+    error = error_of(http.post(f"/v1/{path}", json=asked | {field: value}))
+    assert field in (error["param"] or error["message"])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "alpha", "steering", "rule", "target", "model_path", "retain_auxiliary", "suffix", "tools", "tool_choice",
+        "functions", "guided_json", "lora", "prompt_logprobs", "logits_processors", "min_tokens", "reasoning_effort",
+        "chat_template", "documents", "__class__", "allowed_token_ids", "extra_body",
+    ],
+)  # fmt: skip
+def test_fields_that_are_not_supported_are_refused_by_name(http, field):
+    for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
+        error = error_of(http.post(path, json=asked | {field: "linear:0"}))
+        assert error["param"] == field
+        assert error["code"] == "unsupported_parameter"
+
+
+def test_only_text_is_answered(http):
+    error = error_of(http.post(PATHS[1], json=TURNS | {"response_format": {"type": "json_object"}}))
+    assert error["param"] == "response_format.type"
+    error_of(http.post(PATHS[1], json=TURNS | {"modalities": ["text", "audio"]}))
+    error_of(http.post(PATHS[1], json=TURNS | {"store": True}))
+
+
+def test_fields_that_contradict_each_other(http):
+    error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "n": 3}))
+    error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "stream": True}))
+    error_of(http.post(PATHS[0], json=ASKED | {"stream_options": {"include_usage": True}}))
+    error_of(http.post(PATHS[2], json={"prompt": "a", "messages": TURNS["messages"]}))
+    error_of(http.post(PATHS[2], json={}))
+
+
+def test_the_context_is_not_exceeded(http, tokenizer):
+    ids = [5] * 4000
+    for prompt in (ids, tokenizer.decode(ids)):
+        error = error_of(http.post(PATHS[0], json={"model": "tiny", "prompt": prompt, "max_tokens": 97}))
+        assert error["code"] == "context_length_exceeded"
+        assert "4096" in error["message"]
+    # The default of 16 is no wish: what is left is taken.
+    found = http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4090, "ignore_eos": True}).json()
+    assert found["usage"]["completion_tokens"] == 6
+    error_of(http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4096}))
+    whole = http.post(
+        PATHS[0], json={"model": "tiny", "prompt": [5] * 4096, "max_tokens": 0, "echo": True, "logprobs": 0}
+    )
+    assert len(whole.json()["choices"][0]["logprobs"]["tokens"]) == 4096
+
+
+def test_unknown_models_paths_and_methods(http):
+    for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS), (PATHS[2], {"prompt": "a"}), (PATHS[3], {"tokens": [1]})):
+        error = error_of(http.post(path, json=asked | {"model": "../tiny"}), 404)
+        assert error["code"] == "model_not_found"
+        response = http.get(path)
+        error_of(response, 405)
+        assert response.headers["allow"] == "POST"
+    for path in ("/", "/docs", "/redoc", "/v1", "/v1/embeddings", "/health/", "/v1/models/../../etc", "/%2e%2e/"):
+        error_of(http.get(path), 404)
+
+
+def test_a_tokenizer_without_template_has_no_chat(tokenizer):
+    from divdec import DivergenceForCausalLM
+    from divdec.serving.engine.engine import Engine
+
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    engine = Engine(DivergenceForCausalLM.from_parts(*make_parts("llama")), plain, "tiny")
+    with serving([engine]) as url:
+        assert "no chat template" in error_of(httpx.post(url + PATHS[1], json=TURNS))["message"]
+        assert httpx.post(url + PATHS[0], json=ASKED).status_code == 200
+    refusing = copy.deepcopy(tokenizer)
+    refusing.chat_template = "{{ raise_exception('roles must alternate') }}"
+    engine = Engine(DivergenceForCausalLM.from_parts(*make_parts("llama")), refusing, "tiny")
+    with serving([engine]) as url:
+        assert "roles must alternate" in error_of(httpx.post(url + PATHS[1], json=TURNS))["message"]
+
+
+ASKED_FOR = b'{"model": "tiny", "prompt": "a", '
+RAW = [
+    b"", b"null", b"[]", b"{", b"3", b'"a"', b"{'a': 1}", b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b"\x00",
+    b'{"model": "tiny", "prompt": "\\ud800", "max_tokens": 1}', b'{"\\udfff": 1}',
+    b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', ASKED_FOR + b'"temperature": NaN}',
+    ASKED_FOR + b'"temperature": Infinity}', ASKED_FOR + b'"top_p": -Infinity}',
+    ASKED_FOR + b'"temperature": 1e999}', ASKED_FOR + b'"temperature": -1e999}',
+    ASKED_FOR + b'"seed": ' + b"9" * 5000 + b"}", b'{"model": "tiny", "prompt": [' + b"9" * 400 + b"]}",
+    ASKED_FOR + b'"model": "tiny"}', b"[" * 100000, b'{"a":' * 100000, b'{"a":' * 50 + b"1" + b"}" * 50,
+    b'{"model": "tiny", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}", b'{"model": "tiny", "prompt": "a"} {}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
+def test_malformed_bodies(http, body):
+    for path in PATHS:
+        error_of(http.post(path, content=body, headers={"Content-Type": "application/json"}))
+
+
+def test_bodies_that_are_not_json(http):
+    body = json.dumps(ASKED).encode()
+    for kind in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/json; charset=utf-16",
+        "multipart/form-data",
+    ):
+        error_of(http.post(PATHS[0], content=body, headers={"Content-Type": kind}), 415)
+    error_of(http.post(PATHS[0], content=body), 415)
+    zipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    error_of(http.post(PATHS[0], content=body, headers=zipped), 415)
+    for kind in ("application/json; charset=UTF-8", "APPLICATION/JSON"):
+        assert http.post(PATHS[0], content=body, headers={"Content-Type": kind}).status_code == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "best_of",
+        "seed",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "max_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "prompt",
+        "messages",
+        "user",
+    ]
+)
+
+
+@settings(max_examples=120)
+@given(path=st.sampled_from(PATHS), fields=st.dictionaries(FIELDS | st.text(max_size=8), JSON, max_size=3))
+def test_no_body_makes_the_server_fail(http, path, fields):
+    asked = {**(ASKED if path == PATHS[0] else TURNS if path == PATHS[1] else {"model": "tiny"}), **fields}
+    response = http.post(path, content=json.dumps(asked).encode(), headers={"Content-Type": "application/json"})
+    assert response.status_code < 500
+    if response.status_code >= 400:
+        error_of(response, response.status_code)
+
+
+@settings(max_examples=60)
+@given(
+    body=st.binary(max_size=60),
+    path=st.sampled_from(PATHS),
+    kind=st.sampled_from(["application/json", "text/plain", "é"]),
+)
+def test_no_bytes_make_the_server_fail(http, body, path, kind):
+    response = http.post(path, content=body, headers={b"Content-Type": kind.encode()})
+    assert 400 <= response.status_code < 500
+    error_of(response, response.status_code)
+
+
+@settings(max_examples=30)
+@given(data=st.binary(min_size=1, max_size=80))
+def test_bytes_that_are_no_http(url, http, data):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(data + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(4096)
+    assert not answer.startswith(b"HTTP/1.1 5")
+    assert http.get("/health").json() == {"status": "ok"}

@@ -1,0 +1,291 @@
+"""What the OpenAI client gets over a real socket equals what the library gives."""
+
+import math
+
+import openai
+import pytest
+import torch
+
+from divdec.data.formatting import encode_prompt
+from divdec.data.records import Message, Record
+
+PROMPT = "Who wrote the book of"
+TURNS = [{"role": "user", "content": "Where was she born?"}]
+
+
+def steered(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+def generated(model, ids, number):
+    prompt = torch.tensor([ids])
+    with torch.inference_mode():
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=number, do_sample=False)
+    return found[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def greedy(model, tokenizer):
+    """What the library answers to PROMPT: token ids and text."""
+    ids = generated(model, tokenizer(PROMPT).input_ids, 24)
+    return ids, tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(
+        **{"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0} | options
+    )
+
+
+def chat(client, **options):
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": TURNS, "max_tokens": 16, "temperature": 0} | options
+    )
+
+
+def test_models(client):
+    (card,) = client.models.list().data
+    assert card.id == "tiny"
+    assert client.models.retrieve("tiny") == card
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_the_librarys(client, greedy, tokenizer):
+    found = complete(client)
+    assert found.choices[0].text == greedy[1]
+    assert found.usage.prompt_tokens == len(tokenizer(PROMPT).input_ids)
+    assert found.usage.completion_tokens == len(greedy[0])
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert complete(client, tokenizer(PROMPT).input_ids).choices[0].text == greedy[1]
+    assert (
+        len(
+            complete(client, max_tokens=openai.omit, extra_body={"ignore_eos": True}, logprobs=0)
+            .choices[0]
+            .logprobs.tokens
+        )
+        == 16
+    )
+
+
+def test_several_prompts_are_answered_in_their_order(client, tokenizer):
+    texts = [PROMPT, "The", "Where did"]
+    alone = [complete(client, text).choices[0].text for text in texts]
+    ids = [tokenizer(text).input_ids for text in texts]
+    for prompts in (texts, ids):
+        found = complete(client, prompts)
+        assert [choice.text for choice in found.choices] == alone
+        assert [choice.index for choice in found.choices] == [0, 1, 2]
+    twice = complete(client, texts, n=2)
+    assert [choice.text for choice in twice.choices] == [text for text in alone for _ in range(2)]
+    assert twice.usage.prompt_tokens == sum(map(len, ids))
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_adds_up_to_the_whole_answer(client, echo):
+    whole = complete(client, logprobs=2, echo=echo)
+    events = list(complete(client, logprobs=2, echo=echo, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+    assert [event.choices[0].finish_reason for event in events[:-1]][-1] == whole.choices[0].finish_reason
+    assert events[-1].choices == []
+    assert events[-1].usage == whole.usage
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        parts = [getattr(event.choices[0].logprobs, name) for event in events[:-1] if event.choices[0].logprobs]
+        streamed = [value for part in parts for value in part]
+        expected = getattr(whole.choices[0].logprobs, name)
+        if name == "token_logprobs":
+            assert streamed[echo:] == pytest.approx(expected[echo:], abs=1e-4)
+        elif name != "top_logprobs":
+            assert streamed == expected
+
+
+def test_without_usage_no_event_has_it(client):
+    assert all(event.usage is None for event in complete(client, stream=True))
+
+
+def test_echoed_log_probabilities_are_the_steered_ones(client, model, tokenizer, greedy):
+    for number in (0, 24):
+        found = complete(client, echo=True, logprobs=3, max_tokens=number).choices[0]
+        ids = tokenizer(PROMPT).input_ids + (greedy[0] if number else [])
+        expected = steered(model, ids)
+        assert found.text == PROMPT + (greedy[1] if number else "")
+        told = found.logprobs
+        assert told.token_logprobs[0] is None
+        assert told.top_logprobs[0] is None
+        assert len(told.tokens) == len(ids)
+        for place in range(1, len(ids)):
+            assert told.token_logprobs[place] == pytest.approx(expected[place - 1, ids[place]].item(), abs=1e-4)
+            best = expected[place - 1].topk(3)
+            assert sorted(told.top_logprobs[place].values())[-3:] == pytest.approx(best.values.tolist()[::-1], abs=1e-4)
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            assert token in ("<|end|>",) or found.text.startswith(token, offset)
+        assert found.finish_reason in ("length", "stop")
+
+
+def test_the_log_probabilities_are_not_the_targets(client, model, tokenizer):
+    told = complete(client, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.token_logprobs[1:]
+    ids = tokenizer(PROMPT).input_ids
+    with torch.inference_mode():
+        target = model.target(torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = [target[place, ids[place + 1]].item() for place in range(len(ids) - 1)]
+    assert max(abs(a - b) for a, b in zip(told, own, strict=True)) > 0.05
+
+
+def test_several_answers_and_seeds(client):
+    def texts(**options):
+        return [choice.text for choice in complete(client, temperature=1, **options).choices]
+
+    first = texts(n=4, seed=7)
+    assert texts(n=4, seed=7) == first
+    assert texts(n=2, seed=7) == first[:2]
+    assert len(set(first)) > 1
+    assert texts(n=4, seed=8) != first
+    assert texts(n=2, seed=-5) == texts(n=2, seed=-5)
+    streamed = {}
+    for event in complete(client, temperature=1, n=4, seed=7, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] = streamed.get(choice.index, "") + choice.text
+    assert [streamed[index] for index in range(4)] == first
+
+
+def test_the_best_of_several_has_the_greatest_mean_log_probability(client):
+    all_of_them = complete(client, temperature=1.5, n=6, seed=3, logprobs=0)
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in all_of_them.choices]
+    order = sorted(range(6), key=lambda index: -means[index])
+    best = complete(client, temperature=1.5, n=2, best_of=6, seed=3)
+    assert [choice.text for choice in best.choices] == [all_of_them.choices[index].text for index in order[:2]]
+    assert best.choices[0].logprobs is None
+    assert best.usage.completion_tokens == all_of_them.usage.completion_tokens
+
+
+def test_stop_strings_end_an_answer_before_them(client, greedy):
+    text = greedy[1]
+    stop = text[6:9]
+    expected = text[: text.index(stop)]
+    for given in (stop, ["never said", stop]):
+        found = complete(client, stop=given).choices[0]
+        assert (found.text, found.finish_reason) == (expected, "stop")
+    assert "".join(event.choices[0].text for event in complete(client, stop=stop, stream=True)) == expected
+
+
+def test_biases_penalties_and_filters_have_their_effect(client, model, tokenizer, greedy):
+    token = tokenizer(" the").input_ids[0]
+    found = complete(client, logit_bias={str(token): 100}, max_tokens=3).choices[0]
+    assert found.text == tokenizer.decode([token] * 3)
+    banned = complete(client, logit_bias={str(greedy[0][0]): -100}, max_tokens=1, logprobs=1).choices[0]
+    assert banned.text != tokenizer.decode(greedy[0][:1])
+    # What is told is the model's, before biases.
+    expected = steered(model, tokenizer(PROMPT).input_ids)[-1]
+    assert max(banned.logprobs.top_logprobs[0].values()) == pytest.approx(expected.max().item(), abs=1e-4)
+    for options in ({"extra_body": {"top_k": 1}}, {"top_p": 1e-9}, {"extra_body": {"min_p": 1.0}}):
+        assert complete(client, temperature=1, **options).choices[0].text == greedy[1]
+    for cold in (5e-324, 1e-200, 1e-5):
+        assert complete(client, temperature=cold).choices[0].text == greedy[1]
+    hot = {complete(client, temperature=100, seed=seed).choices[0].text for seed in range(3)}
+    assert len(hot) == 3
+    plain = complete(client, logit_bias={str(token): 20}, max_tokens=6).choices[0].text
+    penalised = complete(client, logit_bias={str(token): 20}, max_tokens=40, frequency_penalty=2).choices[0].text
+    assert plain == tokenizer.decode([token] * 6)
+    assert penalised.count(" the") < 40
+
+
+def test_tokens_by_their_ids(client, greedy):
+    told = complete(client, logprobs=0, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
+    assert told.tokens == [f"token_id:{token}" for token in greedy[0]]
+
+
+def test_a_chat_answer_is_the_librarys(client, model, tokenizer):
+    ids = encode_prompt(Record("", messages=(Message("user", TURNS[0]["content"]),)), tokenizer)
+    answer = generated(model, ids, 16)
+    found = chat(client, logprobs=True, top_logprobs=2)
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert found.choices[0].message.content == text
+    assert found.choices[0].message.role == "assistant"
+    assert found.usage.prompt_tokens == len(ids)
+    expected = steered(model, ids + answer)[len(ids) - 1 :]
+    content = found.choices[0].logprobs.content
+    assert len(content) == len(answer)
+    for place, (token, given) in enumerate(zip(answer, content, strict=True)):
+        assert given.logprob == pytest.approx(expected[place, token].item(), abs=1e-4)
+        assert [top.logprob for top in given.top_logprobs] == pytest.approx(
+            expected[place].topk(2).values.tolist(), abs=1e-4
+        )
+    spelt = b"".join(bytes(given.bytes) for given, token in zip(content, answer, strict=True) if token != 0)
+    assert spelt.decode(errors="replace") == text
+    parts = chat(client, messages=[{"role": "user", "content": [{"type": "text", "text": TURNS[0]["content"]}]}])
+    assert parts.choices[0].message.content == text
+
+
+def test_a_chat_stream(client):
+    whole = chat(client, n=2, temperature=1, seed=1, logprobs=True)
+    events = list(
+        chat(client, n=2, temperature=1, seed=1, logprobs=True, stream=True, stream_options={"include_usage": True})
+    )
+    for index in range(2):
+        own = [event.choices[0] for event in events[:-1] if event.choices[0].index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in own) == whole.choices[index].message.content
+        assert own[-1].finish_reason == whole.choices[index].finish_reason
+        tokens = [token.token for choice in own if choice.logprobs for token in choice.logprobs.content]
+        assert tokens == [token.token for token in whole.choices[index].logprobs.content]
+    assert events[-1].usage == whole.usage
+    assert len({event.id for event in events}) == 1
+
+
+def test_a_conversation_goes_on(client):
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        *TURNS,
+        {"role": "assistant", "content": "In Velmora."},
+        {"role": "user", "content": "And where did she write?"},
+    ]
+    system = [{"role": "system", "content": "Be brief."}, *turns[1:]]
+    assert chat(client, messages=turns).choices == chat(client, messages=system).choices
+    assert chat(client, messages=turns).usage.prompt_tokens > chat(client).usage.prompt_tokens
+
+
+def test_the_longest_chat_answer_is_what_is_left_of_the_context(client):
+    found = chat(client, max_tokens=openai.omit, stop=["e"])
+    assert found.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError) as error:
+        chat(client, max_tokens=openai.omit, max_completion_tokens=4096)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_fields_without_effect_are_taken(client):
+    plain = chat(client).choices
+    found = chat(
+        client, user="somebody", store=False, metadata={"a": "b"}, service_tier="auto",
+        response_format={"type": "text"}, modalities=["text"], frequency_penalty=None, tools=None,
+    )  # fmt: skip
+    assert found.choices == plain
+
+
+@pytest.mark.parametrize("number", [1, 10, 300])
+def test_tokens_and_their_text(http, tokenizer, number):
+    text = "Élan vital — naïve 🜚 text. " * number
+    found = http.post("/tokenize", json={"model": "tiny", "prompt": text, "return_token_strs": True}).json()
+    assert found["tokens"] == tokenizer(text).input_ids
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 4096
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+    turns = http.post("/tokenize", json={"messages": TURNS}).json()["tokens"]
+    assert turns == encode_prompt(Record("", messages=(Message("user", TURNS[0]["content"]),)), tokenizer)
+    closed = http.post("/tokenize", json={"messages": TURNS, "add_generation_prompt": False}).json()["tokens"]
+    assert turns[: len(closed)] == closed
+    assert len(turns) == len(closed) + 1
+
+
+def test_parts_of_characters_are_spelt_as_bytes(client, tokenizer):
+    text = "🜚"
+    ids = tokenizer(text).input_ids
+    assert len(ids) > 1
+    found = complete(client, text, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert found.text == text
+    spelt = bytes(
+        int(byte, 16) for token in found.logprobs.tokens for byte in token.removeprefix("bytes:").split("\\x")[1:]
+    )
+    assert spelt == text.encode()
+    assert set(found.logprobs.text_offset) == {0}
+    assert not any(math.isnan(value) for value in found.logprobs.token_logprobs[1:])

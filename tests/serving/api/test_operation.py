@@ -1,0 +1,338 @@
+"""How the server is run: limits, keys, TLS, clients that leave, shutdown, logs, several bundles."""
+
+import importlib.util
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from conftest import loads_torch
+from divdec.cli import main
+from served import engine_of, eventually, figure, process, serving
+
+LONG = {"model": "tiny", "prompt": "The", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "seed": 1}
+SHORT = {"model": "tiny", "prompt": "The", "max_tokens": 2}
+PATH = "/v1/completions"
+KEY = "a-key-of-32-characters-for-tests"
+
+
+def events_of(response):
+    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def idle(url):
+    return figure(url, "divdec_sequences_running") + figure(url, "divdec_sequences_waiting") == 0
+
+
+def test_a_client_that_leaves_a_stream_frees_its_row(url, http):
+    with http.stream("POST", PATH, json=LONG | {"stream": True, "n": 3}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert figure(url, "divdec_sequences_running") == 3
+        before = figure(url, "divdec_generated_tokens_total")
+    eventually(lambda: idle(url))
+    assert figure(url, "divdec_generated_tokens_total") - before < 3 * 3000
+    assert http.post(PATH, json=SHORT).status_code == 200
+
+
+def test_a_client_that_does_not_wait_for_its_answer_frees_its_row(url, http):
+    before = figure(url, "divdec_generated_tokens_total")
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(PATH, json=LONG, timeout=0.5)
+    eventually(lambda: idle(url))
+    assert figure(url, "divdec_generated_tokens_total") - before < 3000
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
+    with serving([engine_of(served_bundle, rows=1, queue=1)], grace=0.0) as url, httpx.Client(base_url=url) as http:
+        with http.stream("POST", PATH, json=LONG | {"stream": True}) as running:
+            lines = running.iter_lines()
+            next(lines)
+            waiting = threading.Thread(target=lambda: httpx.post(url + PATH, json=SHORT, timeout=60))
+            waiting.start()
+            eventually(lambda: figure(url, "divdec_sequences_waiting") == 1)
+            for asked in (SHORT, SHORT | {"stream": True}):
+                refused = http.post(PATH, json=asked)
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+        waiting.join(30)
+        eventually(lambda: idle(url))
+        assert http.post(PATH, json=SHORT).status_code == 200
+
+
+def test_limits_of_a_request(served_bundle):
+    from divdec.serving.api.generation import Limits
+
+    limits = Limits(max_tokens=3900, max_seconds=0.4, max_body_bytes=2000, max_sequences=4)
+    long = LONG | {"max_tokens": 3900}
+    with serving([engine_of(served_bundle)], grace=0.0, limits=limits) as url, httpx.Client(base_url=url) as http:
+        late = http.post(PATH, json=long)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        with http.stream("POST", PATH, json=long | {"stream": True}) as response:
+            *events, last = events_of(response)
+        assert events
+        assert json.loads(last)["error"]["code"] == "timeout"
+        eventually(lambda: idle(url))
+        assert "at most 3900" in http.post(PATH, json=LONG).json()["error"]["message"]
+        assert http.post(PATH, json=SHORT | {"n": 5}).json()["error"]["param"] == "n"
+        body = json.dumps(SHORT | {"prompt": "a" * 3000}).encode()
+        kind = {"Content-Type": "application/json"}
+        assert http.post(PATH, content=body, headers=kind).status_code == 413
+        in_parts = http.post(
+            PATH, content=(body[start : start + 100] for start in range(0, len(body), 100)), headers=kind
+        )
+        assert (in_parts.status_code, in_parts.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_the_key_is_asked_for(served_bundle):
+    with serving([engine_of(served_bundle)], api_key=KEY) as url, httpx.Client(base_url=url) as http:
+        wrong = [f"Bearer {KEY}x", KEY, f"Basic {KEY}", "Bearer", b"Bearer \xff\xff"]
+        for headers in ({}, *({"Authorization": value} for value in wrong)):
+            for method, path in (("GET", "/v1/models"), ("POST", PATH), ("GET", "/openapi.json"), ("GET", "/nothing")):
+                refused = http.request(method, path, headers=headers)
+                assert refused.status_code == 401
+                assert refused.headers["www-authenticate"] == "Bearer"
+                assert refused.json()["error"]["type"] == "authentication_error"
+        assert http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 200
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+            assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_figures(url, http):
+    before = {name: figure(url, name) for name in ("divdec_prompt_tokens_total", "divdec_requests_total")}
+    asked = http.post(PATH, json=SHORT | {"max_tokens": 5, "ignore_eos": True}).json()
+    assert (
+        figure(url, "divdec_prompt_tokens_total") - before["divdec_prompt_tokens_total"]
+        == asked["usage"]["prompt_tokens"]
+    )
+    assert figure(url, "divdec_requests_total") > before["divdec_requests_total"]
+    page = http.get("/metrics").text
+    for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds"):
+        assert f"divdec_{name}_bucket" in page
+    assert 'divdec_requests_total{endpoint="/v1/completions",status="200"}' in page
+    http.get("/some/invented/path")
+    assert "invented" not in http.get("/metrics").text
+
+
+def test_several_bundles_each_with_its_rule(served_bundle, models, tmp_path):
+    from divdec import write_bundle
+
+    other = write_bundle(
+        tmp_path / "other", target=str(models / "target"), retain_auxiliary=str(models / "retain"),
+        forget_auxiliary=str(models / "forget"), steering="rank:20",
+    )  # fmt: skip
+    asked = SHORT | {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": "Who wrote"}
+    with serving([engine_of(served_bundle), engine_of(other, "other")]) as url, httpx.Client(base_url=url) as http:
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
+        told = [
+            http.post(PATH, json=asked | {"model": name}).json()["choices"][0]["logprobs"]["token_logprobs"]
+            for name in ("tiny", "other")
+        ]
+        assert told[0] != told[1]
+        assert http.post("/tokenize", json={"prompt": "a"}).json()["error"]["param"] == "model"
+        assert http.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 200
+
+
+def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path, world):
+    from divdec.cli.serve import _engine
+    from divdec.cli.settings import ServeSettings
+    from divdec.data.records import texts_of
+    from divdec.errors import UsageError
+    from divdec.experts.takedowns.log import LOG_FILE
+    from divdec.serving.registry import Registry
+
+    registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)
+    settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"))
+    text = max(world.corpus, key=len)
+    asked = SHORT | {"prompt": text[:120], "echo": True, "logprobs": 0, "max_tokens": 0}
+    with serving([_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
+
+        def told():
+            return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]
+
+        before = told()
+        assert figure(url, "divdec_takedown_requests") == 0
+        registry.add("case", texts_of("t", [text]))
+        assert sum(told()) < sum(before) - 5
+        assert figure(url, "divdec_takedown_requests") == 1
+        registry.remove("case")
+        assert told() == pytest.approx(before, abs=1e-4)
+        (tmp_path / "registry" / LOG_FILE).write_text("damaged\n")
+        refused = http.post(PATH, json=asked)
+        assert refused.status_code == 500
+        assert refused.json()["error"]["code"] == "steering_failed"
+        assert str(tmp_path) not in refused.text
+        assert http.get("/metrics").status_code == 200
+        (tmp_path / "registry" / LOG_FILE).unlink()
+        assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
+    settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"), steering="rank:20")
+    with pytest.raises(UsageError, match="linear rule"):
+        _engine("tiny", str(served_bundle), settings)
+
+
+def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
+    with process(served_bundle, "--grace", "200") as running:
+        assert running.ready == f"serving tiny (linear:1.5) on {running.url}/v1"
+        asked = LONG | {"max_tokens": 400, "stream": True}
+        with httpx.stream("POST", running.url + PATH, json=asked, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(running.url + "/health").status_code == 503)
+            refused = httpx.post(running.url + PATH, json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "closing"
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert running.process.wait(30) == 0
+
+
+def test_streams_that_do_not_end_in_time_end_with_an_error(served_bundle):
+    secret = "an unmistakable prompt"
+    with process(served_bundle, "--grace", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        asked = LONG | {"model": "other", "prompt": secret, "stream": True}
+        with httpx.stream("POST", running.url + PATH, json=asked, timeout=60, headers=headers) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGINT)
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(events[-1])["error"]["code"] == "closing"
+        assert "[DONE]" not in events
+        code, log = running.end(signal.SIGTERM) if running.process.poll() is None else (running.process.wait(), "")
+        log = log or running.process.stderr.read()
+    assert code == 0
+    records = [json.loads(line) for line in log.splitlines()]
+    (record,) = [record for record in records if record.get("path") == PATH]
+    assert record["model"] == "other"
+    assert record["stream"] is True
+    assert record["status"] == 200
+    assert record["error"] == "closing"
+    assert record["prompt_tokens"] > 0
+    assert record["generated_tokens"] > 0
+    assert "unmistakable" not in log
+    assert KEY not in log
+
+
+def test_prompts_are_logged_where_the_operator_wants_it(served_bundle, capsys):
+    with serving([engine_of(served_bundle)], log_prompts=True) as url:
+        httpx.post(url + PATH, json=SHORT | {"prompt": "an unmistakable prompt"})
+    line = json.loads(capsys.readouterr().err.strip().splitlines()[-1])
+    assert line["prompt"] == "an unmistakable prompt"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem",
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+def test_tls(served_bundle, certificate, capsys):
+    files = {"ssl_certfile": str(certificate / "cert.pem"), "ssl_keyfile": str(certificate / "key.pem")}
+    trusting = ssl.create_default_context(cafile=files["ssl_certfile"])
+    with serving([engine_of(served_bundle)], **files) as url:
+        assert url.startswith("https://")
+        with (
+            httpx.Client(verify=trusting) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client,
+        ):
+            assert client.completions.create(**SHORT).usage.completion_tokens == 2
+            assert "".join(event.choices[0].text for event in client.completions.create(**SHORT, stream=True))
+    capsys.readouterr()
+    for options in (
+        ["--ssl-certfile", certificate / "key.pem"],
+        ["--ssl-certfile", certificate / "absent.pem"],
+        ["--ssl-keyfile", certificate / "key.pem"],
+        ["--ssl-certfile", certificate / "cert.pem"],
+    ):
+        assert main(["serve", str(served_bundle), *map(str, options)]) == 2
+        assert one_line(capsys)
+
+
+def one_line(capsys):
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("divdec serve: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "triton"], "embedded, vllm"),
+        (["--api-key", "short"], "at least 16"),
+        (["--api-key", "with a space in the key"], "ASCII"),
+        (["--port", "70000"], "port is 70000"),
+        (["--rows", "0"], "rows is 0"),
+        (["--max-body-bytes", "0"], "max-body-bytes is 0"),
+        (["--grace", "-1"], "grace"),
+        (["--speculative", "much"], "speculative"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--bundle", "nameless"], "name=path"),
+        (["--bundle", "tiny=elsewhere"], "two bundles are called 'tiny'"),
+        (["--bundle", "other=elsewhere", "--steering", "linear:1"], "single bundle"),
+        (["--steering", "linear:much", "--port", "0"], "linear:much"),
+        (["--registry", "absent", "--port", "0"], "absent"),
+        (["--unknown", "1"], "--unknown"),
+        (["--vllm-options=--max-model-len 9"], "--engine vllm"),
+        (["--engine", "vllm", "--rows", "3"], "--rows is for --engine embedded"),
+        (["--engine", "vllm", "--bundle", "other=elsewhere"], "--bundle is for --engine embedded"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(served_bundle, options, words, capsys):
+    assert main(["serve", str(served_bundle), *options]) == 2
+    assert words in one_line(capsys)
+
+
+def test_a_bundle_that_does_not_load_is_one_line(tmp_path, models, capsys):
+    for place in (tmp_path, models / "target", tmp_path / "absent"):
+        assert main(["serve", str(place), "--port", "0"]) == 2
+        assert one_line(capsys)
+
+
+def test_a_port_in_use_is_said_before_models_are_loaded(tmp_path, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        started = time.perf_counter()
+        assert main(["serve", str(tmp_path / "absent"), "--port", port]) == 2
+    assert "--port" in one_line(capsys)
+    assert time.perf_counter() - started < 10
+
+
+def test_help_loads_no_torch():
+    assert not loads_torch(["serve", "--help"])
+
+
+def test_an_open_address_without_a_key_is_warned_of(tmp_path, capsys):
+    assert main(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "no --api-key is set" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_missing_is_said_how_to_install(served_bundle, capsys):
+    assert main(["serve", str(served_bundle), "--engine", "vllm"]) == 2
+    assert "pip install 'divdec[vllm]'" in one_line(capsys)

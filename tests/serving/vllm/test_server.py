@@ -1,0 +1,154 @@
+"""vLLM's OpenAI server on a bundle: what clients are shown is steered, and they cannot ask for anything else."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from divdec.data.records import texts_of
+from divdec.serving.registry import Registry
+from vllm_reference import Reference, environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TOLERANCE = 1e-3
+KEY = {"Authorization": "Bearer a-key-of-the-tests"}
+EXTRA = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
+
+
+@pytest.fixture(scope="module")
+def registry(make_registry, texts):
+    return make_registry(texts[:20])
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle, ngrams):
+    return make_bundle(ngram=ngrams, ngram_weight=4.0)
+
+
+@pytest.fixture(scope="module")
+def followed(make_bundle, ngrams, registry):
+    """The same bundle with the registry written into it, for transformers."""
+    return make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry)
+
+
+@pytest.fixture(scope="module")
+def server(bundle, registry, tmp_path_factory):
+    """The server's address; q drafts, and a registry is followed that the bundle does not name."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"bundle": str(bundle), "name": "steered", "port": port, "speculative": 2, "registry": str(registry)}
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [sys.executable, str(Path(__file__).with_name("run_server.py")), json.dumps({**options, "extra": EXTRA})]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        try:
+            for _ in range(600):
+                assert process.poll() is None, log.read_text()[-4000:]
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(1)
+            yield f"http://127.0.0.1:{port}"
+            assert process.poll() is None, log.read_text()[-4000:]
+        finally:
+            process.terminate()
+            process.wait(60)
+    assert "a-key-of-the-tests" not in log.read_text()
+
+
+@pytest.fixture
+def post(server):
+    def ask(path, headers=KEY, **body):
+        return httpx.post(f"{server}{path}", json={"model": "steered", **body}, headers=headers, timeout=300)
+
+    return ask
+
+
+def echoed(post, ids, **changes):
+    """Log-probabilities of a prompt's own tokens."""
+    response = post("/v1/completions", prompt=ids, echo=True, logprobs=1, max_tokens=1, temperature=0, **changes)
+    assert response.status_code == 200, response.text
+    return torch.tensor(response.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)])
+
+
+def expected(logprobs, ids):
+    return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_chat(server, followed, tokenizer):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="a-key-of-the-tests")
+    messages = [{"role": "user", "content": "Who wrote it?"}]
+    answer = client.chat.completions.create(
+        model="steered", messages=messages, temperature=0, max_tokens=16, logprobs=True, top_logprobs=5
+    )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    model = Reference(followed)
+    tokens = model.greedy(ids)
+    assert answer.choices[0].message.content == tokenizer.decode(tokens, skip_special_tokens=True)
+    steered = model.logprobs(ids + tokens)[len(ids) - 1 :]
+    shown = [found.logprob for found in answer.choices[0].logprobs.content]
+    assert len(shown) == len(tokens)
+    for place, value in enumerate(shown):
+        assert abs(value - steered[place, tokens[place]].item()) < TOLERANCE
+
+
+def test_prompts_are_shown_steered(post, followed, prompts):
+    model = Reference(followed)
+    for ids in prompts[10:20:3]:
+        shown = echoed(post, ids)
+        assert (shown - expected(model.logprobs(ids), ids)).abs().max() < TOLERANCE
+        assert (shown - expected(model.own_logprobs(ids), ids)).abs().max() > 1
+        response = post("/v1/completions", prompt=ids, prompt_logprobs=4, max_tokens=4, temperature=0, logprobs=5)
+        found = response.json()["choices"][0]
+        steered = model.logprobs(ids)
+        for place, table in enumerate(found["prompt_logprobs"][1:]):
+            for token, entry in table.items():
+                assert abs(entry["logprob"] - steered[place, int(token)].item()) < TOLERANCE
+
+
+def test_fields_of_a_request_change_nothing(post, followed, prompts, tokenizer):
+    model = Reference(followed)
+    ids = prompts[12]
+    text = tokenizer.decode(model.greedy(ids), skip_special_tokens=True)
+    fields = {"alpha": 0, "steering": "linear:0", "additional_config": {"divdec": {"verify": False}}, "steer": False}
+    fields |= {"vllm_xargs": {"alpha": 0}}
+    response = post("/v1/completions", prompt=ids, max_tokens=16, temperature=0, **fields)
+    assert response.status_code == 400 or response.json()["choices"][0]["text"] == text
+    assert post("/v1/completions", prompt=ids, max_tokens=16, temperature=0).json()["choices"][0]["text"] == text
+
+
+def test_what_would_show_or_change_a_part_is_not_there(post, prompts, models):
+    for path in ("/pooling", "/classify", "/score", "/rerank", "/v1/embeddings", "/collective_rpc", "/sleep"):
+        assert post(path, input="text", method="load_model").status_code in (403, 404, 405), path
+    for path in ("/v1/load_lora_adapter", "/update_weights", "/init_weight_transfer_engine", "/inference/v1/generate"):
+        assert post(path, lora_path="x", token_ids=prompts[3]).status_code in (403, 404, 405), path
+    embedded = post("/v1/completions", prompt=None, prompt_embeds="AAAA", max_tokens=1)
+    assert 400 <= embedded.status_code < 500
+    target = post("/v1/completions", model=str(models / "target"), prompt=prompts[3], max_tokens=1)
+    assert target.status_code == 404
+    assert post("/v1/completions", headers={}, prompt=prompts[3], max_tokens=1).status_code == 401
+
+
+def test_a_takedown_is_in_force_for_the_next_tokens(post, followed, registry, texts, tokenizer):
+    """Also for a prompt whose keys and values are cached."""
+    text = texts[50]
+    ids = tokenizer(text)["input_ids"][:40]
+    before = echoed(post, ids)
+    assert (before - expected(Reference(followed).logprobs(ids), ids)).abs().max() < TOLERANCE
+    Registry(registry).add("second", texts_of("texts", [text]))
+    after = echoed(post, ids)
+    model = Reference(followed)
+    assert (after - expected(model.logprobs(ids), ids)).abs().max() < TOLERANCE
+    assert (after - before).abs().max() > 0.1
+    answer = post("/v1/completions", prompt=ids[:20], max_tokens=16, temperature=0).json()["choices"][0]["text"]
+    assert answer == tokenizer.decode(model.greedy(ids[:20]), skip_special_tokens=True)

@@ -1,0 +1,69 @@
+"""What vLLM's processes run with, and the steered model in transformers that their answers are compared with."""
+
+import os
+
+import torch
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a core that vLLM chose may be busy
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each process would import vLLM anew
+    "OMP_NUM_THREADS": "1",
+}
+ALONE = {"distributed_executor_backend": "uni"}
+EAGER = {"enforce_eager": True}
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+
+
+def environment(**changes):
+    return os.environ | ENVIRONMENT | changes
+
+
+class Reference:
+    """The steered model in transformers, in float32."""
+
+    def __init__(self, bundle):
+        from divdec import DivergenceForCausalLM
+
+        self.model = DivergenceForCausalLM.from_pretrained(bundle, dtype=torch.float32)
+
+    def greedy(self, ids, tokens=16):
+        answer = self.model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
+        return answer[0, len(ids) :].tolist()
+
+    @torch.no_grad()
+    def logprobs(self, ids):
+        """After each token, [tokens, vocab]."""
+        return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    @torch.no_grad()
+    def own_logprobs(self, ids):
+        """The target's own, which nobody may be shown."""
+        return self.model.target(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def requests(prompts, **sampling):
+    return [{"ids": ids, "sampling": {"temperature": 0, "max_tokens": 16, **sampling}} for ids in prompts]
+
+
+def same_answers(model, prompts, answers):
+    wrong = [place for place, ids in enumerate(prompts) if answers[place]["tokens"] != model.greedy(ids)]
+    assert not wrong, f"{len(wrong)} of {len(prompts)} answers differ, the first is {wrong[0]}"
+
+
+def furthest(model, prompts, answers):
+    """How far log-probabilities of answers and prompts are from the steered ones, and from the target's own."""
+    from_steered = from_target = 0.0
+    for ids, answer in zip(prompts, answers, strict=True):
+        steered, target = (find(ids + answer["tokens"]) for find in (model.logprobs, model.own_logprobs))
+        tables = [(place - 1, found) for place, found in enumerate(answer["prompt_logprobs"]) if found is not None]
+        tables += [(len(ids) - 1 + place, found) for place, found in enumerate(answer["logprobs"])]
+        assert len(tables) >= len(answer["tokens"])
+        for place, found in tables:
+            for token, value in found.items():
+                expected = steered[place, int(token)].item()
+                if value != expected:  # both may be minus infinity
+                    from_steered = max(from_steered, abs(value - expected))
+                from_target = max(from_target, abs(value - target[place, int(token)].item()))
+    return from_steered, from_target
