@@ -1,7 +1,15 @@
 """What vLLM's processes run with, and the steered model in transformers that their answers are compared with."""
 
+import contextlib
+import json
 import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import httpx
 import torch
 
 ENVIRONMENT = {
@@ -16,8 +24,40 @@ EAGER = {"enforce_eager": True}
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
+KEY = "a-key-of-the-tests"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+EXTRA = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
+
+
 def environment(**changes):
     return os.environ | ENVIRONMENT | changes
+
+
+@contextlib.contextmanager
+def vllm_serving(bundle, log, **options):
+    """vLLM's server on a bundle, called steered, in a process of its own; gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parent / "serving" / "vllm" / "run_server.py"
+    job = {"bundle": str(bundle), "name": "steered", "port": port, "extra": EXTRA, **options}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(job)], stdout=output, stderr=subprocess.STDOUT, env=environment()
+        )
+        try:
+            for _ in range(600):
+                assert process.poll() is None, log.read_text()[-4000:]
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(1)
+            yield f"http://127.0.0.1:{port}"
+            assert process.poll() is None, log.read_text()[-4000:]
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 class Reference:

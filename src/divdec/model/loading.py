@@ -81,7 +81,7 @@ def load_parts(
     if type(config.vocab_size) is not int or config.vocab_size < 1:
         raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
     Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
-    places = _places(folder, config, verify, local_files_only)
+    places = places_of(folder, config, verify, local_files_only)
     models = {part: _load_part(part, place, kwargs) for part, place in places.items()}
     target = models["target"]
     experts = _experts(folder, config, places, models, verify)
@@ -129,7 +129,7 @@ def read_config(folder: Path) -> DivergenceConfig:
     return config
 
 
-def _places(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
+def places_of(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
     """Where the checkpoints lie that a bundle names."""
     counted = config.ngram is not None or config.registry is not None
     named = [part for part in AUXILIARIES if getattr(config, part) is not None]

@@ -1,25 +1,16 @@
 """vLLM's OpenAI server on a bundle: what clients are shown is steered, and they cannot ask for anything else."""
 
-import json
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import httpx
 import pytest
 import torch
 
 from divdec.data.records import texts_of
 from divdec.serving.registry import Registry
-from vllm_reference import Reference, environment
+from vllm_reference import HEADERS, KEY, Reference, vllm_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-3
-KEY = {"Authorization": "Bearer a-key-of-the-tests"}
-EXTRA = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +32,15 @@ def followed(make_bundle, ngrams, registry):
 @pytest.fixture(scope="module")
 def server(bundle, registry, tmp_path_factory):
     """The server's address; q drafts, and a registry is followed that the bundle does not name."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {"bundle": str(bundle), "name": "steered", "port": port, "speculative": 2, "registry": str(registry)}
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [sys.executable, str(Path(__file__).with_name("run_server.py")), json.dumps({**options, "extra": EXTRA})]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
-        try:
-            for _ in range(600):
-                assert process.poll() is None, log.read_text()[-4000:]
-                try:
-                    if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(1)
-            yield f"http://127.0.0.1:{port}"
-            assert process.poll() is None, log.read_text()[-4000:]
-        finally:
-            process.terminate()
-            process.wait(60)
-    assert "a-key-of-the-tests" not in log.read_text()
+    with vllm_serving(bundle, log, speculative=2, registry=str(registry)) as url:
+        yield url
+    assert KEY not in log.read_text()
 
 
 @pytest.fixture
 def post(server):
-    def ask(path, headers=KEY, **body):
+    def ask(path, headers=HEADERS, **body):
         return httpx.post(f"{server}{path}", json={"model": "steered", **body}, headers=headers, timeout=300)
 
     return ask
@@ -86,7 +59,7 @@ def expected(logprobs, ids):
 
 def test_chat(server, followed, tokenizer):
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="a-key-of-the-tests")
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key=KEY)
     messages = [{"role": "user", "content": "Who wrote it?"}]
     answer = client.chat.completions.create(
         model="steered", messages=messages, temperature=0, max_tokens=16, logprobs=True, top_logprobs=5

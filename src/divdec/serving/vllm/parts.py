@@ -12,10 +12,10 @@ from divdec.errors import UsageError
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.loading import (
-    _places,
     find_bundle,
     follow_registry,
     load_ngrams,
+    places_of,
     read_config,
     weight_of,
 )
@@ -114,7 +114,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
         raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
     steering = Steering.from_dict(config.steering)
     steering.check_vocabulary(config.vocab_size)
-    places = _places(folder, config, options.verify, local_files_only=False)
+    places = places_of(folder, config, options.verify, local_files_only=False)
     configs = {part: load_config(place) for part, place in places.items()}
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
     widths = {part: vocabulary_width(part_config) for part, part_config in configs.items()}

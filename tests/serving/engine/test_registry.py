@@ -1,0 +1,95 @@
+"""A takedown request is in force for the next token of every answer, also of those that are being made."""
+
+import asyncio
+
+import pytest
+import torch
+
+from conftest import tiny_model
+from divdec import DivergenceForCausalLM, Speculation
+from divdec.data.records import texts_of
+from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.log import LOG_FILE
+from divdec.serving.engine.engine import Engine
+from divdec.serving.engine.requests import Sampling
+from divdec.serving.registry import Registry
+
+TOKENS = 150
+
+
+@pytest.fixture
+def registry(tmp_path, checkpoints, world):
+    return Registry.create(
+        tmp_path / "registry", texts_of("retain", world.corpus[:20]), checkpoints / "target", order=3
+    )
+
+
+@pytest.fixture
+def model(registry, tokenizer):
+    target = tiny_model("llama", len(tokenizer), 0, 64, 2)
+    return DivergenceForCausalLM.from_experts(target, RegistryExperts(registry.folder), "linear:3")
+
+
+def greedy(model, ids, number):
+    """What `generate` goes on with, under the registry as it is."""
+    given = torch.tensor([ids])
+    with torch.inference_mode():
+        answer = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=number, do_sample=False, eos_token_id=None
+        )
+    return answer[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(2)])
+def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, speculation):
+    prompts = [tokenizer(text).input_ids for text in ("The author", "A book of the sea")]
+    before = [greedy(model, prompt, TOKENS) for prompt in prompts]
+
+    async def answers():
+        engine = Engine(model, tokenizer, "tiny", speculation=speculation)
+        engine.start()
+        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        running = [engine.generate(prompt, sampling) for prompt in prompts[: 1 if speculation else 2]]
+        found = [[] for _ in running]
+        for answer, tokens in zip(running, found, strict=True):
+            while len(tokens) < 5:
+                tokens += (await anext(answer)).tokens
+        assert engine.registry_requests == 0
+        await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
+        for answer, tokens in zip(running, found, strict=True):
+            async for piece in answer:
+                tokens += piece.tokens
+        assert engine.registry_requests == 1
+        await engine.close(1)
+        return found
+
+    for prompt, old, tokens in zip(prompts, before, asyncio.run(answers()), strict=False):
+        changed = next(place for place, (one, other) in enumerate(zip(old, tokens, strict=True)) if one != other)
+        assert 5 <= changed < TOKENS - 20
+        assert tokens[changed:] == greedy(model, prompt + tokens[:changed], TOKENS - changed)
+
+
+def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, tokenizer):
+    from divdec.errors import FailedClosed
+
+    async def work():
+        engine = Engine(model, tokenizer, "tiny")
+        engine.start()
+        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        running = engine.generate([5, 6, 7], sampling)
+        await anext(running)
+        log = registry.folder / LOG_FILE
+        registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
+        whole = log.read_bytes()
+        log.write_bytes(whole.replace(b"case", b"cape"))
+        with pytest.raises(FailedClosed):
+            async for _ in running:
+                pass
+        with pytest.raises(FailedClosed):
+            await anext(engine.generate([5, 6, 7], sampling))
+        log.write_bytes(whole)
+        tokens = [token async for piece in engine.generate([5, 6, 7], sampling) for token in piece.tokens]
+        await engine.close(1)
+        return tokens
+
+    assert asyncio.run(work()) == greedy(model, [5, 6, 7], TOKENS)
