@@ -93,6 +93,7 @@ def run(arguments: Sequence[str], *, api_key: str | None = None) -> None:
         UsageError: vLLM is not installed, refuses the arguments, or its engine did not start.
     """
     check_installed()
+    _warn_of_drafts(arguments)
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key
     before = sys.argv
@@ -121,6 +122,18 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(MISSING)
+
+
+def _warn_of_drafts(arguments: Sequence[str]) -> None:
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if current_platform.is_cpu() and any(argument.startswith("--speculative-config") for argument in arguments):
+        print(
+            "warning: on a CPU vLLM's sampler makes mistakes with drafts (top_p is not applied, greedy requests beside "
+            "sampled ones are sampled, some with top_k stop it); nothing unsteered comes of it, but leave "
+            "--speculative out where that matters",
+            file=sys.stderr,
+        )
 
 
 def refusal(error: Exception) -> Exception | None:
