@@ -314,6 +314,7 @@ def test_passes_are_timed_though_compiled(model):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's compiler warns of torch
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_inductor_answers_the_same(family):
     model = DivergenceForCausalLM.from_parts(*make_parts(family), steering="linear:1.5")
