@@ -13,7 +13,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small bench-models clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,10 @@ tofu-small: install
 # Target and pair for benchmarks/decoding.py, about half an hour once.
 bench-models: install
 	$(BIN)/python benchmarks/bench_models.py --data $(TOFU) --output runs/bench-models
+
+# The embedded server under load for ten minutes, then stopped and killed in the middle of it.
+soak: install
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/soak.py --seconds 600
 
 test: install
 	$(PYTEST) -n 2

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -115,6 +115,18 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
         )
 
 
+def check_cache(cache: Cache) -> None:
+    """Refuse a cache that keeps what cannot be gone back in exactly.
+
+    Raises:
+        UsageError: a part has a recurrent state (linear attention), which sums up its tokens.
+    """
+    if any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        raise UsageError(
+            "speculation is not offered for models with a recurrent state (linear attention): leave it out"
+        )
+
+
 def _check(
     input_ids: Int[Tensor, "batch tokens"],
     config: GenerationConfig,
@@ -130,6 +142,7 @@ def _check(
         raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
     if model_kwargs.get("past_key_values") is None:
         raise UsageError("speculation goes back in the cache: leave use_cache on")
+    check_cache(model_kwargs["past_key_values"])
     for processor in processors:
         if type(processor).__name__ in _STATEFUL:
             raise UsageError(f"speculation is not offered with {type(processor).__name__}, which remembers every token")

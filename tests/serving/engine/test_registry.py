@@ -72,16 +72,17 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
 def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, tokenizer):
     from divdec.errors import FailedClosed
 
+    registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
+    log = registry.folder / LOG_FILE
+    whole = log.read_bytes()
+
     async def work():
         engine = Engine(model, tokenizer, "tiny")
         engine.start()
         sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = engine.generate([5, 6, 7], sampling)
         await anext(running)
-        log = registry.folder / LOG_FILE
-        registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
-        whole = log.read_bytes()
-        log.write_bytes(whole.replace(b"case", b"cape"))
+        log.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(FailedClosed):
             async for _ in running:
                 pass

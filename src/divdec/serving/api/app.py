@@ -138,7 +138,7 @@ def _add_descriptions(app: FastAPI, server: Server, closing: Callable[[], bool])
     @app.get("/health", responses=_errors((503,)))
     async def health() -> Health:
         """Whether requests are accepted."""
-        if closing():
+        if closing() or not all(server.find(name).engine.is_open for name in server.models):
             raise closed()
         return Health()
 

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from divdec.serving.api.errors import ApiError, invalid, of_validation
 
 DEEPEST = 32
+MOST_FIELDS = 64
+LARGE = 1 << 14  # bytes
 SECONDS = 60.0  # within which a body must have arrived
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -28,9 +30,17 @@ async def read(request: Request, kind: type[Model], most: int) -> Model:
         ApiError: it is too large or too slow, no JSON, or does not fit the model.
     """
     _check_type(request)
-    value = _parsed(await _bytes(request, most))
+    body = await _bytes(request, most)
+    # A large one takes a while to read: streams go on beside it.
+    return await asyncio.to_thread(_model, kind, body) if len(body) > LARGE else _model(kind, body)
+
+
+def _model(kind: type[Model], body: bytes) -> Model:
+    value = _parsed(body)
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object")
+    if len(value) > MOST_FIELDS:
+        raise invalid(f"the body has {len(value)} fields, of which this server knows at most {MOST_FIELDS}")
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -67,7 +67,7 @@ async def converse(request: Request, server: Server) -> Response:
     record = record_of(request)
     asked = await _understand(request, server, record)
     if asked.request.stream:
-        return await generation.stream(request, record, _events(server, asked, record))
+        return await generation.stream(request, record, _events(server, asked, record), server.limits)
     return await generation.answer(request, _whole(server, asked, record))
 
 

@@ -22,7 +22,9 @@ from divdec.serving.api.vocabulary import Vocabulary
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.requests import Piece, Sampling, TokenLogprob
 
-SLOWEST_READER = 60.0  # seconds in which a client must take something of its stream
+ABORT = "abort"  # in a request's state: what ends its connection, whatever is still to be sent
+SLOW_READER = "slow_reader"
+MOST_TOLD = 1_000_000  # log-probabilities in one request's answers
 COLDEST = 1e-5  # below it, division by the temperature overflows, and only the likeliest token is left anyway
 Result = TypeVar("Result")
 
@@ -39,6 +41,8 @@ class Limits:
     """Largest body."""
     max_sequences: int = 160
     """Most answers at once: prompts times n (or best_of)."""
+    slowest_reader: float = 60.0
+    """Seconds in which a client must take something of its stream."""
 
 
 class Served:
@@ -167,6 +171,23 @@ def room(served: Served, prompt: Sequence[int], asked: int | None, default: int 
     return left if default is None else min(left, default)
 
 
+def _check_told(jobs: Sequence[Job]) -> None:
+    """Refuse what would be more numbers than one answer should hold in memory."""
+    told = 0
+    for job in jobs:
+        for number, tokens in (
+            (job.sampling.prompt_logprobs, len(job.prompt)),
+            (job.sampling.logprobs, job.sampling.max_tokens),
+        ):
+            told += 0 if number is None else (1 + number) * tokens
+    if told > MOST_TOLD:
+        raise invalid(
+            f"this asks for up to {told} log-probabilities, of which one request may have {MOST_TOLD}: ask for fewer "
+            "answers, tokens or likeliest tokens",
+            "logprobs",
+        )
+
+
 async def run(
     server: Server, served: Served, jobs: Sequence[Job], record: RequestRecord
 ) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -189,6 +210,7 @@ async def run(
         finally:
             await stream.aclose()
 
+    _check_told(jobs)
     deadline = asyncio.get_running_loop().time() + server.limits.max_seconds
     watched = server.metrics.watch(served.engine.name, len(jobs))
     tasks = [asyncio.create_task(pump(number, job)) for number, job in enumerate(jobs)]
@@ -255,14 +277,16 @@ async def answer(request: Request, work: Awaitable[BaseModel]) -> Response:
     return Response(found.model_dump_json(), media_type="application/json")
 
 
-async def stream(request: Request, record: RequestRecord, events: AsyncGenerator[dict[str, Any], None]) -> Response:
+async def stream(
+    request: Request, record: RequestRecord, events: AsyncGenerator[dict[str, Any], None], limits: Limits
+) -> Response:
     """The answer of an endpoint that streams; errors before the first event are ordinary answers."""
     try:
         first = await unless_gone(request.receive, anext(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, record)
+    return EventStream(first, events, record, limits.slowest_reader)
 
 
 class EventStream(Response):
@@ -271,11 +295,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None], record: RequestRecord
+        self,
+        first: dict[str, Any],
+        events: AsyncGenerator[dict[str, Any], None],
+        record: RequestRecord,
+        slowest_reader: float,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # nobody knows it yet
         self._first, self._events, self._record = first, events, record
+        self._slowest_reader = slowest_reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events while they come; stop their making where the client goes away."""
@@ -283,6 +312,10 @@ class EventStream(Response):
             await unless_gone(receive, self._send(send))
         except ApiError as error:
             self._record.error = self._record.error or error.code
+            if error.code == SLOW_READER and (abort := scope.get("state", {}).get(ABORT)) is not None:
+                # To close would be to wait until the client takes what it does not take.
+                abort()
+                await asyncio.sleep(0)  # the connection is told that it is gone
         finally:
             await self._events.aclose()
 
@@ -290,10 +323,10 @@ class EventStream(Response):
         async def put(data: str, more: bool = True) -> None:
             body = f"data: {data}\n\n".encode()
             try:
-                async with asyncio.timeout(SLOWEST_READER):
+                async with asyncio.timeout(self._slowest_reader):
                     await send({"type": "http.response.body", "body": body, "more_body": more})
             except TimeoutError:
-                raise ApiError(499, "the client does not read", code="slow_reader") from None
+                raise ApiError(499, "the client does not read", code=SLOW_READER) from None
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
@@ -311,7 +344,7 @@ class EventStream(Response):
 
 
 def _json(event: dict[str, Any]) -> str:
-    return json.dumps(event, ensure_ascii=False, allow_nan=False)
+    return json.dumps(event, allow_nan=False)  # ASCII: some clients take U+2028 for the end of a line
 
 
 def now() -> int:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 LARGEST_SEED = 2**63 - 1
 MOST_TOP = 20
+MOST_TURNS = MOST_PROMPTS = 4096
 MOST_STOPS = 16
 LONGEST_STOP = 1000  # characters
 
@@ -28,7 +29,11 @@ def _prompt(value: Any) -> Any:
         return value
     if not value:
         raise ValueError(f"it is empty; accepted: {accepted}")
-    if all(isinstance(part, str) for part in value) or _ids(value):
+    if _ids(value):
+        return value
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"it holds {len(value)} prompts; accepted: at most {MOST_PROMPTS}")
+    if all(isinstance(part, str) for part in value):
         return value
     if all(isinstance(part, list) and part and _ids(part) for part in value):
         return value
@@ -201,7 +206,7 @@ class Turn(Body):
 class ChatRequest(Generation):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Turn] = Field(min_length=1)
+    messages: list[Turn] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
@@ -229,7 +234,7 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, max_length=1000)
     prompt: str | None = None
-    messages: list[Turn] | None = Field(None, min_length=1)
+    messages: list[Turn] | None = Field(None, min_length=1, max_length=MOST_TURNS, fail_fast=True)
     add_special_tokens: bool = Field(True, description="Of a prompt; a chat template writes its own.")
     add_generation_prompt: bool = Field(True, description="End messages where the answer begins.")
     return_token_strs: bool = False
@@ -245,4 +250,4 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, max_length=1000)
-    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(fail_fast=True)

@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from divdec.errors import UsageError, first_line
 from divdec.serving.api.app import create_app
-from divdec.serving.api.generation import Limits
+from divdec.serving.api.generation import ABORT, Limits
 from divdec.serving.api.record import Log
 from divdec.serving.engine.engine import Engine
 
@@ -130,6 +131,15 @@ def serve(engines: Mapping[str, Engine], port: socket.socket, options: Options =
     server.run()
 
 
+class Connection(H11Protocol):
+    """A connection that its requests can end at once, where its client does not take what is sent."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Let requests find how."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
+
+
 class HttpServer(uvicorn.Server):
     """Ends with the answers that it has begun, and with exit code 0."""
 
@@ -163,7 +173,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

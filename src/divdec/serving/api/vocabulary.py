@@ -120,6 +120,10 @@ class Vocabulary:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def begins_with_space(self, token: int) -> bool:
+        """Whether a text that begins with this token begins with a space."""
+        return str(self.tokenizer.decode([token])).startswith(" ")
+
     async def _apart(self, work: Callable[[], Result]) -> Result:
         """Do it on another thread: a long text takes a while, and streams must go on."""
 
@@ -142,7 +146,10 @@ class Offsets:
         """Where the next token of an answer begins; special ones have no place in its text."""
         found = self._place
         if self._vocabulary.special(token) is None:
-            self._place += len(self._decoder.decode(self._vocabulary.bytes(token)))
+            piece = self._vocabulary.bytes(token)
+            if not found and piece[:1] == b" " and not self._vocabulary.begins_with_space(token):
+                self._place = -1  # a space that SentencePiece puts before every text
+            self._place += len(self._decoder.decode(piece))
         return found
 
     def of_prompt(self, ids: Sequence[int], text: str) -> list[int]:

@@ -13,6 +13,8 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.batch import Told
 from divdec.serving.engine.sequence import Running
 
+PART = 512  # tokens of the prompt in a pass
+
 
 class Alone:
     """An answer that grows by as many tokens a step as are drafted and accepted."""
@@ -29,6 +31,7 @@ class Alone:
             do_sample=sequence.sampling.temperature > 0,
             max_length=self._known + sequence.most - len(sequence.answer),
         )
+        config.prefill_chunk_size = PART
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self._decoding = Decoding(
             model,

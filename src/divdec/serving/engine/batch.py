@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from divdec.errors import FailedClosed
 from divdec.model.cache import DivergenceCache
 from divdec.model.joining import can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
@@ -93,9 +94,17 @@ class Prefill:
         self._mask = torch.tensor([[0] * (self._width - len(text)) + [1] * len(text) for text in distinct])
         self._cache = model.new_cache()
         self._read = 0
-        self._found: dict[int, list[TokenLogprob | None]] = {
-            place: [None] for place, sequence in enumerate(sequences) if sequence.wants_all
+        # By row and number of likeliest tokens: several answers to one prompt share what is told of it.
+        self._found: dict[tuple[int, int], list[TokenLogprob | None]] = {
+            (row, sequence.sampling.prompt_logprobs): [None]
+            for row, sequence in zip(self._rows, sequences, strict=True)
+            if sequence.wants_all and sequence.sampling.prompt_logprobs is not None
         }
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes several steps."""
+        return self._width > self._columns
 
     def step(self) -> tuple[Told, Batch] | None:
         """Read the next part; once all is read, the answers' first tokens, and the batch in which they go on."""
@@ -106,8 +115,10 @@ class Prefill:
         self._score(logits, start, end)
         if end < self._width:
             return None
-        for place, found in self._found.items():
-            self.sequences[place].prompt_logprobs = tuple(found)
+        told = {key: tuple(found) for key, found in self._found.items()}
+        for row, sequence in zip(self._rows, self.sequences, strict=True):
+            if sequence.wants_all and sequence.sampling.prompt_logprobs is not None:
+                sequence.prompt_logprobs = told[row, sequence.sampling.prompt_logprobs]
         if self._rows != list(range(len(self._ids))):  # several answers to one prompt
             index = torch.tensor(self._rows)
             self._cache.batch_select_indices(index)
@@ -117,10 +128,8 @@ class Prefill:
 
     def _score(self, logits: Float[Tensor, "rows part vocab"], start: int, end: int) -> None:
         """Log-probabilities of the tokens that follow those of this part."""
-        for place, found in self._found.items():
-            row, number = self._rows[place], self.sequences[place].sampling.prompt_logprobs
-            assert number is not None
-            first = self._width - len(self.sequences[place].tokens)
+        for (row, number), found in self._found.items():
+            first = int((self._mask[row] == 0).sum())
             for column in range(max(start, first), min(end, self._width - 1)):
                 logprobs = logits[row, column - start].float().log_softmax(dim=-1)
                 found.append(token_logprob(logprobs, int(self._ids[row, column + 1]), number))
@@ -146,10 +155,13 @@ def forward(
 
 def _extend(sequences: Sequence[Running], logits: Float[Tensor, "rows vocab"]) -> Told:
     greedy = logits.argmax(dim=-1).tolist()  # all at once, since most requests ask for nothing else
+    numbers = (~logits.isnan().any(dim=-1)).tolist()
     told: Told = []
     for place, sequence in enumerate(sequences):
         try:
             plain = sequence.sampling.temperature == 0 and not sequence.processors
+            if not numbers[place]:
+                raise FailedClosed("the target overflowed: its logits are no numbers")
             if sequence.most <= 0:
                 piece: Piece | Exception = sequence.end_empty()
             else:

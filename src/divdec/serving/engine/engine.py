@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from divdec.decoding.drafters import make_drafter
-from divdec.decoding.speculative import Speculation
+from divdec.decoding.speculative import Speculation, check_cache
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.batch import Told
@@ -24,6 +24,7 @@ from divdec.serving.engine.scheduler import Closing, Scheduler
 from divdec.serving.engine.sequence import Running
 
 __all__ = ["Busy", "Closing", "Engine"]
+LAST_STEP = 10.0  # seconds that a pass may still take when the engine is closed
 LONGEST = 1 << 15  # tokens of prompt and answer where a model names no limit
 
 
@@ -61,6 +62,7 @@ class Engine:
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
         if speculation is not None:
             make_drafter(speculation.drafter, model.experts, model.steering)
+            check_cache(model.new_cache())
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or LONGEST
@@ -81,8 +83,8 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many sequences nobody has begun with."""
-        return len(self._scheduler.waiting)
+        """How many sequences nobody has begun with, those not counted whose clients have gone."""
+        return sum(not sequence.cancelled for sequence in list(self._scheduler.waiting))
 
     @property
     def prompt_tokens_total(self) -> int:
@@ -98,6 +100,11 @@ class Engine:
     def steps_total(self) -> int:
         """Forward passes."""
         return self._scheduler.counts.steps
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive() and not self._closing
 
     @property
     def registry_requests(self) -> int | None:
@@ -127,7 +134,7 @@ class Engine:
             self._ended = True
             self._changed.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, LAST_STEP)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
         """Answer a prompt piece by piece; to close the generator is to cancel the request.
@@ -167,10 +174,14 @@ class Engine:
             running.cancelled = True
 
     def _work(self) -> None:
-        with torch.inference_mode():
-            while self._wait_for_work():
-                _deliver(self._scheduler.step())
-        _deliver(self._scheduler.end(Closing(self.name)))
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    _deliver(self._scheduler.step())
+        finally:
+            # Also where something ended the thread that nobody foresaw: who waits must hear of it.
+            self.begin_closing()
+            _deliver(self._scheduler.end(Closing(self.name)))
 
     def _wait_for_work(self) -> bool:
         with self._changed:

@@ -19,7 +19,6 @@ from divdec.serving.engine.sequence import Running
 
 PART = 512  # tokens of prompts that are read between two steps of the answers
 SCORED = 1 << 24  # logits of prompts that are held at a time where all of them are wanted
-TRIES = 3  # passes with a sequence in them that may fail before it does, though it could be another's fault
 Group = Batch | Alone  # sequences that share a cache
 _log = logging.getLogger(__name__)
 
@@ -42,20 +41,20 @@ class Scheduler:
         self._model, self._rows, self._speculation = model, rows, speculation
         # Filled by other threads: a deque's append and popleft are atomic.
         self.waiting: collections.deque[Running] = collections.deque()
-        self._reading: Prefill | None = None
+        self._readings: list[Prefill] = []
+        self._apart = _depends_on_others(model)
         self._groups: list[Group] = []
         self._told: Told = []
 
     @property
     def running(self) -> int:
         """How many sequences are being read or answered."""
-        reading = self._reading
-        return sum(len(group.sequences) for group in list(self._groups)) + (len(reading.sequences) if reading else 0)
+        return sum(len(several.sequences) for several in [*self._groups, *self._readings])
 
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or runs."""
-        return bool(self.waiting or self._reading or self._groups)
+        return bool(self.waiting or self._readings or self._groups)
 
     def step(self) -> Told:
         """Read a part of a prompt, and go on with every answer."""
@@ -82,16 +81,16 @@ class Scheduler:
 
     def _take_all(self) -> list[Running]:
         found = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        found += self._reading.sequences if self._reading else []
-        found += [sequence for group in self._groups for sequence in group.sequences]
-        self._groups, self._reading = [], None
+        found += [sequence for several in (*self._readings, *self._groups) for sequence in several.sequences]
+        self._groups, self._readings = [], []
         return found
 
     def _drop_cancelled(self) -> None:
         for sequence in [sequence for sequence in list(self.waiting) if sequence.cancelled]:
             self.waiting.remove(sequence)
-        if self._reading and all(sequence.cancelled for sequence in self._reading.sequences):
-            self._reading = None
+        self._readings = [
+            reading for reading in self._readings if not all(sequence.cancelled for sequence in reading.sequences)
+        ]
         for group in self._groups:
             self._drop(group, [sequence for sequence in group.sequences if sequence.cancelled])
         self._groups = [group for group in self._groups if group.sequences]
@@ -105,52 +104,59 @@ class Scheduler:
             self._retry(kept, error)
 
     def _admit(self) -> None:
-        """Begin to read what waits longest, with others that fit beside it."""
+        """Begin to read what waits longest, with others that fit beside it; short ones do not wait for a long one."""
         free = self._rows - self.running
-        if self._reading is not None or free <= 0 or not self.waiting:
-            return
         waiting = list(self.waiting)
+        if self._readings:
+            waiting = [sequence for sequence in waiting if len(sequence.tokens) <= self._part(sequence)]
+        if free <= 0 or not waiting:
+            return
         first = waiting[0]
-        alone = not self._groups and len(waiting) == 1 and Alone.suits(first)
-        chosen, longest = [first], len(first.tokens)
+        alone = not self._groups and len(self.waiting) == 1 and Alone.suits(first)
+        chosen, texts = [first], {tuple(first.tokens)}
         for sequence in waiting[1:free]:
-            longest = max(longest, len(sequence.tokens))
-            fits = longest * (len(chosen) + 1) <= min(self._part(first), self._part(sequence))
-            if not fits or sequence.failures or first.failures:  # what failed is tried alone
+            together = {*texts, tuple(sequence.tokens)}  # a prompt with several answers is read once
+            fits = len(together) == 1 or len(together) * max(map(len, together)) <= self._part(sequence, first)
+            if not fits or sequence.suspect or first.suspect or self._apart:  # what failed is tried alone
                 break
             chosen.append(sequence)
-        for _ in chosen:
-            self.waiting.popleft()
-        self.counts.prompt_tokens += sum(len(sequence.prompt) for sequence in chosen if not sequence.failures)
+            texts = together
+        for sequence in chosen:
+            self.waiting.remove(sequence)
+        self.counts.prompt_tokens += sum(len(sequence.prompt) for sequence in chosen if not sequence.answer)
         try:
             if alone and self._speculation is not None:
                 self._groups.append(Alone(self._model, first, self._speculation))
             else:
-                self._reading = Prefill(self._model, chosen, self._part(first))
+                self._readings.append(Prefill(self._model, chosen, self._part(*chosen)))
         except Exception as error:
             self._retry(chosen, error)
 
-    def _part(self, sequence: Running) -> int:
+    def _part(self, *sequences: Running) -> int:
         """How many tokens of a prompt are read at a time."""
-        return max(1, min(PART, SCORED // self._model.vocab_size)) if sequence.wants_all else PART
+        if self._apart:
+            return max(len(sequence.tokens) for sequence in sequences)
+        all_wanted = any(sequence.wants_all for sequence in sequences)
+        return max(1, min(PART, SCORED // self._model.vocab_size)) if all_wanted else PART
 
     def _read(self) -> None:
-        if (reading := self._reading) is None:
-            return
-        self.counts.steps += 1
-        try:
-            found = reading.step()
-        except Exception as error:
-            self._reading = None
-            self._retry(reading.sequences, error)
-            return
-        if found is None:
-            return
-        self._reading = None
-        told, batch = found
+        for reading in list(self._readings):
+            self.counts.steps += 1
+            try:
+                found = reading.step()
+            except Exception as error:
+                self._readings.remove(reading)
+                self._retry(reading.sequences, error)
+                continue
+            if found is not None:
+                self._readings.remove(reading)
+                self._begin(*found)
+
+    def _begin(self, told: Told, batch: Batch) -> None:
+        """Go on with answers that have their first token, in one batch with the others where that can be."""
         self._groups.append(batch)
         self._tell(batch, told)
-        for group in self._groups[:-1]:
+        for group in self._groups[:-1] if not self._apart else ():
             if isinstance(group, Batch) and group.is_open and batch.is_open and group.sequences and batch.sequences:
                 self._groups.remove(batch)
                 sequences = [*group.sequences, *batch.sequences]
@@ -183,6 +189,7 @@ class Scheduler:
                 self._fail([sequence], piece)
                 gone.append(sequence)
                 continue
+            sequence.suspect = False
             self.counts.generated_tokens += len(piece.tokens)
             self._told.append((sequence, piece))
             if piece.finish_reason is not None:
@@ -192,13 +199,12 @@ class Scheduler:
 
     def _retry(self, sequences: Sequence[Running], error: Exception) -> None:
         """Let each of several try alone: one that fails by itself is to blame."""
-        for sequence in sequences:
-            sequence.failures += 1
-        blamed = [sequence for sequence in sequences if len(sequences) == 1 or sequence.failures >= TRIES]
-        self._fail(blamed, error)
+        if len(sequences) == 1:
+            self._fail(sequences, error)
+            return
         for sequence in reversed(sequences):
-            if not any(sequence is other for other in blamed):
-                self.waiting.appendleft(sequence)
+            sequence.suspect = True
+            self.waiting.appendleft(sequence)
 
     def _fail(self, sequences: Sequence[Running], error: Exception) -> None:
         if not isinstance(error, UsageError | FailedClosed | Closing) and sequences:
@@ -209,3 +215,12 @@ class Scheduler:
 
 class Closing(Exception):
     """The engine is shutting down."""
+
+
+def _depends_on_others(model: DivergenceForCausalLM) -> bool:
+    """Whether an answer would be another with longer ones beside it, or if its prompt were read in parts.
+
+    Some rotary embeddings choose their factors by the largest position of a pass.
+    """
+    kinds = (str(getattr(module, "rope_type", "")) for module in model.modules())
+    return any("longrope" in kind or "dynamic" in kind for kind in kinds)

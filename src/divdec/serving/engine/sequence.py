@@ -30,7 +30,7 @@ class Running:
         answer: the answer's so far.
         prompt_logprobs: of each of the prompt's tokens, once they are known.
         cancelled: whether nobody waits for it any longer.
-        failures: how often a pass with this sequence in it has failed.
+        suspect: whether a pass has failed in which it was with others, and it has made no token since.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Running:
         self.answer: list[int] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cancelled = False
-        self.failures = 0
+        self.suspect = False
         self.loop = loop
         self.pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         self.most = min(sampling.max_tokens, max_model_len - len(self.prompt))
@@ -75,7 +75,7 @@ class Running:
         """The next token, from steered logits after what the request asks for."""
         scores = logits[None]
         if self.processors:
-            scores = self.processors(torch.tensor([self.tokens]), scores)  # pyright: ignore[reportArgumentType]
+            scores = self.processors(torch.tensor([self.tokens], device=scores.device), scores)  # pyright: ignore[reportArgumentType]
         if self.sampling.temperature == 0:
             return int(scores.argmax())
         uniform = self._uniform([0], [len(self.answer)], 1)[0, 0, 2]

@@ -25,7 +25,11 @@ class AnswerText:
     def add(self, token: int) -> str:
         """What a token adds to the text that may be shown."""
         self._tokens.append(token)
-        self._text += self._stream.step(self._tokenizer, token) or ""
+        try:
+            self._text += self._stream.step(self._tokenizer, token) or ""
+        except Exception:  # of tokenizers, where bytes that make no character change what was shown before them
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._text += self._stream.step(self._tokenizer, token) or ""
         return self._show()
 
     def end(self) -> str:

@@ -1,0 +1,184 @@
+"""What one request does to the engine is not felt by the others."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from conftest import make_parts
+from divdec import DivergenceForCausalLM
+from divdec.errors import FailedClosed, UsageError
+from divdec.serving.engine.engine import Closing, Engine
+from divdec.serving.engine.requests import Sampling
+from divdec.serving.engine.text import AnswerText
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+
+
+def run(model, tokenizer, work, **options):
+    async def main():
+        engine = Engine(model, tokenizer, "tiny", **options)
+        engine.start()
+        try:
+            return await work(engine)
+        finally:
+            await engine.close(0)
+
+    return asyncio.run(main())
+
+
+def greedy(number, **options):
+    return Sampling(max_tokens=number, temperature=0.0, ignore_eos=True, **options)
+
+
+async def tokens_of(engine, prompt, sampling):
+    return [token async for piece in engine.generate(prompt, sampling) for token in piece.tokens]
+
+
+def alone(model, prompt, number):
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False, eos_token_id=None
+        )
+    return found[0, len(prompt) :].tolist()
+
+
+class Picky:
+    """Experts that fail where a token is read, as those would whose limits one text exceeds."""
+
+    def __init__(self, experts, token):
+        self.experts, self.token, self.vocab_size = experts, token, experts.vocab_size
+
+    def new_cache(self):
+        return self.experts.new_cache()
+
+    def divergence(self, input_ids, *args, **kwargs):
+        if (input_ids == self.token).any():
+            raise UsageError("this text is too long")
+        return self.experts.divergence(input_ids, *args, **kwargs)
+
+
+def test_nobody_is_blamed_for_what_others_do_however_often(model, tokenizer):
+    whole = alone(model, [7, 8], 120)
+    bad = next(token for token in range(2, 512) if token not in whole)
+    picky = DivergenceForCausalLM.from_experts(model.target, Picky(model.experts, bad), "linear:1.5")
+
+    async def work(engine):
+        innocent = asyncio.create_task(tokens_of(engine, [7, 8], greedy(120)))
+        failed = 0
+        for place in range(6):  # each gives the bad token as its first, and fails when it is read
+            with pytest.raises(UsageError):
+                await tokens_of(engine, [9, 10 + place], greedy(4, logit_bias={bad: 100.0}))
+            failed += 1
+        return await innocent, failed
+
+    assert run(picky, tokenizer, work) == (whole, 6)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    async def work(engine):
+        assert engine.is_open
+        running = engine.generate([7, 8], greedy(200))
+        await anext(running)
+
+        def panic(*_):
+            raise Panic
+
+        monkeypatch.setattr(engine._scheduler, "step", panic)
+        with pytest.raises(Closing):
+            async for _ in running:
+                pass
+        with pytest.raises(Closing):
+            await tokens_of(engine, [7, 8], greedy(2))
+        assert not engine.is_open
+
+    run(model, tokenizer, work)
+
+
+def test_several_answers_read_their_prompt_once(model, tokenizer):
+    prompt = [5 + place % 400 for place in range(200)]
+
+    async def work(engine):
+        found = await asyncio.gather(*(tokens_of(engine, prompt, greedy(1)) for _ in range(8)))
+        return found, engine.steps_total
+
+    found, steps = run(model, tokenizer, work)
+    assert found == [alone(model, prompt, 1)] * 8
+    assert steps <= 2  # the first may be read before the others have come
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("divdec.serving.engine.scheduler.PART", 4)
+    long, finished = [5 + place % 400 for place in range(200)], []
+
+    async def ask(engine, name, prompt):
+        found = await tokens_of(engine, prompt, greedy(2))
+        finished.append(name)
+        return found
+
+    async def work(engine):
+        return await asyncio.gather(
+            ask(engine, "long", long), ask(engine, "longer", [*long, 7]), ask(engine, "short", [7, 8])
+        )
+
+    assert run(model, tokenizer, work) == [alone(model, prompt, 2) for prompt in (long, [*long, 7], [7, 8])]
+    assert finished == ["short", "long", "longer"]
+
+
+def test_a_target_without_numbers_gives_an_error(model, tokenizer):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.target.get_output_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(FailedClosed, match="no numbers"):
+        run(broken, tokenizer, lambda engine: tokens_of(engine, [7, 8], greedy(2)))
+
+
+def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others(tokenizer):
+    """LongRoPE takes other factors for all rows once one is long."""
+    parts = []
+    for seed, width in enumerate((64, 32, 32)):
+        torch.manual_seed(seed)
+        half = width // 4 // 2
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=width, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=256, initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 10000.0,
+                "short_factor": [1.0] * half, "long_factor": [4.0] * half, "original_max_position_embeddings": 24,
+            },
+        )  # fmt: skip
+        parts.append(AutoModelForCausalLM.from_config(config).eval())
+    model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1")
+    long, short = [5 + place for place in range(60)], [7, 8, 9]
+    with torch.inference_mode():  # beside a longer row the short one would be answered otherwise
+        mask = torch.tensor([[1] * 60, [0] * 57 + [1] * 3])
+        together = model(torch.tensor([long, [0] * 57 + short]), attention_mask=mask).logits[1, -1]
+        assert (together - model(torch.tensor([short])).logits[0, -1]).abs().max() > 0.01
+
+    async def work(engine):
+        return await asyncio.gather(*(tokens_of(engine, prompt, greedy(12)) for prompt in (long, short)))
+
+    assert run(model, tokenizer, work) == [alone(model, long, 12), alone(model, short, 12)]
+
+
+def test_bytes_that_make_no_character_end_no_answer():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256, "<unk>": 257}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=False)
+    text = AnswerText(tokenizer, ())
+    shown = "".join(map(text.add, [0x0A, 0xF0, 256, 256])) + text.end()
+    assert shown.endswith("xx")

@@ -1,0 +1,227 @@
+"""The server under load and through faults (`soak.py`), clients that stop reading, and steering that breaks midway."""
+
+import asyncio
+import contextlib
+import json
+import operator
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from divdec.serving.api.generation import Limits
+from divdec.serving.api.server import HttpServer, Options, bind
+from served import engine_of, eventually, figure, serving
+from soak import Tally
+from soak_answers import references
+from soak_faults import ASKED, PATH, Served, answered, asked, faults, load, make_bundle
+
+ROOT = Path(__file__).parents[2]
+LONG = ASKED | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("soak"))
+
+
+@pytest.fixture(scope="module")
+def bundle(made):
+    return made[0]
+
+
+def idle(url):
+    return figure(url, "divdec_sequences_running") + figure(url, "divdec_sequences_waiting") == 0
+
+
+@pytest.mark.slow
+def test_a_minute_of_64_clients_of_mixed_behaviour():
+    result = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "soak.py", "--seconds", "60", "--no-faults", "--json"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-8000:]
+    report = json.loads(result.stdout)
+    assert report["problems"] == []
+    assert report["left"] == {"running": 0, "waiting": 0}
+    assert report["compared"] > 100
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_found(made):
+    """The soak's own test: answers that are not the bundle's, and a server that dies, do not pass."""
+    bundle, texts = made
+    expected = references(*load(bundle), texts, 6)
+    for reference in expected:
+        reference.ids[0] ^= 1
+        reference.texts[1:] = [text + "!" for text in reference.texts[1:]]
+    tally = Tally()
+
+    async def run(server):
+        async with asked(server.url, expected, tally, 8):
+            await answered(tally, 5)
+            server.process.kill()
+            await asyncio.sleep(0.5)
+
+    with Served(bundle, bundle.parent / "wrong.log") as server:
+        asyncio.run(run(server))
+    assert any("instead of" in problem for problem in tally.problems)
+    assert any("Error" in problem for problem in tally.problems)
+
+
+@pytest.mark.slow
+def test_sigterm_and_sigkill_under_load(made, tmp_path):
+    bundle, texts = made
+    figures, problems = faults(bundle, tmp_path, texts, references(*load(bundle), texts, 12))
+    assert problems == []
+    assert figures["sigterm"]["closing"] > 0
+    assert figures["sigterm"]["answered_before"] > 0
+    assert figures["sigkill"]["requests"] == ["case-0", "case-1"]
+
+
+@contextlib.contextmanager
+def impatient(engine, seconds):
+    """A server that gives slow readers so long, with small buffers in between, so that little fills them."""
+    port = bind("127.0.0.1", 0)
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = HttpServer({engine.name: engine}, port, Options(grace=0.0, limits=Limits(slowest_reader=seconds)))
+    ready = threading.Event()
+    server.ready = ready.set
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_client_that_stops_reading_is_cut_off(bundle, capsys):
+    """Its rows are free again, and so is its connection, though it stays."""
+    content = json.dumps(LONG | {"prompt": [5, 6, 7], "logprobs": 20, "n": 2}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with impatient(engine_of(bundle), 0.5) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        connections = server.server_state.connections
+        assert len(connections) == 1
+        eventually(lambda: figure(server.url, "divdec_generated_tokens_total") and idle(server.url), 60)
+        assert figure(server.url, "divdec_generated_tokens_total") < 2 * 3000
+        eventually(lambda: not connections)
+        # One that reads slowly is served: the limit is on how long nothing at all is taken.
+        asked = LONG | {"prompt": [5, 6, 7], "logprobs": 20, "max_tokens": 60}
+        started = time.monotonic()
+        with httpx.stream("POST", server.url + PATH, json=asked, timeout=60) as response:
+            for line in response.iter_lines():
+                time.sleep(0.01)
+                last = line or last
+        assert last == "data: [DONE]"
+        assert time.monotonic() - started > 0.6  # it took longer than it may take to take nothing
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [record["error"] for record in logged if record.get("path") == PATH and "error" in record] == ["slow_reader"]
+
+
+def told(events):
+    """Token ids of a stream's events, and its last event."""
+    ids = [
+        int(token.removeprefix("token_id:"))
+        for event in events[:-1]
+        for token in event["choices"][0]["logprobs"]["tokens"]
+    ]
+    return ids, events[-1]
+
+
+def events_while(url, prompt, breaking):
+    """A stream's events, in the middle of which steering breaks."""
+    asked = LONG | {"prompt": prompt, "logprobs": 0, "return_tokens_as_token_ids": True}
+    with httpx.stream("POST", url + PATH, json=asked, timeout=60) as response:
+        assert response.status_code == 200
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        found = [next(lines) for _ in range(8)]
+        breaking()
+        found += lines
+    assert "[DONE]" not in found
+    return told(list(map(json.loads, found)))
+
+
+def continued(model, prompt, number):
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=number, max_new_tokens=number, do_sample=False,
+            eos_token_id=None,
+        )  # fmt: skip
+    return found[0, len(prompt) :].tolist()
+
+
+def assert_steered(ids, last, steered, target, prompt):
+    """An error ends the stream, every token before it is steered, and an unsteered one would have been seen."""
+    assert last["error"]["code"] == "steering_failed"
+    assert 8 <= len(ids) < 3000
+    number = min(len(ids), 40)
+    assert ids[:number] == continued(steered, prompt, number)
+    assert ids[:number] != continued(target, prompt, number)
+
+
+def weights_that_are_lost(model):
+    def breaking():
+        with torch.no_grad():
+            model.experts.forget.get_output_embeddings().weight.fill_(torch.nan)
+
+    return breaking
+
+
+def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
+    from divdec.serving.engine.engine import Engine
+
+    broken, tokenizer = load(bundle)
+    steered, _ = load(bundle)
+    prompt = [40, 50, 60]
+    with serving([Engine(broken, tokenizer, "tiny")], grace=0.0) as url:
+        ids, last = events_while(url, prompt, weights_that_are_lost(broken))
+        assert_steered(ids, last, steered, steered.target, prompt)
+        # All of them, since the last ones are those that were made while it broke.
+        assert ids == continued(steered, prompt, len(ids))
+        refused = httpx.post(url + PATH, json=ASKED | {"prompt": prompt})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "steering_failed")
+        assert idle(url)
+
+
+def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
+    from divdec.data.records import texts_of
+    from divdec.experts.takedowns.log import LOG_FILE
+    from divdec.serving.engine.engine import Engine
+    from divdec.serving.following import with_registry
+    from divdec.serving.registry import Registry
+
+    bundle, texts = made
+    folder = tmp_path / "registry"
+    registry = Registry.create(folder, texts_of("kept", texts[:20]), bundle.parent / "target", order=3)
+    model, tokenizer = load(bundle)
+    # What the bundle answers of its own is taken down, so that it answers otherwise.
+    prompts = [tokenizer(text).input_ids[:20] for text in texts[:6]]
+    own = [continued(model, prompt, 40) for prompt in prompts]
+    registry.add("case", texts_of("taken", [tokenizer.decode(ids) for ids in map(operator.add, prompts, own)]))
+    steered, whole = with_registry(model, tokenizer, folder), (folder / LOG_FILE).read_bytes()
+    expected = [continued(steered, prompt, 40) for prompt in prompts]
+    place = next(place for place in range(len(prompts)) if own[place][:8] != expected[place][:8])
+    prompt = prompts[place]
+    followed = with_registry(load(bundle)[0], tokenizer, folder)
+    with serving([Engine(followed, tokenizer, "tiny")], grace=0.0) as url:
+        ids, last = events_while(url, prompt, lambda: (folder / LOG_FILE).write_text("damaged\n"))
+        assert last["error"]["code"] == "steering_failed"
+        assert len(ids) >= 8
+        assert ids[:40] == expected[place][: len(ids)]
+        assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 500
+        (folder / LOG_FILE).write_bytes(whole)
+        assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 200
