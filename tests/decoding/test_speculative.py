@@ -458,6 +458,26 @@ def test_what_is_not_offered_is_refused_in_one_line(steered, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_recurrent_states_are_not_speculated_on():
+    """They sum up their tokens: what was drafted and not kept could not be taken back."""
+    import transformers
+
+    config = transformers.Qwen3NextConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"], eos_token_id=0,
+        bos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    recurrent = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = DivergenceForCausalLM.from_parts(recurrent, tiny_model("llama", 512, 1), tiny_model("llama", 512, 2))
+    ids = torch.tensor([[5, 6, 7]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    assert model.generate(ids, **given).shape[1] > 3
+    with pytest.raises(UsageError, match="recurrent state"):
+        model.generate(ids, speculative=True, **given)
+
+
 def test_settings_of_ones_own_are_refused_as_well(steered):
     with pytest.raises(UsageError, match="beam search"):
         generate(steered, PROMPTS[:1], speculative=True, generation_config=GenerationConfig(num_beams=3))

@@ -246,3 +246,25 @@ def test_bytes_that_are_no_http(url, http, data):
         answer = connection.recv(4096)
     assert not answer.startswith(b"HTTP/1.1 5")
     assert http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {"messages": [{}] * 100_000}, "messages"),
+        ("/v1/completions", {"prompt": ["a"] * 5000}, "4096"),
+        ("/v1/completions", {"prompt": "a", **{f"field{number}": 1 for number in range(5000)}}, "fields"),
+        ("/v1/completions", {"prompt": [5] * 4000, "echo": True, "logprobs": 20, "n": 20}, "log-probabilities"),
+        ("/detokenize", {"tokens": [""] * 100_000}, "tokens"),
+    ],
+)
+def test_what_would_be_much_work_is_refused_first(http, path, body, message):
+    found = error_of(http.post(path, json={"model": "tiny", **body}))
+    assert message in found["message"]
+    assert len(found["message"]) < 500
+
+
+def test_events_are_one_line_for_every_client():
+    from divdec.serving.api.generation import _json
+
+    assert _json({"text": "a\u2028b\u0085c"}).isascii()

@@ -101,11 +101,6 @@ class Prefill:
             if sequence.wants_all and sequence.sampling.prompt_logprobs is not None
         }
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it takes several steps."""
-        return self._width > self._columns
-
     def step(self) -> tuple[Told, Batch] | None:
         """Read the next part; once all is read, the answers' first tokens, and the batch in which they go on."""
         start, end = self._read, min(self._read + self._columns, self._width)
