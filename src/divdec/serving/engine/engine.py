@@ -17,6 +17,7 @@ import torch
 from divdec.decoding.drafters import make_drafter
 from divdec.decoding.speculative import Speculation, check_cache
 from divdec.errors import UsageError
+from divdec.fail_closed import wait_for_checks
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.batch import Told
 from divdec.serving.engine.requests import Piece, Sampling
@@ -174,6 +175,7 @@ class Engine:
             running.cancelled = True
 
     def _work(self) -> None:
+        wait_for_checks()  # what one request does to the numbers must not cost the device to all
         try:
             with torch.inference_mode():
                 while self._wait_for_work():

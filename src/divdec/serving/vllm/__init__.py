@@ -9,11 +9,11 @@ from __future__ import annotations
 
 def register() -> None:
     """Make vLLM know bundles; it calls this in each of its processes (entry point `vllm.general_plugins`)."""
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: ignore[reportMissingImports]
 
     from divdec._registration import register_config
     from divdec.serving.vllm.refusals import EngineChecks
-    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
 
     register_config()
     # As text, so that only the processes that run it load it.
