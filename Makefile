@@ -63,7 +63,7 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
 test-vllm: $(VENV)-vllm/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm --durations 0
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm --durations 0 tests/serving/vllm
 
 $(VENV)-vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-vllm
