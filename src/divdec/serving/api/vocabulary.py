@@ -137,9 +137,9 @@ class Vocabulary:
 class Offsets:
     """Where tokens begin in a text, counted in characters."""
 
-    def __init__(self, vocabulary: Vocabulary, start: int = 0) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._place = start
+        self._place = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, token: int) -> int:

@@ -10,10 +10,8 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from divdec.decoding.loop import Decoding
 from divdec.decoding.speculative import Speculation
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.serving.engine.batch import Told
+from divdec.serving.engine.batch import Told, follow_registry
 from divdec.serving.engine.sequence import Running
-
-PART = 512  # tokens of the prompt in a pass
 
 
 class Alone:
@@ -21,7 +19,8 @@ class Alone:
 
     is_open = False
 
-    def __init__(self, model: DivergenceForCausalLM, sequence: Running, speculation: Speculation) -> None:
+    def __init__(self, model: DivergenceForCausalLM, sequence: Running, speculation: Speculation, part: int) -> None:
+        """Prepare; `part` tokens of the prompt are read in a pass."""
         self.sequences = [sequence]
         self._model = model
         self._cache = model.new_cache()
@@ -31,7 +30,7 @@ class Alone:
             do_sample=sequence.sampling.temperature > 0,
             max_length=self._known + sequence.most - len(sequence.answer),
         )
-        config.prefill_chunk_size = PART
+        config.prefill_chunk_size = part
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self._decoding = Decoding(
             model,
@@ -57,9 +56,7 @@ class Alone:
 
     def step(self) -> Told:
         """Draft, judge, and add what stands."""
-        experts = self._model.experts
-        if getattr(experts, "changes", False):
-            experts.begin(self._cache.experts)  # pyright: ignore[reportAttributeAccessIssue]
+        follow_registry(self._model, self._cache)
         if self._begun:
             self._decoding.step()
         else:

@@ -138,14 +138,19 @@ def forward(
     keep: int = 1,
 ) -> Float[Tensor, "rows kept vocab"]:
     """Steered logits, by the model's own forward; a registry of takedown requests is followed from step to step."""
-    experts: Any = model.experts
-    if getattr(experts, "changes", False):
-        experts.begin(cache.experts)
+    follow_registry(model, cache)
     device = model.device
     output: Any = model(
         input_ids=input_ids.to(device), attention_mask=mask.to(device), past_key_values=cache, logits_to_keep=keep
     )
     return output.logits
+
+
+def follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
+    """Let what comes next be steered by the takedown requests that are in force now."""
+    experts: Any = model.experts
+    if getattr(experts, "changes", False):
+        experts.begin(cache.experts)
 
 
 def _extend(sequences: Sequence[Running], logits: Float[Tensor, "rows vocab"]) -> Told:

@@ -126,7 +126,7 @@ class Scheduler:
         self.counts.prompt_tokens += sum(len(sequence.prompt) for sequence in chosen if not sequence.answer)
         try:
             if alone and self._speculation is not None:
-                self._groups.append(Alone(self._model, first, self._speculation))
+                self._groups.append(Alone(self._model, first, self._speculation, self._part(first)))
             else:
                 self._readings.append(Prefill(self._model, chosen, self._part(*chosen)))
         except Exception as error:
