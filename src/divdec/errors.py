@@ -12,6 +12,10 @@ class FailedClosed(RuntimeError):
     """A model could not be steered while it answered; it gave an error instead of the target's own answer."""
 
 
+class Diverged(RuntimeError):
+    """A training loss was not finite, so that training cannot go on."""
+
+
 def first_line(error: Exception) -> str:
     """What another library's error says, in one line; the error's kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

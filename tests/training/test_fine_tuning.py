@@ -11,9 +11,11 @@ from transformers import TrainerCallback
 from divdec import UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.errors import Diverged
 from divdec.experiments.small_models import Shape, new_model
 from divdec.training import fine_tuning
 from divdec.training.fine_tuning import fine_tune, mean_loss
+from divdec.training.objective import Companion, Rows, part
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
 
@@ -40,8 +42,8 @@ def test_it_learns_and_says_what_it_cost(examples, tokenizer, tmp_path):
     assert result.steps == 4 * 5
     assert result.tokens == sum(len(example.input_ids) for example in examples)
     assert not model.training
-    collator = fine_tuning.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
-    assert mean_loss(model, collator, examples, 3) == pytest.approx(mean_loss(model, collator, examples, 40), rel=1e-5)
+    whole = mean_loss(model, tokenizer, examples, 40)
+    assert mean_loss(model, tokenizer, examples, 3) == pytest.approx(whole, rel=1e-5)
 
 
 class StopAt(TrainerCallback):
@@ -61,7 +63,9 @@ def interrupted_at(step, monkeypatch, *arguments, **options):
         patch.setattr(
             fine_tuning,
             "_Trainer",
-            lambda **given: trainer(**{**given, "callbacks": [*given["callbacks"], StopAt(step)]}),
+            lambda *objective, **given: trainer(
+                *objective, **{**given, "callbacks": [*given["callbacks"], StopAt(step)]}
+            ),
         )
         with pytest.raises(Interrupted, match=f"interrupted at step {step + 1}"):
             fine_tune(*arguments, **options)
@@ -112,3 +116,121 @@ def test_adapters_are_merged_into_an_ordinary_model(examples, tokenizer, tmp_pat
 def test_nothing_to_learn(tokenizer, tmp_path):
     with pytest.raises(UsageError, match="nothing to learn"):
         fine_tune(model_for(tokenizer), tokenizer, [], SETTINGS, tmp_path, title="test")
+
+
+# With another objective than the cross entropy, and companions.
+
+
+class CrossEntropy:
+    """The default written as an objective, so that both can be compared."""
+
+    counts_tokens = True
+
+    def to(self, device):
+        self.device = device
+
+    def loss(self, model, batch, labelled):
+        logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labelled
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, tokenizer, tmp_path, accumulation):
+    settings = dataclasses.replace(SETTINGS, epochs=1.0, batch_size=8 // accumulation)
+    settings = dataclasses.replace(settings, gradient_accumulation=accumulation)
+    found = [
+        weights(
+            fine_tune(
+                model_for(tokenizer),
+                tokenizer,
+                examples,
+                settings,
+                tmp_path / str(place),
+                title="t",
+                objective=objective,
+            )[0]
+        )
+        for place, objective in enumerate((None, CrossEntropy()))
+    ]
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_companions_come_each_as_often_as_any_other_and_the_same_for_the_same_seed(examples):
+    rows = Rows(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
+    seen = []
+    for epoch in (0, 1):
+        rows.set_epoch(epoch)
+        drawn = [tuple(rows[place]["retain_input_ids"]) for place in range(20)]
+        assert sorted(drawn) == sorted(tuple(example.input_ids) for example in examples[20:30] for _ in range(2))
+        seen.append(drawn)
+    assert seen[0] != seen[1]
+    again = Rows(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
+    again.set_epoch(1)
+    assert [tuple(again[place]["retain_input_ids"]) for place in range(20)] == seen[1]
+    with pytest.raises(UsageError, match="10 other examples for 20"):
+        Rows(examples[:20], {"other": Companion(examples[20:30], drawn=False)}, seed=3)
+
+
+class Learned:
+    """Cross entropy of the companion alone; it remembers what it was shown."""
+
+    counts_tokens = False
+
+    def __init__(self, breaks_at=None):
+        self.seen, self.breaks_at = [], breaks_at
+
+    def to(self, device):
+        pass
+
+    def loss(self, model, batch, labelled):
+        assert labelled is None
+        self.seen.append(batch["retain_input_ids"].tolist())
+        loss = model(**part(batch, "retain")).loss
+        return loss * float("nan") if len(self.seen) == self.breaks_at else loss
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path, monkeypatch, step):
+    companions = {"retain": Companion(examples[20:40])}
+
+    def run(folder, objective):
+        model = model_for(tokenizer)
+        arguments = (model, tokenizer, examples[:20], SETTINGS, tmp_path / folder)
+        return arguments, {"title": "t", "objective": objective, "companions": companions}
+
+    whole = Learned()
+    arguments, options = run("whole", whole)
+    trained, _ = fine_tune(*arguments, **options)
+    cut = Learned()
+    arguments, options = run("cut", cut)
+    interrupted_at(step, monkeypatch, *arguments, **options)
+    arguments, options = run("cut", cut)
+    resumed, _ = fine_tune(*arguments, **options)
+    assert cut.seen == whole.seen
+    assert torch.equal(weights(resumed), weights(trained))
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_examples_and_keeps_the_last_checkpoint(
+    examples, tokenizer, tmp_path
+):
+    companions = {"retain": Companion(examples[20:40])}
+    with pytest.raises(Diverged, match=r"the loss is nan at step 5, on examples (\d+, ){7}\d+ \(counted from 0\)"):
+        fine_tune(
+            model_for(tokenizer), tokenizer, examples[:20], SETTINGS, tmp_path, title="t",
+            objective=Learned(breaks_at=5), companions=companions,
+        )  # fmt: skip
+    assert (tmp_path / "checkpoints" / "checkpoint-3" / fine_tuning.COMPLETE).is_file()
+
+
+def test_each_epoch_can_be_looked_at(examples, tokenizer, tmp_path):
+    seen = []
+
+    def look(model, epoch):
+        assert not model.training
+        seen.append((epoch, mean_loss(model, tokenizer, examples, 40)))
+
+    _, result = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="t", on_epoch=look)
+    assert [epoch for epoch, _ in seen] == [1, 2, 3, 4]
+    assert seen[-1][1] == pytest.approx(result.loss_after, rel=1e-5)
+    assert seen[-1][1] < seen[0][1]

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import Diverged, FailedClosed, UsageError
 
 # Name, module, one line of help; in the order in which a newcomer meets them.
 VERBS = (
@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(settings) or 0
     except (UsageError, FailedClosed) as error:
         return _fail(f"{verb}: {error}")
+    except Diverged as error:
+        return _fail(f"{verb}: {error}", code=1)
     except SystemExit as error:  # argparse has printed its help or its line
         return error.code if isinstance(error.code, int) else 2
     except KeyboardInterrupt:

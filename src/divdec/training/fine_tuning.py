@@ -9,16 +9,18 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DataCollatorForSeq2Seq, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from torch import Tensor
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.errors import UsageError
+from divdec.errors import Diverged, UsageError
 from divdec.runs import read_json, settings_hash, write_json
+from divdec.training.objective import INDEX, Collator, Companion, Objective, Rows
 from divdec.training.progress import Interrupted, RateBar, StopSignal
 from divdec.training.sampling import LengthGroupedByEpoch
 from divdec.training.settings import TrainingSettings
@@ -62,6 +64,9 @@ def fine_tune(
     title: str,
     measure: bool = True,
     resumable: bool = True,
+    objective: Objective | None = None,
+    companions: Mapping[str, Companion] | None = None,
+    on_epoch: Callable[[PreTrainedModel, int], object] | None = None,
 ) -> tuple[PreTrainedModel, TrainingResult]:
     """Fine-tune a model in memory, on one process or on many under `accelerate launch` or `torchrun`.
 
@@ -75,35 +80,43 @@ def fine_tune(
         title: what the progress bar calls the run.
         measure: compute the loss before and after on at most 256 examples.
         resumable: write checkpoints; off for probes and runs of seconds.
+        objective: what is minimised; by default the cross entropy of the labelled tokens.
+        companions: what each batch holds beside the examples, by name, for the objective.
+        on_epoch: called after each epoch with the model, in evaluation mode, and the number of epochs done. With LoRA
+            it is the wrapped model, whose adapters are not merged.
 
     Returns:
-        The model in evaluation mode, and the result.
+        The model in evaluation mode, and the result. The losses in it are cross entropies, whatever the objective.
 
     Raises:
         Interrupted: Ctrl-C or a termination signal came; a checkpoint has been written.
+        Diverged: a loss is not finite; the checkpoint of the last whole epoch stays.
         UsageError: there is nothing to learn, or `folder` holds another run's checkpoints.
     """
     if not examples:
         raise UsageError(f"{title}: there is nothing to learn")
     checkpoints = folder / CHECKPOINTS
-    content = [(example.input_ids, example.labels) for example in examples]
+    companions = companions or {}
+    content = [_content(examples), *(_content(companion.examples) for companion in companions.values())]
     fingerprint = settings_hash([dataclasses.asdict(settings), content])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None
 
     started = time.perf_counter()
-    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, padding=True)
+    rows = Rows(examples, companions, settings.seed)
+    collator = Collator(tokenizer, tuple(companions))
     sample = _sample(examples, 256, settings.seed)
-    loss_before = mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan
+    loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
     stop, bar = StopSignal(), RateBar(title)
-    dataset: Any = [dataclasses.asdict(example) for example in examples]
+    callbacks: list[TrainerCallback] = [stop, bar, *([_AfterEpoch(on_epoch)] if on_epoch else [])]
     try:
         trainer = _Trainer(
+            objective,
             model=trained,
             args=_arguments(settings, checkpoints, resumable),
-            train_dataset=dataset,
+            train_dataset=rows,
             data_collator=collator,
-            callbacks=[stop, bar],
+            callbacks=callbacks,
         )
     except (RuntimeError, ValueError) as error:
         if settings.loggers:  # Trainer's words name the logger that is not known or not installed
@@ -123,7 +136,7 @@ def fine_tune(
     model.eval()
     result = TrainingResult(
         loss_before=loss_before,
-        loss_after=mean_loss(model, collator, sample, settings.batch_size) if measure else math.nan,
+        loss_after=mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan,
         steps=trainer.state.global_step,
         tokens=sum(len(example.input_ids) for example in examples),
         seconds=time.perf_counter() - started,
@@ -141,11 +154,12 @@ def discard_checkpoints(folder: Path) -> None:
 
 @torch.no_grad()
 def mean_loss(
-    model: PreTrainedModel, collator: DataCollatorForSeq2Seq, examples: Sequence[Example], batch_size: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], batch_size: int
 ) -> float:
     """Mean loss per labelled token over the examples, in nats, without changing the model."""
     was_training = model.training
     model.eval()
+    collator = Collator(tokenizer)
     total, count = 0.0, 0
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     for start in range(0, len(by_length), batch_size):
@@ -159,13 +173,66 @@ def mean_loss(
 
 
 class _Trainer(Trainer):
-    """Trainer with an order of examples that a resumed run repeats exactly."""
+    """Trainer with an order of examples that a resumed run repeats exactly, and a loss of one's own."""
+
+    def __init__(self, objective: Objective | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._objective = objective
+        if objective is not None:
+            objective.to(self.args.device)
+            # It decides whether Trainer counts labelled tokens, and whether it divides by the accumulated steps.
+            self.model_accepts_loss_kwargs = objective.counts_tokens
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        index = inputs.pop(INDEX)
+        if self._objective is None:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = self._objective.loss(model, inputs, num_items_in_batch)
+            # Gradients of several processes are averaged, but each has divided by the tokens of all.
+            if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+                loss = loss * self.accelerator.num_processes
+        assert isinstance(loss, Tensor)
+        if not torch.isfinite(loss.detach()).all():
+            rows = ", ".join(map(str, sorted(index.tolist())))
+            raise Diverged(
+                f"the loss is {float(loss.detach().mean())} at step {self.state.global_step + 1}, on examples {rows} "
+                "(counted from 0); a lower learning rate may help. Checkpoints of whole epochs stay"
+            )
+        return loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedByEpoch:
-        dataset: Any = self.train_dataset
-        lengths = [len(example["input_ids"]) for example in dataset]
+        rows = self.train_dataset
+        assert isinstance(rows, Rows)
+        lengths = [len(example.input_ids) for example in rows.examples]
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return LengthGroupedByEpoch(lengths, batch_size * self.args.world_size, self.args.seed)
+        order = LengthGroupedByEpoch(lengths, batch_size * self.args.world_size, self.args.seed)
+        order.followers.append(rows.set_epoch)
+        return order
+
+
+class _AfterEpoch(TrainerCallback):
+    def __init__(self, tell: Callable[[PreTrainedModel, int], object]) -> None:
+        self._tell = tell
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        epoch = round(state.epoch)
+        if abs(state.epoch - epoch) > 1e-6:  # stopped within it, or the last one is not whole
+            return
+        was_training = model.training
+        model.eval()
+        self._tell(model, epoch)
+        model.train(was_training)
+
+
+def _content(examples: Sequence[Example]) -> list[Any]:
+    return [(example.input_ids, example.labels) for example in examples]
 
 
 def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
@@ -194,6 +261,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         disable_tqdm=True,
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=on_gpu,
+        remove_unused_columns=False,  # companions are no arguments of the model
         seed=settings.seed,
         data_seed=settings.seed,
         **options,

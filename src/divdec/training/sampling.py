@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
@@ -24,10 +24,14 @@ class LengthGroupedByEpoch(Sampler[int]):
         self.batch_size = batch_size
         self.seed = seed
         self.epoch = 0
+        self.followers: list[Callable[[int], object]] = []
+        """Told each epoch before it begins."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; accelerate calls it before each."""
         self.epoch = epoch
+        for follower in self.followers:
+            follower(epoch)
 
     def __len__(self) -> int:
         return len(self.lengths)
