@@ -395,9 +395,11 @@ def test_windows_are_rolled_back_and_batches_of_them_stay_together():
 # Fail closed.
 
 
-def test_nothing_unsteered_leaves_where_an_auxiliary_breaks(world_model):
+@pytest.mark.parametrize("part", ["forget", "target"])
+def test_nothing_leaves_where_a_part_breaks(world_model, part):
     model, _, prompts = world_model
-    weight = model.experts.forget.get_output_embeddings().weight
+    broken = model.target if part == "target" else model.experts.forget
+    weight = broken.get_output_embeddings().weight
     kept = weight.data.clone()
     try:
         weight.data[3] = torch.nan

@@ -22,6 +22,7 @@ from divdec.decoding.rows import Criteria, Processors, Rows
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.decoding.uniform import Uniform
 from divdec.errors import UsageError
+from divdec.fail_closed import check
 from divdec.sampling import pick, verify_greedy, verify_sampled
 
 LARGEST = 8  # tokens that are drafted at most where the number is not given
@@ -116,6 +117,7 @@ class Decoding:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )
+        check(~output.logits.isnan().any(), "the target overflowed: its logits are no numbers")
         return output.logits.to(device=self.rows.ids.device, dtype=torch.float32)
 
     def step(self) -> None:

@@ -265,6 +265,6 @@ def test_what_would_be_much_work_is_refused_first(http, path, body, message):
 
 
 def test_events_are_one_line_for_every_client():
-    from divdec.serving.api.generation import _json
+    from divdec.serving.api.sending import _json
 
     assert _json({"text": "a\u2028b\u0085c"}).isascii()

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from conftest import make_parts
 from divdec import DivergenceForCausalLM
+from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Closing, Engine
 from divdec.serving.engine.requests import Sampling
@@ -135,12 +136,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypat
     assert finished == ["short", "long", "longer"]
 
 
-def test_a_target_without_numbers_gives_an_error(model, tokenizer):
+@pytest.mark.parametrize("speculation", [None, Speculation(3)])
+def test_a_target_without_numbers_gives_an_error(model, tokenizer, speculation):
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.target.get_output_embeddings().weight.fill_(torch.nan)
     with pytest.raises(FailedClosed, match="no numbers"):
-        run(broken, tokenizer, lambda engine: tokens_of(engine, [7, 8], greedy(2)))
+        run(broken, tokenizer, lambda engine: tokens_of(engine, [7, 8], greedy(4)), speculation=speculation)
 
 
 def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others(tokenizer):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import FailedClosed
-from divdec.serving.vllm.token_codes import GENUINE, TRIAL, bits_for, contexts, encode
+from divdec.serving.vllm.token_codes import GENUINE, TRIAL, ContextReader, bits_for, contexts, encode
 
 SIZES = st.sampled_from([2, 3, 512, 513, 50257, 151936, 262144])
 
@@ -53,6 +53,19 @@ def test_rows_without_the_mark_are_not_read(mark):
     codes[0, 0] = mark
     with pytest.raises(FailedClosed):
         contexts(codes, 4)
+
+
+def test_trials_are_let_pass_until_a_real_token_has_come():
+    read, real = ContextReader(4), remembered([[5, 6, 7, 8], [-1, 6, 7, 8]], 512)
+    trial = torch.full_like(real, TRIAL)
+    assert read(trial).tolist() == [[-1] * 4] * 2
+    assert read(trial).tolist() == [[-1] * 4] * 2
+    assert read(real).tolist() == contexts(real, 4).tolist()
+    with pytest.raises(FailedClosed, match="was not written"):
+        read(trial)
+    with pytest.raises(FailedClosed, match="was not written"):
+        ContextReader(4)(torch.cat([real, trial[:1]]))
+    assert read(real).tolist() == contexts(real, 4).tolist()
 
 
 def test_trials_of_the_engine_have_no_context():

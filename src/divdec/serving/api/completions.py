@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from divdec.serving.api import body, generation
+from divdec.serving.api import body, generation, sending
 from divdec.serving.api.errors import invalid
 from divdec.serving.api.generation import Answer, Job, Served, Server
 from divdec.serving.api.record import RequestRecord, record_of
@@ -53,8 +53,9 @@ async def complete(request: Request, server: Server) -> Response:
     record = record_of(request)
     asked = await _understand(request, server, record)
     if asked.request.stream:
-        return await generation.stream(request, record, _events(server, asked, record), server.limits)
-    return await generation.answer(request, _whole(server, asked, record))
+        events = _events(server, asked, record)
+        return await sending.stream(request, record, events, server.limits.slowest_reader)
+    return await sending.answer(request, _whole(server, asked, record))
 
 
 async def _understand(request: Request, server: Server, record: RequestRecord) -> _Asked:

@@ -20,8 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from divdec.errors import UsageError, first_line
 from divdec.serving.api.app import create_app
-from divdec.serving.api.generation import ABORT, Limits
+from divdec.serving.api.generation import Limits
 from divdec.serving.api.record import Log
+from divdec.serving.api.sending import ABORT
 from divdec.serving.engine.engine import Engine
 
 DRAIN = 5  # seconds in which connections take the last of their answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.experts.token_cache import PADDING
@@ -25,8 +25,32 @@ def encode(numbers: Int[Tensor, "*shape"], bits: int, dtype: torch.dtype) -> Flo
     return (((numbers[..., None] >> places) & 1) * 2 - 1).to(dtype)
 
 
+class ContextReader:
+    """Reads contexts out of codes; rows on which the engine tries its sampler are let pass until it serves."""
+
+    def __init__(self, length: int) -> None:
+        """Begin before the engine serves; `length` is how many tokens a context has."""
+        self.length = length
+        self._serves: Bool[Tensor, ""] | None = None
+
+    def __call__(self, codes: Float[Tensor, "rows width"]) -> Int[Tensor, "rows length"]:
+        """The contexts of these rows: see `contexts`.
+
+        Raises:
+            FailedClosed: what was read back is no code, or is a trial although real tokens have come before, whose
+                answer would be that of n-grams without a context.
+        """
+        found = contexts(codes, self.length)
+        trials = _is_trial(codes).any()
+        # Kept on the device: to look at it would be to wait for it.
+        serves = torch.zeros_like(trials) if self._serves is None else self._serves.to(trials.device)
+        self._serves = serves | ~_is_trial(codes).all()
+        check(~(trials & self._serves), "the memory of the last tokens was not written; nothing is answered unsteered")
+        return found
+
+
 def contexts(codes: Float[Tensor, "rows width"], length: int) -> Int[Tensor, "rows length"]:
-    """The last tokens at each row, oldest first; −1 where a sequence has not so many.
+    """The last tokens at each row, oldest first; −1 where a sequence has not so many, and in a trial.
 
     Args:
         codes: a mark, for each of `length` − 1 steps back whether there is a token (±1), then the code of each token,
@@ -40,9 +64,13 @@ def contexts(codes: Float[Tensor, "rows width"], length: int) -> Int[Tensor, "ro
     exists = torch.cat([torch.ones_like(mark[:, None], dtype=torch.bool), exists], dim=1)
     bits = codes[:, length:].reshape(len(codes), length, -1)
     legible = ((bits.abs() - 1).abs() < TOLERANCE).all(dim=-1) | ~exists
-    trial = (mark >= 0) & (mark <= 1)
+    trial = _is_trial(codes)
     holds = trial | ((mark == GENUINE) & legible.all(dim=-1))
     check(holds.all(), "the memory of the last tokens cannot be read; nothing is answered unsteered")
     powers = 2 ** torch.arange(bits.shape[-1], device=codes.device)
     ids = ((bits > 0) * powers).sum(dim=-1)
     return ids.masked_fill(~exists | trial[:, None], PADDING).flip(1)
+
+
+def _is_trial(codes: Float[Tensor, "rows width"]) -> Bool[Tensor, " rows"]:
+    return (codes[:, 0] >= 0) & (codes[:, 0] <= 1)

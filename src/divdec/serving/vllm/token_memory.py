@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from divdec.errors import UsageError
-from divdec.serving.vllm.token_codes import GENUINE, TRIAL, bits_for, contexts, encode
+from divdec.serving.vllm.token_codes import GENUINE, TRIAL, ContextReader, bits_for, encode
 
 GAP = 128.0  # between the score of the position asked for and any other: e^-128 is 0 in float32
 
@@ -51,6 +51,7 @@ class TokenMemory(nn.Module):
         self.position_bits = bits_for(vllm_config.model_config.max_model_len)
         self.token_bits = bits_for(vocab_size)
         self.length, self.back = length, length - 1
+        self._read = ContextReader(length)
         self.head_size = head_size
         self.dtype = dtype
         self.width = length + length * self.token_bits
@@ -101,9 +102,9 @@ class TokenMemory(nn.Module):
         """The last tokens at each row, oldest first; −1 where a sequence has not so many.
 
         Raises:
-            FailedClosed: what was read back is no code.
+            FailedClosed: what was read back is no code, or was not written although the engine serves.
         """
-        return contexts(codes, self.length)
+        return self._read(codes)
 
     def _padded(self, code: Float[Tensor, "*shape bits"]) -> Float[Tensor, "*shape size"]:
         return nn.functional.pad(code, (0, self.head_size - code.shape[-1]))
