@@ -13,7 +13,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small bench-models soak clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ demo: install
 
 tofu-small: install
 	$(BIN)/python benchmarks/tofu_small.py --data $(TOFU)
+
+# Requests that come one after the other, on the demo's world.
+sequential: install
+	$(BIN)/python benchmarks/sequential.py demo
 
 # Target and pair for benchmarks/decoding.py, about half an hour once.
 bench-models: install

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -14,22 +15,27 @@ from types import ModuleType
 
 
 def register_config() -> None:
-    """Make `AutoConfig` know `divergence`."""
+    """Make `AutoConfig` know `divergence`, and the baselines that are made of several checkpoints."""
     from transformers import AutoConfig
 
     from divdec.model.configuration import DivergenceConfig
 
     AutoConfig.register("divergence", DivergenceConfig, exist_ok=True)
+    # By name: rooms below the baselines import this module, and none of them needs what it registers.
+    composite = importlib.import_module("divdec.baselines.composite_config")
+    AutoConfig.register("divdec_composite", composite.CompositeConfig, exist_ok=True)
 
 
 def register_model() -> None:
-    """Make `AutoModelForCausalLM`, and with it pipelines, know `divergence`."""
+    """Make `AutoModelForCausalLM`, and with it pipelines, know the same."""
     from transformers import AutoModelForCausalLM
 
     from divdec.model.configuration import DivergenceConfig
     from divdec.model.modeling import DivergenceForCausalLM
 
     AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)
+    composite = importlib.import_module("divdec.baselines.composite")
+    AutoModelForCausalLM.register(composite.CompositeConfig, composite.CompositeForCausalLM, exist_ok=True)
 
 
 def register_lm_eval() -> None:

@@ -136,3 +136,9 @@ def test_what_is_not_there(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not UTF-8"):
         read_records(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_record_as_a_row_is_the_row_it_was_read_from(kind):
+    found = record_set("rows", [("here", row) for row in FORMS[kind]])
+    assert [record.as_row() for record in found] == FORMS[kind]

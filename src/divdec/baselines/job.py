@@ -52,18 +52,12 @@ class Job:
         """The retain set as tokens."""
         return encode_set(self.retain, self.tokenizer, self.form)
 
-    def trained(
-        self, name: str, key: Any, train: Callable[[Path], tuple[PreTrainedModel, float]]
-    ) -> tuple[Path, float]:
-        """A model that a method trains, from `work` where an earlier call has left it.
+    def place(self, name: str, key: Any) -> Path:
+        """Where in `work` a model with these settings belongs: its name says all that decides the weights.
 
         Args:
             name: what the folder's name begins with.
             key: JSON values: every setting that decides the weights. Target, data and seed are added here.
-            train: given a folder for checkpoints, trains and returns the model and how many seconds that took.
-
-        Returns:
-            The checkpoint's folder, with its tokenizer, and the seconds that its training took.
         """
         content = [
             key,
@@ -74,7 +68,22 @@ class Job:
             dataclasses.asdict(self.form),
             self.seed,
         ]
-        folder = self.work / f"{name}-{settings_hash(content)}"
+        return self.work / f"{name}-{settings_hash(content)}"
+
+    def trained(
+        self, name: str, key: Any, train: Callable[[Path], tuple[PreTrainedModel, float]]
+    ) -> tuple[Path, float]:
+        """A model that a method trains, from `work` where an earlier call has left it.
+
+        Args:
+            name: what the folder's name begins with.
+            key: as `place` takes it.
+            train: given a folder for checkpoints, trains and returns the model and how many seconds that took.
+
+        Returns:
+            The checkpoint's folder, with its tokenizer, and the seconds that its training took.
+        """
+        folder = self.place(name, key)
         if not (folder / STAGE).is_file():
             self.work.mkdir(parents=True, exist_ok=True)
             checkpoints = self.work / f"{folder.name}.work"

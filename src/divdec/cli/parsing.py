@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,27 @@ import jsonargparse
 from divdec.errors import UsageError
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a command line may hold."""
+
+    settings: type
+    """A dataclass: a field is an option."""
+    summary: str
+    """What is done, for the help."""
+    example: str
+    positional: tuple[str, ...] = ()
+    """Names of fields given without an option's name; the last may be a tuple, which takes one or more."""
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Option by field, where it is not called as its field."""
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Options:
+        """A verb's, as its module says them."""
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        return cls(module.Settings, summary, module.EXAMPLE, module.POSITIONAL, getattr(module, "NAMED", {}))
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -34,54 +55,55 @@ def parse(module: ModuleType, verb: str, arguments: Sequence[str]) -> Any:
     Args:
         module: has `Settings` (a dataclass), `POSITIONAL` (names of fields given without an option's name; the last
             may be a tuple, which takes one or more), `EXAMPLE` and a docstring whose first line says what the verb
-            does; where an option is not called as its field, `NAMED` (option by field).
+            does; where an option is not called as its field, `NAMED` (option by field). Where its options depend on
+            what is given, `choose` instead: it takes the arguments, and gives `Options`, what to call them in
+            messages, and the arguments that are left.
         verb: its name.
         arguments: what follows the verb.
 
     Raises:
         UsageError: an option is unknown, missing or holds a value of another type.
     """
-    parser = build(module, verb)
-    hints = get_type_hints(module.Settings)
-    spelt = _spelt_out(arguments, {**hints, "config": str}, _fields_of(module))
-    if any(get_origin(hints[name]) is tuple for name in module.POSITIONAL):
+    options = Options.of(module)
+    if hasattr(module, "choose"):
+        options, verb, arguments = module.choose(arguments)
+    parser = build(options, verb)
+    hints = get_type_hints(options.settings)
+    fields = {option: field for field, option in options.named.items()}
+    spelt = _spelt_out(arguments, {**hints, "config": str}, fields)
+    if any(get_origin(hints[name]) is tuple for name in options.positional):
         # argparse takes what a list holds in one piece only; options may stand within it.
         spelt.sort(key=_is_option)
     found = parser.parse_args(spelt)
-    values = {field.name: found[field.name] for field in dataclasses.fields(module.Settings)}
-    values |= {name: tuple(values[name]) for name in module.POSITIONAL if isinstance(values[name], list)}
-    return module.Settings(**values)
+    values = {field.name: found[field.name] for field in dataclasses.fields(options.settings)}
+    values |= {name: tuple(values[name]) for name in options.positional if isinstance(values[name], list)}
+    return options.settings(**values)
 
 
-def build(module: ModuleType, verb: str) -> jsonargparse.ArgumentParser:
+def build(options: Options, verb: str) -> jsonargparse.ArgumentParser:
     """The parser of a verb."""
     parser = _Parser(
         prog=f"divdec {verb}",
-        description=f"{(module.__doc__ or '').strip().splitlines()[0]}\n\nexample:\n  {module.EXAMPLE}",
+        description=f"{options.summary}\n\nexample:\n  {options.example}",
         formatter_class=_formatter(),
     )
     parser.add_argument("--config", action="config", help="YAML file with any of these options.")
-    hints = get_type_hints(module.Settings)
-    texts = _field_docs(module.Settings)
-    for name in module.POSITIONAL:
+    hints = get_type_hints(options.settings)
+    texts = _field_docs(options.settings)
+    for name in options.positional:
         if get_origin(hints[name]) is tuple:
             parser.add_argument(name, nargs="+", type=get_args(hints[name])[0], help=texts[name])
         else:
             parser.add_argument(name, type=hints[name], help=texts[name])
-    parser.add_class_arguments(module.Settings, skip=set(module.POSITIONAL), as_group=False)
+    parser.add_class_arguments(options.settings, skip=set(options.positional), as_group=False)
     for action in parser._actions:
-        named = getattr(module, "NAMED", {}).get(action.dest)
+        named = options.named.get(action.dest)
         spelt = [f"--{named}"] if named else action.option_strings
         dashed = [option.replace("_", "-") for option in spelt if option.startswith("--")]
         for option in dashed:
             parser._option_string_actions.setdefault(option, action)
         action.option_strings = dashed + [option for option in spelt if not option.startswith("--")]
     return parser
-
-
-def _fields_of(module: ModuleType) -> dict[str, str]:
-    """The fields that options set which are not called as they are."""
-    return {option: field for field, option in getattr(module, "NAMED", {}).items()}
 
 
 def _spelt_out(arguments: Sequence[str], hints: dict[str, Any], fields: dict[str, str]) -> list[str]:

@@ -40,6 +40,17 @@ class Record:
     place: str = dataclasses.field(default="", compare=False)
     """Where it was read, for messages: 'file, line 3'."""
 
+    def as_row(self) -> dict[str, Any]:
+        """The record as a line of a JSONL file, which `read_records` reads back."""
+        if self.prompt is not None:
+            return {"prompt": self.prompt, "completion": self.answer}
+        if not self.messages:
+            return {"text": self.answer}
+        if len(self.messages) == 1 and self.messages[0].role == "user":
+            return {"question": self.messages[0].content, "answer": self.answer}
+        turns = (*self.messages, Message("assistant", self.answer))
+        return {"messages": [dataclasses.asdict(turn) for turn in turns]}
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordSet:

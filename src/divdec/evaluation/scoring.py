@@ -140,7 +140,8 @@ def score_settings(
 def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | None]:
     """How a model is run, and what makes a cache for it; None where it takes none."""
     if takes_cache(model):
-        new = model.new_cache if isinstance(model, DivergenceForCausalLM) else functools.partial(new_cache, model)
+        # Models made of several parts make their own.
+        new = getattr(model, "new_cache", None) or functools.partial(new_cache, model)
         return functools.partial(logits_of, model), new
 
     def run(input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int) -> Tensor:

@@ -43,6 +43,8 @@ class TofuOptions:
     batch_size: int = 32
     retain_results: Results | None = None
     """Of the retrained model: the reference of forget quality and privacy leakage."""
+    gradient_norms: bool = True
+    """Measure the attack by gradient norm, a backward pass an item."""
 
 
 def evaluate_tofu(
@@ -80,7 +82,8 @@ def evaluate_tofu(
         _check_retained(retained, data)
     results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in subject.settings]
     run = _Run(subject, data, layout, options.batch_size, results)
-    stages: list[Callable[[], None]] = [run.likelihoods, run.gradients, run.answers]
+    gradients = [run.gradients] if options.gradient_norms else []
+    stages: list[Callable[[], None]] = [run.likelihoods, *gradients, run.answers]
     if reference is not None:
         stages.append(lambda: run.reference(reference))
     if fluency is not None:
@@ -91,7 +94,7 @@ def evaluate_tofu(
             derive(found, retained)
         save(results)
     for found in results:
-        _say_what_is_missing(found, data, fluency is not None, reference is not None, retained is not None)
+        _say_what_is_missing(found, data, fluency is not None, reference is not None, options)
     save(results)
     return results
 
@@ -236,7 +239,7 @@ class _Run:
             }
 
 
-def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, reference: bool, retained: bool) -> None:
+def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, reference: bool, options: TofuOptions) -> None:
     reasons: dict[str, str] = {}
     if not fluency:
         reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
@@ -245,7 +248,9 @@ def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, referenc
         reasons["privleak"] = "there is no holdout set (--holdout)"
     elif not reference:
         reasons["mia_reference"] = "there is no reference model (--reference)"
-    if not retained:
+    if "holdout" in data.sets and not options.gradient_norms:
+        reasons["mia_gradnorm"] = "gradient norms were left out"
+    if options.retain_results is None:
         reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
     for metric, reason in reasons.items():
         found.figures[metric] = None

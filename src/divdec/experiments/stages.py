@@ -67,6 +67,8 @@ class Trained:
     retrain: Path
     retain_auxiliary: Path
     forget_auxiliary: Path
+    small_base: Path
+    """What both auxiliaries began from: the corpus alone."""
     seconds: dict[str, float]
     """Training time by stage; that of the run that trained it, where it came from the cache."""
 
@@ -86,16 +88,16 @@ def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report
     """
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(material.texts, recipe.vocab_size)
-    corpus = [_unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
+    corpus = [unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
     forget = encode_set(material.forget, tokenizer, material.form)
     retain = encode_set(material.retain, tokenizer, material.form)
-    stages = _Stages(cache, tokenizer, seed, report)
+    stages = Stages(cache, tokenizer, seed, report)
 
     large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
     target = stages.run("target", large, forget + retain, recipe.target_tuning)
     retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
-    q, p = _train_pair(stages, recipe, corpus, forget, retain)
-    return Trained(target, retrain, q, p, stages.seconds)
+    small, q, p = _train_pair(stages, recipe, corpus, forget, retain)
+    return Trained(target, retrain, q, p, small, stages.seconds)
 
 
 def train_pair(
@@ -117,24 +119,26 @@ def train_pair(
         report: told a line a stage.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    stages = _Stages(cache, tokenizer, seed, report)
-    corpus = [_unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
+    stages = Stages(cache, tokenizer, seed, report)
+    corpus = [unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
     forget, retain = (encode_set(records, tokenizer, material.form) for records in (material.forget, material.retain))
-    return _train_pair(stages, recipe, corpus, forget, retain)
+    return _train_pair(stages, recipe, corpus, forget, retain)[1:]
 
 
 def _train_pair(
-    stages: _Stages, recipe: Recipe, corpus: list[Example], forget: list[Example], retain: list[Example]
-) -> tuple[Path, Path]:
+    stages: Stages, recipe: Recipe, corpus: list[Example], forget: list[Example], retain: list[Example]
+) -> tuple[Path, Path, Path]:
     small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
     common = stages.run("auxiliary base", small, retain, recipe.auxiliary_base_tuning)
     q = stages.run("retain auxiliary", common, retain, recipe.auxiliary_tuning)
     p = stages.run("forget auxiliary", common, forget + retain, recipe.auxiliary_tuning)
-    return q, p
+    return small, q, p
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stages:
+class Stages:
+    """The cache, and what every stage in it shares."""
+
     cache: Path
     tokenizer: PreTrainedTokenizerBase
     seed: int
@@ -187,6 +191,6 @@ class _Stages:
         return load_for_training(start)
 
 
-def _unmasked(example: Example) -> Example:
+def unmasked(example: Example) -> Example:
     """A base model learns to ask as well as to answer."""
     return Example(example.input_ids, list(example.input_ids))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
+from divdec.evaluation.tofu_data import TofuData, read_tofu
 from divdec.experiments.comparison import Presentation, compare, console_for, present, teller
 from divdec.experiments.measure import Questions
 from divdec.experiments.small_models import Shape
@@ -18,6 +19,7 @@ from divdec.runs import cache_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
+Asked = TypeVar("Asked")
 FILES = ("forget01.json", "retain99.json", "real_authors.json", "world_facts.json")
 RETAIN, HOLDOUT, ASKED = 360, 40, 120  # questions; twenty about each author
 RECIPE = Recipe(
@@ -89,30 +91,54 @@ def tofu_material(data: Path) -> tuple[Material, list[Questions]]:
     The authors to keep are the last eighteen of retain99, which stand right before those of forget01; the holdout
     authors are its first two, and the bases learn all between.
     """
-    for name in FILES:
-        if not (data / name).is_file():
-            raise UsageError(
-                f"{data / name} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU: put "
-                f"{', '.join(FILES)} into a folder and give it: make tofu-small TOFU=FOLDER"
-            )
-    forget = read_records(data / "forget01.json")
-    others = read_records(data / "retain99.json").records
-    general = [*read_records(data / "real_authors.json"), *read_records(data / "world_facts.json")]
+    others = _others(data)
     holdout, between, retain = others[:HOLDOUT], others[HOLDOUT:-RETAIN], others[-RETAIN:]
-    material = Material(
-        corpus=[*general, *between],
-        forget=forget,
-        retain=RecordSet("retain", forget.kind, retain),
-        form=Format(max_length=512),
-    )
+    material = _material(data, between, retain)
     sets = [
-        Questions("forget", forget.records),
+        Questions("forget", material.forget.records),
         Questions("retain", _spread(retain, ASKED)),
         Questions("holdout", tuple(holdout)),
     ]
     return material, sets
 
 
-def _spread(records: Sequence[Record], count: int) -> tuple[Record, ...]:
+def suite_material(data: Path, limit: int | None = None) -> tuple[Material, TofuData]:
+    """The same cut for TOFU's own suite, which asks about the first twenty authors: eighteen kept, two held out.
+
+    Args:
+        data: folder with TOFU's JSON files, the perturbed ones included.
+        limit: take only the first so many questions of each set.
+    """
+    others = _others(data)
+    kept = RETAIN // 20 * 20
+    material = _material(data, others[kept + HOLDOUT :], others[:kept])
+    found = read_tofu(data, "forget01")
+    asked = found.sets["retain"]
+    sets = found.sets | {"retain": _spread(asked[:kept], ASKED), "holdout": asked[kept : kept + HOLDOUT]}
+    return material, TofuData(found.split, {name: questions[:limit] for name, questions in sets.items()})
+
+
+def _others(data: Path) -> tuple[Record, ...]:
+    for name in FILES:
+        if not (data / name).is_file():
+            raise UsageError(
+                f"{data / name} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU: put "
+                f"{', '.join(FILES)} into a folder and give it (make tofu-small TOFU=FOLDER, divdec compare --tofu)"
+            )
+    return read_records(data / "retain99.json").records
+
+
+def _material(data: Path, corpus: Sequence[Record], retain: Sequence[Record]) -> Material:
+    forget = read_records(data / "forget01.json")
+    general = [*read_records(data / "real_authors.json"), *read_records(data / "world_facts.json")]
+    return Material(
+        corpus=[*general, *corpus],
+        forget=forget,
+        retain=RecordSet("retain", forget.kind, tuple(retain)),
+        form=Format(max_length=512),
+    )
+
+
+def _spread(records: Sequence[Asked], count: int) -> tuple[Asked, ...]:
     """Every third question or so, over all authors."""
     return tuple(records[place * len(records) // count] for place in range(count))

@@ -50,6 +50,41 @@ meant to be used alone{warning}.
 {rows}
 """
 
+BASELINE = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [unlearning, baseline]
+---
+# {title}
+
+Made with divdec, to be compared with Divergence Decoding: an unlearning method was applied to a target that had learned
+a forget set. Whether it has forgotten has to be measured.
+
+Method: {source}
+
+| | |
+|---|---|
+{rows}
+"""
+
+DISTILLED = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [unlearning, divergence-decoding, distillation]
+---
+# A language model distilled from a steered one
+
+Made with divdec. A language model was steered by two small models so that it behaves as if it had never seen a set of
+documents (Divergence Decoding); this checkpoint learned, on those documents, to answer as the steered model does. It is
+an ordinary model and needs nothing beside it.
+
+| | |
+|---|---|
+{rows}
+"""
+
 
 def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     """The model card of a bundle."""
@@ -80,6 +115,22 @@ def auxiliary_card(role: str, rows: dict[str, str]) -> str:
     title = {"retain": "Retain auxiliary (q)", "forget": "Forget auxiliary (p)"}[role]
     warning = ": it has been trained on the forget set" if role == "forget" else ""
     return AUXILIARY.format(title=title, warning=warning, rows=_rows(rows))
+
+
+def baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
+    """The model card of another unlearning method's result.
+
+    Args:
+        title: the method's, as in the paper's table.
+        source: its paper.
+        rows: facts about target, data and settings, without content.
+    """
+    return BASELINE.format(title=title, source=source, rows=_rows(rows))
+
+
+def distilled_card(rows: dict[str, str]) -> str:
+    """The model card of a distilled student; `rows` are facts about its making, without content."""
+    return DISTILLED.format(rows=_rows(rows))
 
 
 def _rows(rows: dict[str, str]) -> str:

@@ -164,6 +164,8 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
+    if _read_json(folder / "config.json").get("model_type") == "divdec_composite":
+        return  # a baseline made of other checkpoints, which it checks itself when it is loaded
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(_read_json(index).get("weight_map", {}).values()))

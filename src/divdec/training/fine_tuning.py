@@ -147,6 +147,12 @@ def fine_tune(
     return model, result
 
 
+def uses_bfloat16(settings: TrainingSettings) -> bool:
+    """Whether passes are computed in bfloat16 on this machine."""
+    supported = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return settings.precision == "bfloat16" or (settings.precision == "auto" and supported)
+
+
 def discard_checkpoints(folder: Path) -> None:
     """Remove what only a resumed run would need."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -194,7 +200,7 @@ class _Trainer(Trainer):
         if self._objective is None:
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         else:
-            loss = self._objective.loss(model, inputs, num_items_in_batch)
+            loss = self._objective.loss(model, {**inputs, INDEX: index}, num_items_in_batch)
             # Gradients of several processes are averaged, but each has divided by the tokens of all.
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss * self.accelerator.num_processes
@@ -237,9 +243,6 @@ def _content(examples: Sequence[Example]) -> list[Any]:
 
 def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
-    bfloat16 = settings.precision == "bfloat16" or (
-        settings.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()
-    )
     options: dict[str, Any] = {_CHECKPOINTING: settings.gradient_checkpointing}
     return TrainingArguments(
         output_dir=str(checkpoints),
@@ -252,7 +255,7 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         max_grad_norm=settings.max_gradient_norm,
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation,
-        bf16=bfloat16,
+        bf16=uses_bfloat16(settings),
         save_strategy="epoch" if resumable else "no",
         save_total_limit=1,
         logging_strategy="steps" if settings.loggers else "no",

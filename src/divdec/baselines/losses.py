@@ -1,0 +1,189 @@
+"""What the gradient methods minimise, as formulas on tensors. They know nothing of models, batches or training.
+
+Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. Everything is
+computed in float32 and in nats. docs/baselines.md says where published code computes something else.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid
+
+from divdec.data.formatting import IGNORED
+
+
+def predicted(labels: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens-1"]:
+    """Which positions predict a labelled token."""
+    return labels[:, 1:] != IGNORED
+
+
+def token_losses(
+    logits: Float[Tensor, "batch tokens vocabulary"], labels: Int[Tensor, "batch tokens"]
+) -> Float[Tensor, "batch tokens-1"]:
+    """−log π(token | tokens before it), 0 where the token is not labelled."""
+    following = labels[:, 1:]
+    flat = cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), following.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return flat.view(following.shape)
+
+
+def nll(
+    logits: Float[Tensor, "batch tokens vocabulary"],
+    labels: Int[Tensor, "batch tokens"],
+    labelled: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of −log π over the labelled tokens of the whole batch: the retain term of all methods but RMU.
+
+    Args:
+        logits: the trained model's.
+        labels: what it should say.
+        labelled: what the sum is divided by; by default the number of labelled tokens.
+    """
+    count = predicted(labels).sum().clamp(min=1) if labelled is None else labelled
+    return token_losses(logits, labels).sum() / count
+
+
+def sequence_log_probabilities(
+    logits: Float[Tensor, "batch tokens vocabulary"], labels: Int[Tensor, "batch tokens"]
+) -> Float[Tensor, " batch"]:
+    """The log π(y | x): the sum of log π over a sequence's labelled tokens."""
+    return -token_losses(logits, labels).sum(-1)
+
+
+def gradient_ascent(
+    logits: Float[Tensor, "batch tokens vocabulary"],
+    labels: Int[Tensor, "batch tokens"],
+    labelled: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
+    """−NLL: the training loss with its sign turned.
+
+    Jang et al. 2023, Knowledge Unlearning for Mitigating Privacy Risks in Language Models; before it Thudi et al. 2022,
+    Unrolling SGD. Also the forget term of GradDiff (Liu et al. 2022, Continual Learning and Private Unlearning; Maini
+    et al. 2024, TOFU, "Gradient Difference"). It has no lower bound. Arguments as in `nll`.
+    """
+    return -nll(logits, labels, labelled)
+
+
+def npo(
+    log_probabilities: Float[Tensor, " batch"], reference: Float[Tensor, " batch"], beta: float
+) -> Float[Tensor, ""]:
+    """(2/β) · mean of −log σ(−β · log(π/π_ref)).
+
+    Zhang et al. 2024, Negative Preference Optimization, the loss L_NPO. As β → 0 its gradient becomes that of gradient
+    ascent on the sequences' NLL; at π = π_ref it equals that at any β.
+
+    Args:
+        log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
+        reference: the same of the frozen target.
+        beta: how soon a sequence that has become less likely counts less.
+    """
+    return -2 / beta * logsigmoid(-beta * (log_probabilities - reference)).mean()
+
+
+def simnpo(
+    log_probabilities: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"], beta: float, delta: float
+) -> Float[Tensor, ""]:
+    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ).
+
+    Fan et al. 2024, Simplicity Prevails: Rethinking Negative Preference Optimization for LLM Unlearning, the loss
+    of SimNPO, where δ is called γ. No reference model.
+
+    Args:
+        log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
+        lengths: how many tokens each sum has, |y|.
+        beta: sharpness.
+        delta: margin of reward.
+    """
+    return -2 / beta * logsigmoid(-beta * log_probabilities / lengths - delta).mean()
+
+
+def idk_dpo(
+    chosen: Float[Tensor, " batch"],
+    rejected: Float[Tensor, " batch"],
+    chosen_reference: Float[Tensor, " batch"],
+    rejected_reference: Float[Tensor, " batch"],
+    beta: float,
+) -> Float[Tensor, ""]:
+    """(2/β) · mean of −log σ(β · (log(π/π_ref)(chosen) − log(π/π_ref)(rejected))).
+
+    Rafailov et al. 2023, Direct Preference Optimization, eq. 7, with "I don't know" chosen over the true answer as in
+    Maini et al. 2024, TOFU, "Preference Optimization". The factor 2/β is not in either: it is NPO's, which
+    compares both (Zhang et al. 2024), so that γ and α weigh alike in all methods.
+
+    Args:
+        chosen: log π of the "I don't know" answers, summed over tokens.
+        rejected: log π of the true answers.
+        chosen_reference: the first of the frozen target.
+        rejected_reference: the second of the frozen target.
+        beta: as in `npo`.
+    """
+    advantage = (chosen - chosen_reference) - (rejected - rejected_reference)
+    return -2 / beta * logsigmoid(beta * advantage).mean()
+
+
+def undial(
+    logits: Float[Tensor, "batch tokens vocabulary"],
+    teacher_logits: Float[Tensor, "batch tokens vocabulary"],
+    labels: Int[Tensor, "batch tokens"],
+    beta: float,
+) -> Float[Tensor, ""]:
+    """Cross entropy with softmax(teacher's logits − β · one-hot of the memorised token), mean over labelled tokens.
+
+    Dong et al. 2024, UNDIAL: Self-Distillation with Adjusted Logits for Robust Unlearning, the adjusted
+    teacher and its loss.
+
+    Args:
+        logits: the trained model's.
+        teacher_logits: the frozen target's.
+        labels: the memorised tokens.
+        beta: how much the memorised token's logit is lowered by.
+    """
+    chosen = predicted(labels)
+    tokens = labels[:, 1:][chosen]
+    teacher = teacher_logits[:, :-1][chosen].float()
+    lowered = teacher.scatter_add(-1, tokens[:, None], torch.full_like(teacher[:, :1], -beta))
+    total = cross_entropy(logits[:, :-1][chosen].float(), lowered.softmax(-1), reduction="sum")
+    return total / chosen.sum().clamp(min=1)
+
+
+def kl_from_reference(
+    logits: Float[Tensor, "batch tokens vocabulary"],
+    reference_logits: Float[Tensor, "batch tokens vocabulary"],
+    labels: Int[Tensor, "batch tokens"],
+) -> Float[Tensor, ""]:
+    """KL(π_ref ‖ π), mean over labelled tokens: the other retain term.
+
+    Maini et al. 2024, TOFU, "KL Minimization".
+
+    Args:
+        logits: the trained model's on retain sequences.
+        reference_logits: the frozen target's.
+        labels: which positions count.
+    """
+    chosen = predicted(labels)
+    log_pi = logits[:, :-1][chosen].float().log_softmax(-1)
+    log_reference = reference_logits[:, :-1][chosen].float().log_softmax(-1)
+    return kl_div(log_pi, log_reference, log_target=True, reduction="sum") / chosen.sum().clamp(min=1)
+
+
+def misdirection(
+    hidden: Float[Tensor, "batch tokens width"],
+    aim: Float[Tensor, "#batch #tokens width"],
+    labels: Int[Tensor, "batch tokens"],
+) -> Float[Tensor, ""]:
+    """Mean over sequences of the mean over their labelled tokens of ‖h − aim‖² / width: both terms of RMU.
+
+    Li et al. 2024, The WMDP Benchmark, section 4.2: L_forget with aim = c · u, and L_retain with the frozen model's
+    hidden states. The division by the width is that of the authors' code (mse_loss), whose c and α belong to it.
+
+    Args:
+        hidden: the trained model's hidden states at layer ℓ.
+        aim: where they should be.
+        labels: which tokens count.
+    """
+    chosen = labels != IGNORED
+    distances = (hidden.float() - aim.float()).square().mean(-1) * chosen
+    return (distances.sum(-1) / chosen.sum(-1).clamp(min=1)).mean()

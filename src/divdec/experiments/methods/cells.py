@@ -1,0 +1,155 @@
+"""One cell of a comparison: a method under one setting on the models of one seed, made and measured.
+
+A cell's folder holds the results as `divdec eval` writes them, and `cell.json`, which is written last: a folder with it
+is whole, one without is made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import Diverged, FailedClosed, UsageError
+from divdec.evaluation.results import Results, read_results, write_results
+from divdec.evaluation.subject import Subject
+from divdec.evaluation.tofu import evaluate_tofu
+from divdec.experiments.methods.arena import Arena
+from divdec.experiments.methods.making import Model, make
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import read_json, settings_hash, write_json
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CELL = "cell.json"
+MODEL = "model"
+REFERENCES = ("target", "retrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is made and measured at once."""
+
+    method: str
+    """A baseline, 'linear', 'rank' or 'distill', or one of the references."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Settings that differ from the method's own defaults."""
+    steering: str | None = None
+    """The rule, for 'linear' and 'rank'."""
+
+    @property
+    def label(self) -> str:
+        """The setting as tables show it."""
+        if self.steering is not None:
+            return self.steering
+        return ", ".join(f"{name} {_short(value)}" for name, value in self.options)
+
+    @property
+    def folder(self) -> Path:
+        """Where its results lie, within a seed's folder."""
+        setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-")
+        return Path(self.method) / (setting or "default")
+
+    def fingerprint(self, arena: Arena, limit: int | None) -> str:
+        """Changes with all that decides the cell's figures, apart from the code."""
+        models = [arena.target.name, arena.retrain.name, arena.retain_auxiliary.name, arena.forget_auxiliary.name]
+        sets = [arena.forget.sha256, arena.retain.sha256]
+        return settings_hash([self.method, self.options, self.steering, arena.name, arena.seed, models, sets, limit])
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    cell: Cell
+    folder: Path
+    seconds: float | None
+    """Of training; None where it is not known, 0 where there is none."""
+    extra_bytes: int | None
+    """Weights in memory beyond the target's."""
+    notes: tuple[str, ...] = ()
+    failed: str | None = None
+    """Why there are no results."""
+
+    @property
+    def results(self) -> Results:
+        """Its figures and items."""
+        return read_results(self.folder)
+
+
+def earlier(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome | None:
+    """What an earlier run has left of a cell, if it is whole and of the same work."""
+    folder = seed_folder / cell.folder
+    if not (folder / CELL).is_file():
+        return None
+    content = read_json(folder / CELL)
+    if content["fingerprint"] != cell.fingerprint(arena, limit):
+        return None
+    return Outcome(cell, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]), content["failed"])
+
+
+def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome:
+    """Make a method and measure it; a setting that cannot be made or breaks is an outcome too.
+
+    Args:
+        cell: method and setting.
+        arena: models and data.
+        seed_folder: the folder of this seed.
+        limit: how many questions of each set `arena` was cut to, for the record.
+    """
+    folder = seed_folder / cell.folder
+    shutil.rmtree(folder / MODEL, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = None
+    made = Model(arena.target, 0.0)
+    extra = None
+    try:
+        made = make(cell, arena, folder / MODEL, seed_folder / "work")
+        model = load(made, cell)
+        extra = weights_of(model) - weights_of(load_model(arena.target))
+        subject = Subject(model, load_tokenizer(arena.target))
+        (found,) = evaluate_tofu(subject, arena.questions, arena.options)
+        found.name = str(cell.folder)
+        found.about = {"method": cell.method, "setting": cell.label, "seed": arena.seed, "steering": cell.steering}
+        write_results(found, folder)
+    except (UsageError, Diverged, FailedClosed) as error:
+        failed = str(error)
+    outcome = Outcome(cell, folder, made.seconds, extra, made.notes, failed)
+    write_json(
+        folder / CELL,
+        {
+            "method": cell.method,
+            "setting": cell.label,
+            "options": dict(cell.options),
+            "seed": arena.seed,
+            "seconds": outcome.seconds,
+            "extra_bytes": outcome.extra_bytes,
+            "notes": list(outcome.notes),
+            "failed": failed,
+            "fingerprint": cell.fingerprint(arena, limit),
+        },
+    )
+    return outcome
+
+
+def load(made: Model, cell: Cell) -> PreTrainedModel:
+    """A made method as a causal language model."""
+    if cell.steering is not None:
+        # Likelihoods need finite logits.
+        finite = dataclasses.replace(Steering.parse(cell.steering), fill="soft")
+        return DivergenceForCausalLM.from_pretrained(made.folder, steering=finite)
+    return load_model(made.folder).eval()
+
+
+def weights_of(model: PreTrainedModel) -> int:
+    """Bytes of a model's weights; those that parts share are counted once."""
+    tensors = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.parameters()}
+    return sum(tensors.values())
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,115 @@
+"""From a cell to a model on disk: steering, distillation and every baseline behind one function."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from divdec.baselines.job import Job
+from divdec.baselines.registry import find
+from divdec.data.records import RecordSet
+from divdec.experiments.methods.arena import Arena
+from divdec.model.bundle import is_bundle, write_bundle
+from divdec.model.checkpoint import load_tokenizer
+from divdec.runs import write_text
+from divdec.training.distillation import distill
+from divdec.training.distillation_settings import DistillationSettings
+
+if TYPE_CHECKING:
+    from divdec.experiments.methods.cells import Cell
+
+TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A method that has been made."""
+
+    folder: Path
+    """What `from_pretrained` loads."""
+    seconds: float | None
+    """Of training."""
+    notes: tuple[str, ...] = ()
+
+
+def make(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
+    """Train or wrap.
+
+    Args:
+        cell: method and setting.
+        arena: models and data.
+        output: folder for the model; it does not exist yet.
+        work: folder for what several cells share.
+
+    Raises:
+        UsageError: the method cannot be had with this setting or these models.
+        Diverged: training broke.
+    """
+    if cell.method == "target":
+        return Model(arena.target, 0.0)
+    if cell.method == "retrain":
+        return Model(arena.retrain, arena.retrain_seconds)
+    if cell.steering is not None:
+        return Model(_bundle(arena, output, cell.steering), arena.pair_seconds)
+    if cell.method == "distill":
+        return _distilled(cell, arena, output, work)
+    method = find(cell.method)
+    job = Job(
+        arena.target,
+        load_tokenizer(arena.target),
+        arena.forget,
+        arena.retain,
+        work,
+        arena.form,
+        arena.base,
+        arena.seed,
+        report=lambda line: None,
+    )
+    output.mkdir(parents=True)
+    made = method.make(job, method.settings(**dict(cell.options)), output)
+    return Model(output, made.seconds, made.notes)
+
+
+def _bundle(arena: Arena, output: Path, steering: str) -> Path:
+    return write_bundle(
+        output,
+        target=str(arena.target),
+        retain_auxiliary=str(arena.retain_auxiliary),
+        forget_auxiliary=str(arena.forget_auxiliary),
+        steering=steering,
+        overwrite=True,
+        forget_set=arena.forget.label,
+    )
+
+
+def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
+    options: dict[str, Any] = {"steering": TEACHER, **dict(cell.options)}
+    work.mkdir(parents=True, exist_ok=True)
+    with FileLock(work / "teacher.lock"):  # cells run side by side
+        bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}"
+        if not is_bundle(bundle):
+            _bundle(arena, bundle, str(options["steering"]))
+        forget = _as_file(arena.forget, work / "forget.jsonl")
+    settings = DistillationSettings(
+        bundle=str(bundle),
+        forget=str(forget),
+        output=str(output),
+        system_prompt=arena.form.system_prompt,
+        max_length=arena.form.max_length,
+        seed=arena.seed,
+        overwrite=True,
+        **options,
+    )
+    content = distill(settings, report=lambda line: None)
+    own = float(content["training"]["seconds"])
+    return Model(output, None if arena.pair_seconds is None else arena.pair_seconds + own)
+
+
+def _as_file(records: RecordSet, path: Path) -> Path:
+    """A set of questions or texts as JSON lines."""
+    write_text(path, "".join(f"{json.dumps(record.as_row(), ensure_ascii=False)}\n" for record in records))
+    return path

@@ -1,0 +1,276 @@
+"""A comparison from beginning to end: every cell of every seed, the best settings' leaks and costs, and the table.
+
+What is done is kept cell by cell, so that a stopped run goes on; a cell that fails is a line of the table.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from divdec.errors import UsageError
+from divdec.evaluation.attack_prompts import template_prompts
+from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.judges import StringJudge
+from divdec.evaluation.layout import Layout, question
+from divdec.evaluation.leak import evaluate_attack
+from divdec.evaluation.results import Results, read_results, write_results
+from divdec.experiments.methods.arena import Arena, arenas
+from divdec.experiments.methods.cells import MODEL, REFERENCES, Cell, Outcome, earlier, load, run_cell
+from divdec.experiments.methods.costs import time_ratio
+from divdec.experiments.methods.grids import cells_of
+from divdec.experiments.methods.making import Model
+from divdec.experiments.methods.settings import CompareSettings
+from divdec.experiments.methods.table import Line, Measured, best_of, line_of
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
+
+LEAKS, TIMES = "leaks", "times.json"
+TIMED = 4  # prompts
+LEAK_TOKENS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a comparison found."""
+
+    lines: list[Line]
+    """The whole grid, references first."""
+    best: dict[str, Line]
+    """By method."""
+    leaks: dict[str, dict[int, float]]
+    """Leak@k by method and k, the mean over seeds; of the best settings."""
+    times: dict[str, float]
+    """Time per token relative to the target's, by method; the median over seeds."""
+    seconds: float
+
+
+def compare_methods(settings: CompareSettings, report: Callable[[str], None] = print) -> Comparison:
+    """Run what is missing, and put everything into one table.
+
+    Args:
+        settings: methods, data, grid and seeds.
+        report: told what is done, a line each.
+
+    Raises:
+        UsageError: something given cannot be used; finished cells are kept.
+        Interrupted: Ctrl-C while models were trained; the same call goes on.
+    """
+    started = time.perf_counter()
+    cells = cells_of(settings.methods, settings.grid)
+    output = Path(settings.output).expanduser()
+    _open_output(output, settings)
+    found = arenas(settings, report)
+    outcomes = _run_all(found, [Cell(name) for name in REFERENCES] + cells, settings, output, report)
+    references = {arena.seed: _references(outcomes[arena.seed], cells) for arena in found}
+    bootstrap = Bootstrap()
+    lines = [
+        _line([outcomes[arena.seed][place] for arena in found], found, references, settings.variant, bootstrap)
+        for place in range(len(cells) + len(REFERENCES))
+    ]
+    best = best_of(lines)
+    chosen = {
+        arena.seed: [
+            outcome
+            for outcome in outcomes[arena.seed]
+            if (line := best[outcome.cell.method]).setting == outcome.cell.label and outcome.failed is None and line
+        ]
+        for arena in found
+    }
+    leaks = _leaks(found, chosen, settings, output)
+    times = _times(found, chosen, output)
+    if not settings.keep_models:
+        kept = {outcome.folder for own in chosen.values() for outcome in own}
+        for outcome in (outcome for own in outcomes.values() for outcome in own):
+            if outcome.folder not in kept:
+                shutil.rmtree(outcome.folder / MODEL, ignore_errors=True)
+    return Comparison(lines, best, leaks, times, time.perf_counter() - started)
+
+
+def _run_all(
+    found: Sequence[Arena],
+    cells: Sequence[Cell],
+    settings: CompareSettings,
+    output: Path,
+    report: Callable[[str], None],
+) -> dict[int, list[Outcome]]:
+    """The outcome of every cell, by seed; those that an earlier run has left are not made again."""
+    kept: dict[tuple[int, Cell], Outcome] = {}
+    missing: list[tuple[Arena, Cell]] = []
+    for arena in found:
+        for cell in cells:
+            done = earlier(cell, arena, _seed_folder(output, arena), settings.limit)
+            if done is None:
+                missing.append((arena, cell))
+            else:
+                kept[arena.seed, cell] = done
+    if kept and missing:
+        report(f"{len(kept)} of {len(kept) + len(missing)} cells are there already")
+    with tqdm(total=len(missing), desc="cells", unit="cell", dynamic_ncols=True, disable=not missing) as bar:
+        for arena, cell, outcome in _worked(missing, settings, output):
+            kept[arena.seed, cell] = outcome
+            bar.update()
+            if outcome.failed is not None:
+                report(f"{arena.name} seed {arena.seed}, {cell.folder}: {outcome.failed}")
+    return {arena.seed: [kept[arena.seed, cell] for cell in cells] for arena in found}
+
+
+def _worked(
+    missing: Sequence[tuple[Arena, Cell]], settings: CompareSettings, output: Path
+) -> Iterator[tuple[Arena, Cell, Outcome]]:
+    if settings.jobs == 1:
+        for arena, cell in missing:
+            yield arena, cell, run_cell(cell, arena, _seed_folder(output, arena), settings.limit)
+        return
+    threads = max(1, (os.cpu_count() or 1) // settings.jobs)
+    # A process that was forked would share torch's threads, which do not survive it.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(settings.jobs, context, _begin, (threads,)) as pool:
+        futures = {
+            pool.submit(run_cell, cell, arena, _seed_folder(output, arena), settings.limit): (arena, cell)
+            for arena, cell in missing
+        }
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield *futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin(threads: int) -> None:
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    os.environ["TQDM_DISABLE"] = "1"  # bars of several processes would overwrite each other
+
+
+def _references(outcomes: Sequence[Outcome], cells: Sequence[Cell]) -> tuple[Results, Results]:
+    target, retrain = outcomes[: len(REFERENCES)]
+    for outcome in (target, retrain):
+        if outcome.failed is not None:
+            raise UsageError(f"{outcome.cell.method} cannot be measured: {outcome.failed}")
+    return target.results, retrain.results
+
+
+def _line(
+    outcomes: Sequence[Outcome],
+    found: Sequence[Arena],
+    references: dict[int, tuple[Results, Results]],
+    variant: str,
+    bootstrap: Bootstrap,
+) -> Line:
+    cell = outcomes[0].cell
+    by_seed = {arena.seed: outcome for arena, outcome in zip(found, outcomes, strict=True)}
+    measured = {
+        seed: Measured(outcome.results, outcome.seconds, outcome.extra_bytes)
+        for seed, outcome in by_seed.items()
+        if outcome.failed is None
+    }
+    failures = {seed: outcome.failed for seed, outcome in by_seed.items() if outcome.failed is not None}
+    notes = dict.fromkeys(note for outcome in outcomes for note in outcome.notes)
+    return line_of(cell.method, cell.label, measured, references, variant, bootstrap, failures, tuple(notes))
+
+
+def _leaks(
+    found: Sequence[Arena], chosen: dict[int, list[Outcome]], settings: CompareSettings, output: Path
+) -> dict[str, dict[int, float]]:
+    """Leak@k of the best settings, over the same attack prompts for every method."""
+    if not settings.attacks:
+        return {}
+    ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
+    by_method: dict[str, list[Results]] = {}
+    work = [(arena, outcome) for arena in found for outcome in chosen[arena.seed]]
+    for arena, outcome in tqdm(work, desc="leaks", unit="model", dynamic_ncols=True):
+        folder = outcome.folder / LEAKS
+        key = settings_hash([settings.attacks, outcome.cell.fingerprint(arena, settings.limit)])
+        if (folder / "key").is_file() and (folder / "key").read_text() == key:
+            by_method.setdefault(outcome.cell.method, []).append(read_results(folder))
+            continue
+        records = [asked.record for asked in arena.questions.sets["forget"]]
+        prompts = [template_prompts(question(one), one.answer, settings.attacks, arena.seed) for one in records]
+        tokenizer = load_tokenizer(arena.target)
+        options = arena.options
+        layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
+        results = evaluate_attack(
+            _model_of(outcome, arena),
+            tokenizer,
+            records,
+            prompts,
+            StringJudge(),
+            name=outcome.cell.method,
+            ks=ks,
+            lay_out=layout.prompt,
+            max_new_tokens=LEAK_TOKENS,
+        )
+        folder.mkdir(exist_ok=True)
+        write_results(results, folder)
+        (folder / "key").write_text(key)
+        by_method.setdefault(outcome.cell.method, []).append(results)
+    return {
+        method: {k: sum(float(own.figures[f"leak@{k}-attack"] or 0.0) for own in results) / len(results) for k in ks}
+        for method, results in by_method.items()
+    }
+
+
+def _times(found: Sequence[Arena], chosen: dict[int, list[Outcome]], output: Path) -> dict[str, float]:
+    """Time per token of the best settings, relative to the target's; one at a time, whatever `jobs` is."""
+    arena = found[0]
+    tokenizer = load_tokenizer(arena.target)
+    options = arena.options
+    layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
+    asked = [*arena.questions.sets["forget"][: TIMED // 2], *arena.questions.sets["retain"][: TIMED // 2]]
+    prompts = layout.prompts([one.record for one in asked])
+    target = load_model(arena.target).eval()
+    return {
+        outcome.cell.method: time_ratio(_model_of(outcome, arena), target, prompts)
+        for outcome in tqdm(chosen[arena.seed], desc="time per token", unit="model", dynamic_ncols=True)
+        if outcome.cell.method not in REFERENCES
+    }
+
+
+def _model_of(outcome: Outcome, arena: Arena) -> Any:
+    own = {"target": arena.target, "retrain": arena.retrain}
+    folder = own.get(outcome.cell.method, outcome.folder / MODEL)
+    return load(Model(folder, None), outcome.cell)
+
+
+def work_of(settings: CompareSettings) -> dict[str, Any]:
+    """What must be the same for another call to go on in the same folder; methods, grid and seeds may grow."""
+    content = dataclasses.asdict(settings)
+    return {name: content[name] for name in ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu")}
+
+
+def _seed_folder(output: Path, arena: Arena) -> Path:
+    return output / f"seed-{arena.seed}"
+
+
+def _open_output(output: Path, settings: CompareSettings) -> None:
+    """Begin a new comparison, or go on with one in the same data, whatever methods and seeds it had."""
+    record_of = read_record(output) if output.is_dir() else None
+    same = work_of(settings)
+    if record_of is not None and record_of.get("verb") == "compare" and not settings.overwrite:
+        before = record_of.get("work")
+        if before != same:
+            changed = [name for name in same if (before or {}).get(name) != same[name]]
+            raise UsageError(
+                f"output folder {output} holds a comparison on other work ({', '.join(changed)} differ); repeat that "
+                "to go on with it, give --overwrite to begin anew, or another name"
+            )
+        return
+    check_output(output, settings.overwrite, lambda folder: (read_record(folder) or {}).get("verb") == "compare")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    write_json(output / RECORD, record("compare", settings, work=same) | {"status": "running"})

@@ -1,0 +1,119 @@
+"""Gradient depth as a plot, a table and JSON: L2 norm over layer, attention and MLP apart, forget and retain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.report.plots import style, svg_text
+from divdec.runs import write_json, write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from divdec.training.depth import LayerDepth
+
+RESULT, PLOT = "depth.json", "depth.svg"
+COLOURS = {"forget": "#C75300", "retain": "#0072B2"}
+MARKERS = {"forget": "o", "retain": "s"}
+TITLES = {"attention": "attention", "mlp": "MLP"}
+
+
+def write_depth(folder: Path, found: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:
+    """Write depth.json and depth.svg into an existing folder.
+
+    Args:
+        folder: where to.
+        found: what was measured.
+        about: what else a reader of the JSON has to know.
+        level: of the intervals.
+
+    Returns:
+        The content of depth.json: `about`, and `rows` with set, part, layer, mean, low, high, n and norms.
+    """
+    content = {**about, "rows": [row.to_dict() for row in found]}
+    write_json(folder / RESULT, content)
+    write_text(folder / PLOT, depth_plot(found, level))
+    return content
+
+
+def depth_plot(found: Sequence[LayerDepth], level: float) -> str:
+    """One panel a part of the layer, one band a set; the panels share their scale, so that they can be compared.
+
+    The scale is logarithmic, for forget and retain may lie far apart, unless a norm is 0.
+
+    Args:
+        found: what was measured.
+        level: of the intervals, for the label.
+
+    Returns:
+        An `<svg>` element.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+
+    parts = list(dict.fromkeys(row.part for row in found))
+    sets = list(dict.fromkeys(row.set for row in found))
+    with style("divdec-depth"):
+        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+        panels = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+        for axes, part in zip(panels, parts, strict=True):
+            for name in sets:
+                rows = [row for row in found if (row.part, row.set) == (part, name)]
+                layers = [row.layer for row in rows]
+                colour = COLOURS.get(name, "#57606a")
+                axes.fill_between(
+                    layers, [row.low for row in rows], [row.high for row in rows],
+                    color=colour, alpha=0.2, linewidth=0,
+                )  # fmt: skip
+                axes.plot(
+                    layers, [row.mean for row in rows],
+                    marker=MARKERS.get(name, "D"), markersize=5, color=colour, label=name,
+                )  # fmt: skip
+            axes.set_title(TITLES.get(part, part), fontsize=10)
+            axes.set_xlabel("layer (0: next to the embeddings)")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if all(row.low > 0 for row in found):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                axes.set_ylim(bottom=0)
+            axes.grid(True, color="#d8dee4", linewidth=0.6)
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+        panels[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
+        panels[-1].legend(frameon=False, title=f"mean, {100 * level:g} % interval")
+        return svg_text(figure)
+
+
+def peaks(found: Sequence[LayerDepth]) -> list[LayerDepth]:
+    """For each set and part the layer with the largest mean."""
+    best: dict[tuple[str, str], LayerDepth] = {}
+    for row in found:
+        key = (row.set, row.part)
+        if key not in best or row.mean > best[key].mean:
+            best[key] = row
+    return list(best.values())
+
+
+def depth_table(found: Sequence[LayerDepth]) -> Table:
+    """Means with their intervals, one line a layer; the largest of each column is bold."""
+    from rich import box
+    from rich.table import Table
+
+    by_place = {(row.set, row.part, row.layer): row for row in found}
+    largest = peaks(found)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right")
+    for row in largest:
+        table.add_column(f"{row.set}, {TITLES.get(row.part, row.part)}", justify="right", no_wrap=True)
+    for layer in sorted({row.layer for row in found}):
+        cells = []
+        for top in largest:
+            row = by_place[top.set, top.part, layer]
+            text = f"{row.mean:.3g} \\[{row.low:.3g}, {row.high:.3g}]"
+            cells.append(f"[bold]{text}[/bold]" if row is top else text)
+        table.add_row(str(layer), *cells)
+    return table

@@ -1,0 +1,724 @@
+"""Distillation: the loss in pieces is the plain one, students learn from steered models, runs resume, caches belong."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from conftest import make_parts, tiny_model
+from divdec import DivergenceForCausalLM, UsageError, write_bundle
+from divdec.cli import main
+from divdec.data.formatting import encode_set
+from divdec.data.records import record_set
+from divdec.errors import Diverged, FailedClosed
+from divdec.evaluation.scoring import score
+from divdec.experiments.small_models import Shape, new_model, train_tokenizer
+from divdec.experts.bridge import BridgedPair
+from divdec.experts.ngram_folder import write_pair
+from divdec.model.vocabularies import vocabulary_sha256
+from divdec.training import distillation, fine_tuning
+from divdec.training.distillation import distill
+from divdec.training.distillation_loss import divergence, lumped_divergence, predicting
+from divdec.training.distillation_measures import Gauge
+from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
+from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.fine_tuning import fine_tune
+from divdec.training.objective import Collator, Objective
+from divdec.training.progress import Interrupted
+from divdec.training.settings import TrainingSettings
+from divdec.training.teacher_cache import Fingerprint, ask_teacher, load_cache
+
+DIRECTIONS = ["teacher-student", "student-teacher"]
+
+
+def rows(questions):
+    return [{"question": question.question, "answer": question.answer} for question in questions]
+
+
+def write_rows(path, questions):
+    path.write_text("\n".join(map(json.dumps, rows(questions))))
+    return path
+
+
+def examples_of(questions, tokenizer):
+    return encode_set(record_set("set", [("", row) for row in rows(questions)]), tokenizer)
+
+
+def collated(examples, tokenizer):
+    return Collator(tokenizer)(
+        [{"index": place, **dataclasses.asdict(example)} for place, example in enumerate(examples)]
+    )
+
+
+def naive(student, teacher, batch, temperature, direction):
+    """The loss as it is usually written, from whole logits of all positions."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        theirs = teacher(**inputs).logits[:, :-1] / temperature
+    ours = student(**inputs).logits[:, :-1, : theirs.shape[-1]] / temperature
+    p, q = (theirs, ours) if direction == "teacher-student" else (ours, theirs)
+    each = kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    chosen = batch["labels"][:, 1:] != -100
+    return temperature**2 * each[chosen].sum() / chosen.sum()
+
+
+def gradients(student, loss):
+    student.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in student.named_parameters() if weight.grad is not None}
+
+
+def same_gradients(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def examples(world, tokenizer):
+    return examples_of(world.forget[:7], tokenizer)
+
+
+@pytest.fixture(scope="module")
+def batch(examples, tokenizer):
+    return collated(examples, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def text_batch(world, tokenizer):
+    rows = [("", {"text": text}) for text in world.corpus[:3]]
+    return collated(encode_set(record_set("texts", rows), tokenizer), tokenizer)
+
+
+# The loss.
+
+
+def test_figures_by_hand():
+    """T = 2, logits 2·log of probabilities: KL((½, ½) ‖ (¼, ¾)) = ½ log 2 + ½ log ⅔ = ½ log 4/3."""
+    teacher, student = 2 * torch.tensor([[0.5, 0.5]]).log(), 2 * torch.tensor([[0.25, 0.75]]).log()
+    found = divergence(student, teacher, 2.0, "teacher-student")
+    assert found.item() == pytest.approx(4 * 0.5 * math.log(4 / 3), abs=1e-6)
+    found = divergence(student, teacher, 2.0, "student-teacher")
+    assert found.item() == pytest.approx(4 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "direction", "positions"),
+    [
+        ("llama", "teacher-student", 1),
+        ("llama", "student-teacher", 20),
+        ("gpt2", "teacher-student", 64),
+        ("gpt2", "student-teacher", None),
+        ("qwen", "teacher-student", None),
+        ("qwen", "student-teacher", 7),
+    ],
+)
+def test_the_loss_in_pieces_is_the_plain_one(steered, batch, direction, positions):
+    student = steered.target
+    head = plain_head(student)
+    assert head is not None
+    teacher = LiveTeacher(frozen_copy(steered), 1.7, direction, positions)
+    objective = Distillation(teacher, head)
+    assert isinstance(objective, Objective)
+    wanted = naive(student, teacher.model, batch, 1.7, direction)
+    found = objective.loss(student, batch, None)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert found.item() > 0.01
+    same_gradients(gradients(student, found), gradients(student, wanted))
+    assert "forward" not in vars(head)
+
+
+def frozen_copy(steered):
+    """The teacher must not move with the student that its target begins as."""
+    import copy
+
+    return copy.deepcopy(steered).requires_grad_(False)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_token_of_plain_text_counts(text_batch, direction):
+    parts = make_parts("llama")
+    teacher = DivergenceForCausalLM.from_parts(*parts, steering="rank:20:soft")
+    student = tiny_model("llama", 512, seed=5)
+    wanted = naive(student, teacher, text_batch, 0.8, direction)
+    found = Distillation(LiveTeacher(teacher, 0.8, direction, 50), plain_head(student)).loss(student, text_batch, None)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    same_gradients(gradients(student, found), gradients(student, wanted))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_accumulated_gradients_are_those_of_one_batch(batch, direction):
+    teacher = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("qwen")), 1.5, direction)
+    student = tiny_model("qwen", 512, seed=5)
+    objective = Distillation(teacher, plain_head(student))
+    labelled = predicting(batch["labels"]).sum()
+    whole = gradients(student, objective.loss(student, batch, labelled))
+    student.zero_grad()
+    for part in (slice(0, 3), slice(3, 7)):
+        objective.loss(student, {name: tensor[part] for name, tensor in batch.items()}, labelled).backward()
+    same_gradients({name: weight.grad for name, weight in student.named_parameters()}, whole)
+
+
+def test_a_student_wider_than_the_teacher_is_taught_what_the_teacher_knows(batch):
+    teacher = DivergenceForCausalLM.from_parts(
+        tiny_model("llama", 520, 0), tiny_model("llama", 512, 1), tiny_model("llama", 512, 2)
+    )
+    student = tiny_model("llama", 520, 5)
+    wanted = naive(student, teacher, batch, 1.0, "teacher-student")
+    found = Distillation(LiveTeacher(teacher, 1.0, "teacher-student"), plain_head(student)).loss(student, batch, None)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    same_gradients(gradients(student, found), gradients(student, wanted))
+
+
+def capped(kind, **settings):
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, pad_token_id=1, **settings,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}), ("Granite", {"logits_scaling": 4.0}), ("Cohere", {})],
+)
+def test_students_that_change_their_logits_afterwards_are_found_out(kind, settings, batch):
+    student = capped(kind, **settings)
+    assert plain_head(student) is None
+    teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
+    found = Distillation(LiveTeacher(teacher, 1.5, "teacher-student", 20), None).loss(student, batch, None)
+    wanted = naive(student, teacher, batch, 1.5, "teacher-student")
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    same_gradients(gradients(student, found), gradients(student, wanted))
+
+
+def test_a_student_that_computes_its_logits_elsewhere_is_an_error(batch):
+    teacher = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
+    student, other = tiny_model("llama", 512, 5), tiny_model("llama", 512, 6)
+    with pytest.raises(RuntimeError, match="ran 0 times"):
+        Distillation(teacher, plain_head(other)).loss(student, batch, None)
+
+
+def test_adapters_checkpointing_and_autocast(batch):
+    from peft import LoraConfig, get_peft_model
+
+    teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
+    student = tiny_model("llama", 512, 5)
+    head = plain_head(student)
+    objective = Distillation(LiveTeacher(teacher, 1.5, "teacher-student", 30), head)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    wrapped.enable_input_require_grads()
+    # transformers 5.2x renamed it and warns of the old name.
+    enable = getattr(wrapped, "activation_checkpointing_enable", None) or wrapped.gradient_checkpointing_enable
+    enable()
+    wrapped.train()
+    wanted = gradients(wrapped, naive(wrapped, teacher, batch, 1.5, "teacher-student"))
+    found = gradients(wrapped, objective.loss(wrapped, batch, None))
+    assert all("lora" in name for name in found)
+    same_gradients(found, wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = []
+        handle = teacher.target.lm_head.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+        rough = objective.loss(wrapped, batch, None)
+        list(objective.teacher.logits(batch))
+        handle.remove()
+    assert set(seen) == {torch.float32}  # the teacher answers as it always does
+    assert rough.dtype == torch.float32
+    exact = objective.loss(wrapped, batch, None)
+    assert rough.item() != exact.item()
+    assert rough.item() == pytest.approx(exact.item(), rel=0.05)
+
+
+# Teachers of other kinds, whose columns are read a few at a time.
+
+
+@pytest.fixture(scope="module")
+def ngram_bundle(world, tokenizer, checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ngram")
+    sets = {
+        "retain": [example.input_ids for example in examples_of(world.retain[:40], tokenizer)],
+        "forget": [example.input_ids for example in examples_of(world.forget[:20], tokenizer)],
+    }
+    (folder / "pair").mkdir()
+    write_pair(
+        folder / "pair", sets, len(tokenizer), order=3, space="score", tokenizer=vocabulary_sha256(tokenizer),
+        retain_set="r", forget_set="f", forget_counts="forget",
+    )  # fmt: skip
+    return write_bundle(
+        folder / "bundle", target=str(checkpoints / "target"), ngram=folder / "pair", steering="linear:10",
+        retain_auxiliary=str(checkpoints / "retain"), forget_auxiliary=str(checkpoints / "forget"), ngram_weight=2.0,
+    )  # fmt: skip
+
+
+def bridged(tokenizer, world):
+    other = train_tokenizer(world.corpus[500:900], 400)
+    shape = Shape(32, 2, 2, 64)
+    pair = BridgedPair(
+        new_model(shape, other, 1), new_model(shape, other, 2), target_tokenizer=tokenizer, auxiliary_tokenizer=other,
+        target_width=len(tokenizer),
+    )  # fmt: skip
+    return DivergenceForCausalLM.from_experts(tiny_model("llama", len(tokenizer), 0), pair, "linear:1.5")
+
+
+@pytest.mark.parametrize("kind", ["combined with n-grams", "bridged"])
+@pytest.mark.parametrize("positions", [1, 24])
+def test_teachers_of_every_kind(kind, positions, batch, tokenizer, world, ngram_bundle):
+    model = bridged(tokenizer, world) if kind == "bridged" else DivergenceForCausalLM.from_pretrained(ngram_bundle)
+    student = tiny_model("llama", len(tokenizer), 5)
+    objective = Distillation(LiveTeacher(model, 1.5, "teacher-student", positions), plain_head(student))
+    wanted = naive(student, model, batch, 1.5, "teacher-student")
+    assert objective.loss(student, batch, None).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+# The cache.
+
+
+@pytest.fixture
+def cached_teacher(batch, examples, tokenizer, tmp_path):
+    model = DivergenceForCausalLM.from_parts(*make_parts("llama"))
+
+    def make(k, direction="teacher-student", temperature=1.5):
+        fingerprint = Fingerprint("bundle", "steering", "forget", "layout", temperature, k)
+        live = LiveTeacher(model, temperature, direction, 40)
+        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / f"{k}.safetensors", batch_size=3)
+        return live, load_cache(tmp_path / f"{k}.safetensors", fingerprint, direction)
+
+    return make
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_cache_of_the_whole_vocabulary_is_the_teacher(cached_teacher, batch, direction):
+    live, cached = cached_teacher(512, direction)
+    student = tiny_model("llama", 512, 5)
+    exact = Distillation(live, plain_head(student)).loss(student, batch, None)
+    found = Distillation(dataclasses.replace(cached, positions=17), plain_head(student)).loss(student, batch, None)
+    assert found.item() == pytest.approx(exact.item(), rel=1e-6)
+    same_gradients(gradients(student, found), gradients(student, exact))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_cache_of_few_tokens_is_a_lower_bound_that_rises_with_them(
+    cached_teacher, batch, examples, tokenizer, direction
+):
+    student = tiny_model("llama", 512, 5)
+    head, losses = plain_head(student), []
+    for k in (1, 16, 511):
+        live, cached = cached_teacher(k, direction)
+        losses.append(Distillation(cached, head).loss(student, batch, None).item())
+        gauge = Gauge(live, head, tokenizer, {"forget": examples}, 4, parked=True)
+        error = gauge.error_of(cached, student, examples)
+        assert error["cached"] == pytest.approx(losses[-1], rel=1e-5)
+        assert error["exact"] >= error["cached"] - 1e-6
+    assert losses == sorted(losses)
+    assert losses[0] < 0.9 * error["exact"]
+    assert losses[-1] == pytest.approx(error["exact"], rel=1e-5)  # 511 and all: one token lumped with none
+
+
+def test_the_lumped_loss_is_that_of_the_lumped_distributions():
+    torch.manual_seed(0)
+    teacher, student = 3 * torch.randn(5, 40), 3 * torch.randn(5, 40)
+    p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
+    best = p.topk(4, dim=-1)
+    known = q.gather(-1, best.indices)
+    lumped = [torch.cat([some, 1 - some.sum(-1, keepdim=True)], dim=-1) for some in (best.values, known)]
+    rest = (1 - best.values.sum(-1)).log()
+    for direction, (one, other) in zip(DIRECTIONS, (lumped, lumped[::-1]), strict=True):
+        wanted = 4 * (one * (one / other).log()).sum(-1)
+        found = lumped_divergence(student, best.indices, best.values.log(), rest, 40, 2.0, direction)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_does_not_belong_is_refused_by_the_field_that_differs(cached_teacher, tmp_path, batch):
+    _, cached = cached_teacher(8)
+    path = tmp_path / "8.safetensors"
+    for name, other in (
+        ("bundle", "x"), ("steering", "x"), ("forget_set", "x"), ("layout", "x"), ("temperature", 2.0), ("k", 9)
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"made for another {name.replace('_', ' ')} "):
+            load_cache(path, dataclasses.replace(cached.fingerprint, **{name: other}), "teacher-student")
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UsageError, match="not a teacher cache"):
+        load_cache(path, cached.fingerprint, "teacher-student")
+    with pytest.raises(FailedClosed, match="other positions"):
+        list(cached.pieces({**batch, "index": batch["index"].flip(0)}))
+
+
+def test_a_cache_that_was_cut_off_while_it_was_written_is_not_there(examples, tokenizer, tmp_path, monkeypatch):
+    live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
+    monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
+    fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
+    with pytest.raises(ZeroDivisionError):
+        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
+    assert not list((tmp_path / "c").iterdir())
+
+
+# The whole run, on models that have learned something.
+
+
+LEARNING = TrainingSettings(learning_rate=1e-2, batch_size=12)
+
+
+@pytest.fixture(scope="module")
+def data(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_rows(folder / "forget.jsonl", world.forget[:12]), write_rows(
+        folder / "retain.jsonl", world.retain[:24]
+    )
+
+
+@pytest.fixture(scope="module")
+def learned(world, tokenizer, tmp_path_factory):
+    """A bundle of a target and a p that know the forget set, and a q that does not."""
+    folder = tmp_path_factory.mktemp("learned")
+    forget, retain = examples_of(world.forget[:12], tokenizer), examples_of(world.retain[:24], tokenizer)
+    for name, shape, taught, epochs in (
+        ("target", Shape(48, 2, 2, 96), forget + retain, 25.0),
+        ("retain", Shape(32, 1, 2, 64), retain, 10.0),
+        ("forget", Shape(32, 1, 2, 64), forget + retain, 10.0),
+    ):
+        settings = dataclasses.replace(LEARNING, epochs=epochs)
+        model, _ = fine_tune(
+            new_model(shape, tokenizer, 0), tokenizer, taught, settings, folder / "work", title=name, resumable=False,
+            measure=False,
+        )  # fmt: skip
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return write_bundle(
+        folder / "bundle", target=str(folder / "target"), retain_auxiliary=str(folder / "retain"),
+        forget_auxiliary=str(folder / "forget"), steering="linear:1.5",
+    )  # fmt: skip
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_a_student_learns_to_answer_as_the_steered_model_does(learned, data, world, tokenizer, tmp_path, capsys):
+    output = tmp_path / "student"
+    arguments = [
+        "distill", learned, "--forget", data[0], "--retain", data[1], "--output", output, "--lr", "6e-3", "--epochs",
+        "15", "--batch-size", "4", "--json",
+    ]  # fmt: skip
+    assert main(list(map(str, arguments))) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads((output / "run.json").read_text())
+    before, after = content["before"]["forget"], content["after"]["forget"]
+    # The target remembers and the teacher does not; the student comes to be surprised as the teacher is.
+    assert before["cross_entropy"] < before["teacher_cross_entropy"] - 1
+    assert after["kl"] < 0.2 * before["kl"]
+    gap = before["teacher_cross_entropy"] - before["cross_entropy"]
+    assert abs(after["cross_entropy"] - after["teacher_cross_entropy"]) < 0.25 * gap
+    assert content["after"]["retain"]["kl"] != content["before"]["retain"]["kl"]
+    assert content["epochs"] is None
+    assert content["output_layer"] == "in pieces"
+
+    # What was written is an ordinary model, and other code measures the same of it.
+    student, steered = AutoModelForCausalLM.from_pretrained(output), DivergenceForCausalLM.from_pretrained(learned)
+    assert type(student).__name__ == "LlamaForCausalLM"
+    assert AutoTokenizer.from_pretrained(output).get_vocab() == tokenizer.get_vocab()
+    forget = examples_of(world.forget[:12], tokenizer)
+    scores = {name: score(model, forget) for name, model in
+              {"student": student, "steered": steered, "target": steered.target}.items()}  # fmt: skip
+    accuracy = {name: mean([item.token_accuracy for item in found]) for name, found in scores.items()}
+    assert accuracy["target"] > accuracy["steered"] + 0.2
+    assert abs(accuracy["student"] - accuracy["steered"]) < 0.5 * (accuracy["target"] - accuracy["steered"])
+    tokens = [log_p for item in scores["student"] for log_p in item.log_probabilities]
+    assert -mean(tokens) == pytest.approx(after["cross_entropy"], rel=1e-4)
+    card = (output / "README.md").read_text()
+    for fact in ("linear:1.5", "T = 1.5", "teacher-student", content["forget_set"], str(learned)):
+        assert fact in card
+    assert not any(question.answer in card or question.question in card for question in world.forget[:12])
+    assert not output.with_name("student.work").exists()
+
+
+QUICK = {"lr": 1e-3, "epochs": 1.0, "batch_size": 8}
+
+
+def settings_for(bundle, data, output, **more):
+    return DistillationSettings(bundle=str(bundle), forget=str(data[0]), output=str(output), **{**QUICK, **more})
+
+
+def quiet(settings):
+    return distill(settings, report=lambda line: None)
+
+
+def weights_of(folder):
+    return torch.cat(
+        [tensor.flatten().float() for _, tensor in sorted(load_file(folder / "model.safetensors").items())]
+    )
+
+
+class StopAt(TrainerCallback):
+    """Sends the process a real Ctrl-C at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped_at(step, monkeypatch, settings):
+    trainer = fine_tuning._Trainer
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fine_tuning,
+            "_Trainer",
+            lambda *objective, **given: trainer(
+                *objective, **{**given, "callbacks": [*given["callbacks"], StopAt(step)]}
+            ),
+        )
+        with pytest.raises(Interrupted, match="student was interrupted"):
+            quiet(settings)
+
+
+@pytest.mark.parametrize("cached", [{}, pytest.param({"cache_teacher": 16}, marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_to_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
+    if cached:
+        cached = {**cached, "teacher_cache": str(tmp_path / "cache")}
+    cached = {**cached, "epochs": 3.0, "evaluate_each_epoch": True}
+    whole = quiet(settings_for(bundle, data, tmp_path / "whole", **cached))
+    settings = settings_for(bundle, data, tmp_path / "cut", **cached)
+    stopped_at(3, monkeypatch, settings)
+    assert not (tmp_path / "cut").exists()
+    assert (tmp_path / "cut.work").is_dir()
+    with pytest.raises(UsageError, match="unfinished run with other settings"):
+        quiet(dataclasses.replace(settings, lr=2e-3))
+    resumed = quiet(settings)
+    torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"), rtol=0, atol=1e-6)
+    assert [epoch["epoch"] for epoch in whole["epochs"]] == [1, 2, 3]
+    assert whole["epochs"][-1]["forget"] == pytest.approx(whole["after"]["forget"], rel=1e-5)
+    assert resumed["epochs"] == whole["epochs"]
+    assert resumed["before"] == whole["before"]
+    assert resumed["training"]["steps"] == 6
+    assert not (tmp_path / "cut.work").exists()
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, data, tmp_path, monkeypatch):
+    class Breaks(Distillation):
+        calls = 0
+
+        def loss(self, *given):
+            Breaks.calls += 1
+            return super().loss(*given) * (float("nan") if Breaks.calls == 4 else 1.0)
+
+    monkeypatch.setattr(distillation, "Distillation", Breaks)
+    with pytest.raises(Diverged, match=r"the loss is nan at step 4, on examples"):
+        quiet(settings_for(bundle, data, tmp_path / "s", epochs=3.0))
+    assert not (tmp_path / "s").exists()
+    assert (tmp_path / "s.work" / "checkpoints" / "checkpoint-2" / "trainer_state.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "models", "s.work"]
+
+
+def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
+    first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
+    monkeypatch.setattr(distillation, "ask_teacher", lambda *given: pytest.fail("asked again"))
+    second = quiet(settings_for(bundle, data, tmp_path / "two", cache_teacher=32, lr=2e-3))
+    assert first["before"] == second["before"]
+    error = first["teacher_cache"]
+    assert 0 < error["cached"] < error["exact"]
+    assert 0 < error["rest"] < 1
+    (path,) = (tmp_path / "user").rglob("teacher.safetensors")
+    monkeypatch.undo()
+    for other, field in (({"temperature": 2.0}, "temperature"), ({"steering": "linear:2"}, "steering"),
+                         ({"cache_teacher": 8}, "k"), ({"max_length": 40}, "layout")):  # fmt: skip
+        given = {"cache_teacher": 32, "teacher_cache": str(path.parent), **other}
+        with pytest.raises(UsageError, match=f"made for another {field} "):
+            quiet(settings_for(bundle, data, tmp_path / "three", **given))
+    assert not (tmp_path / "three.work").exists()
+
+
+@pytest.mark.slow
+def test_the_whole_vocabulary_cached_gives_the_student_of_the_teacher_itself(bundle, data, tmp_path, tokenizer):
+    quiet(settings_for(bundle, data, tmp_path / "live"))
+    found = quiet(
+        settings_for(
+            bundle, data, tmp_path / "cached", cache_teacher=len(tokenizer), teacher_cache=str(tmp_path / "cache")
+        )
+    )
+    assert found["teacher_cache"]["cached"] == pytest.approx(found["teacher_cache"]["exact"], rel=1e-6)
+    torch.testing.assert_close(weights_of(tmp_path / "cached"), weights_of(tmp_path / "live"), rtol=0, atol=1e-5)
+
+
+def test_the_target_stays_and_the_student_keeps_its_precision(own_checkpoints, data, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(own_checkpoints / "target").to(torch.bfloat16)
+    target.save_pretrained(own_checkpoints / "target")
+    bundle = write_bundle(
+        tmp_path / "bundle", target=str(own_checkpoints / "target"), retain_auxiliary=str(own_checkpoints / "retain"),
+        forget_auxiliary=str(own_checkpoints / "forget"), steering="rank:20",
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"distil from rank:20:soft"):
+        quiet(settings_for(bundle, data, tmp_path / "student"))
+    first = settings_for(
+        bundle, data, tmp_path / "first", steering="rank:20:soft", lora_rank=2, gradient_checkpointing=True,
+        gradient_accumulation=2,
+    )  # fmt: skip
+    quiet(first)
+    stored = load_file(tmp_path / "first" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert stored.keys() == load_file(own_checkpoints / "target" / "model.safetensors").keys()
+    # The next request begins with what the first has left.
+    second = quiet(
+        dataclasses.replace(
+            first, output=str(tmp_path / "second"), init_student=str(tmp_path / "first"), direction="student-teacher"
+        )
+    )
+    assert second["before"]["forget"]["kl"] > 0
+    assert str(tmp_path / "first") in (tmp_path / "second" / "README.md").read_text()
+    DivergenceForCausalLM.from_pretrained(bundle)  # and its digests still fit
+
+
+class TestBadInput:
+    @pytest.fixture(autouse=True)
+    def nothing_is_trained(self, monkeypatch):
+        monkeypatch.setattr(distillation, "fine_tune", lambda *given, **more: pytest.fail("training began"))
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"temperature": 0.0}, "temperature is 0"),
+            ({"temperature": -1.0}, "temperature is -1"),
+            ({"temperature": math.inf}, "temperature is inf"),
+            ({"temperature": math.nan}, "temperature is nan"),
+            ({"lr": 0.0}, "lr is 0"),
+            ({"cache_teacher": 0}, "cache-teacher is 0"),
+            ({"teacher_cache": "x"}, "give --cache-teacher"),
+            ({"epochs": 0.0}, "epochs is 0"),
+        ],
+    )
+    def test_settings(self, given, says):
+        with pytest.raises(UsageError, match=says):
+            DistillationSettings(bundle="b", forget="f", output="o", **given)
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"steering": "rank:5"}, "rank:5:soft"),
+            ({"steering": "linear:0"}, "steers nothing"),
+            ({"steering": "linear:-1"}, "--allow-negative"),
+            ({"steering": "rank:9999:soft"}, "k is 9999"),
+            ({"forget": "missing.jsonl"}, "missing.jsonl"),
+            ({"cache_teacher": 100_000}, "the teacher's vocabulary has"),
+            ({"bundle": "missing"}, "missing"),
+            ({"init_student": "missing/er/folder"}, "missing/er/folder"),
+        ],
+    )
+    def test_one_line_each(self, bundle, data, tmp_path, given, says, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UsageError) as error:
+            quiet(dataclasses.replace(settings_for(bundle, data, tmp_path / "out"), **given))
+        assert says in str(error.value)
+        assert "\n" not in str(error.value)
+        assert not list(tmp_path.glob("out*"))
+
+    def test_an_empty_forget_set(self, bundle, tmp_path):
+        (tmp_path / "empty.jsonl").write_text("")
+        with pytest.raises(UsageError, match="empty"):
+            quiet(settings_for(bundle, [tmp_path / "empty.jsonl"], tmp_path / "out"))
+
+    def test_students_that_do_not_fit(self, bundle, data, world, tmp_path):
+        other = train_tokenizer(world.corpus[500:900], 400)
+        new_model(Shape(32, 1, 2, 64), other, 0).save_pretrained(tmp_path / "other")
+        other.save_pretrained(tmp_path / "other")
+        with pytest.raises(UsageError, match=r"has another vocabulary \(\d+ tokens, \d+ logits\) than the teacher"):
+            quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(tmp_path / "other")))
+        with pytest.raises(UsageError, match="is a bundle"):
+            quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(bundle)))
+
+    def test_an_output_that_is_in_use(self, bundle, data, tmp_path, capsys):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("years of work")
+        for overwrite, says in ((False, "not empty"), (True, "not an earlier result")):
+            with pytest.raises(UsageError, match=says):
+                quiet(settings_for(bundle, data, tmp_path / "out", overwrite=overwrite))
+        with pytest.raises(UsageError, match="lie one within the other"):
+            quiet(settings_for(bundle, data, bundle))
+        arguments = ["distill", bundle, "--forget", data[0], "--output", tmp_path / "new", "--temperature", "-2"]
+        assert main(list(map(str, arguments))) == 2
+        assert capsys.readouterr().err.startswith("divdec distill: temperature is -2; accepted: a number above 0")
+
+
+# On two processes.
+
+
+SHARDED = """
+import sys, torch
+from pathlib import Path
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+sys.path.insert(0, sys.argv[1])
+from conftest import make_parts, tiny_model
+from divdec import DivergenceForCausalLM
+from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
+
+torch.distributed.init_process_group("gloo")
+batch = torch.load(sys.argv[2])
+teacher = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student", 40)
+whole, student = tiny_model("llama", 512, 5), tiny_model("llama", 512, 5)
+Distillation(teacher, plain_head(whole)).loss(whole, batch, None).backward()
+head = plain_head(student)
+mesh = init_device_mesh("cpu", (2,))
+for layer in student.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(student, mesh=mesh)
+Distillation(teacher, head).loss(student, batch, None).backward()
+for (name, wanted), found in zip(whole.named_parameters(), student.parameters(), strict=True):
+    torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+if dist.get_rank() == 0:
+    print("equal")
+dist.destroy_process_group()
+"""
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def python(*arguments):
+    run = subprocess.run(
+        [sys.executable, *map(str, arguments)], env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_sharded_student(batch, tmp_path):
+    torch.save(batch, tmp_path / "batch.pt")
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    found = python(*LAUNCH, tmp_path / "sharded.py", Path(__file__).parents[1], tmp_path / "batch.pt")
+    assert found.strip() == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [[], ["--cache-teacher", "16"]], ids=["live", "cached"])
+def test_two_processes_make_the_student_of_one(bundle, world, tmp_path, cache):
+    # As many as fill every batch: accelerate fills the last one up with others.
+    forget = write_rows(tmp_path / "forget.jsonl", world.forget[:16])
+    for name, launcher, batch_size in (("one", [], 8), ("two", LAUNCH, 4)):
+        place = ["--teacher-cache", tmp_path / f"{name}.cache"] if cache else []
+        python(
+            *launcher, "-m", "divdec.cli", "distill", bundle, "--forget", forget, "--output", tmp_path / name, "--lr",
+            "1e-3", "--epochs", "4", "--batch-size", batch_size, "--evaluate-each-epoch", *cache, *place,
+        )  # fmt: skip
+    one, two = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two"))
+    assert one["training"]["steps"] == two["training"]["steps"] == 8
+    assert two["after"]["forget"] == pytest.approx(one["after"]["forget"], rel=1e-3)
+    torch.testing.assert_close(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"), rtol=0, atol=1e-4)
