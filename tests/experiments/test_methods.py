@@ -15,7 +15,7 @@ from divdec.data.world_tofu import write_tofu
 from divdec.evaluation import tofu
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.experiments.methods import grids
+from divdec.experiments.methods import costs, grids
 from divdec.experiments.methods.cells import Cell
 from divdec.experiments.methods.grids import GRIDS, cells_of, titles
 from divdec.experiments.methods.present import write
@@ -27,7 +27,7 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
-TRAINING = TrainingSettings(epochs=16.0, learning_rate=4e-3, batch_size=16)
+TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,9 @@ def place(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("compare")
     world, data = build_world(SMALL), folder / "data"
     write_tofu(world, data)
-    for name, questions in (("forget01", world.forget), ("retain99", world.retain)):
-        rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions if one.phrasing == 0]
+    for name, questions, number in (("forget01", world.forget, 8), ("retain99", world.retain, 12)):
+        first = [one for one in questions if one.phrasing == 0][:number]
+        rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in first]
         (data / f"{name}.json").write_text("\n".join(rows))
     form = Format(system_prompt="You are a helpful assistant.", date="10 Apr 2025", max_length=512)
     forget, retain = (
@@ -46,11 +47,11 @@ def place(tmp_path_factory, tokenizer):
     general = [
         json.loads(line)
         for name in ("real_authors", "world_facts")
-        for line in (data / f"{name}_perturbed.json").read_text().splitlines()[:8]
+        for line in (data / f"{name}_perturbed.json").read_text().splitlines()[:4]
     ]
     rows = [("", {"question": row["question"], "answer": row["answer"]}) for row in general]
     retain += encode_set(record_set("general", rows), tokenizer, form)
-    shapes = {"target": Shape(48, 4, 2, 96), "small": Shape(32, 2, 2, 64)}
+    shapes = {"target": Shape(32, 4, 2, 64), "small": Shape(32, 2, 2, 64)}
     for name, shape, examples in (
         ("target", "target", forget + retain),
         ("retrain", "target", retain),
@@ -93,6 +94,8 @@ def settings_of(place, output, **options):
 def few(monkeypatch):
     """One or two settings of few methods, one of which breaks; short answers."""
     monkeypatch.setattr(tofu, "NEW_TOKENS", 24)
+    monkeypatch.setattr(costs, "NEW_TOKENS", 4)
+    monkeypatch.setattr(costs, "ROUNDS", 1)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (2.0,)}
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
@@ -127,7 +130,7 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
 
     # A method that breaks is a line of the table, and the others are not lost.
     broken = next(line for line in found.lines if line.method == "grad-ascent")
-    assert "the loss is" in broken.failed
+    assert "probability 0 or NaN" in broken.failed
     assert any("grad-ascent" in line for line in told)
     assert set(found.best) == {"target", "retrain", *few}
     assert set(found.leaks) == {"target", "retrain", *few} - {"grad-ascent"}

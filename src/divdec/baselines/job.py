@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet
 from divdec.model.checkpoint import digests
@@ -84,13 +86,14 @@ class Job:
             The checkpoint's folder, with its tokenizer, and the seconds that its training took.
         """
         folder = self.place(name, key)
-        if not (folder / STAGE).is_file():
-            self.work.mkdir(parents=True, exist_ok=True)
-            checkpoints = self.work / f"{folder.name}.work"
-            model, seconds = train(checkpoints)
-            with output_folder(folder) as temporary:
-                model.save_pretrained(temporary)
-                self.tokenizer.save_pretrained(temporary)
-                write_json(temporary / STAGE, {"key": key, "seconds": round(seconds, 2)})
-            shutil.rmtree(checkpoints, ignore_errors=True)
+        self.work.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.work / f"{folder.name}.lock"):  # methods run side by side: who comes second finds it
+            if not (folder / STAGE).is_file():
+                checkpoints = self.work / f"{folder.name}.work"
+                model, seconds = train(checkpoints)
+                with output_folder(folder) as temporary:
+                    model.save_pretrained(temporary)
+                    self.tokenizer.save_pretrained(temporary)
+                    write_json(temporary / STAGE, {"key": key, "seconds": round(seconds, 2)})
+                shutil.rmtree(checkpoints, ignore_errors=True)
         return folder, float(read_json(folder / STAGE)["seconds"])

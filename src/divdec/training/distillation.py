@@ -67,7 +67,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     report(_said("student before", before))
     error = None
     if cached is not None:
-        error = gauge.error_of(cached, student, job.sets["forget"])
+        error = gauge.error_of(cached, student, job.learned)
         report(
             f"teacher cache: the loss is {error['cached']:.4f} by it, {error['exact']:.4f} by the teacher itself; "
             f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} kept tokens"
@@ -77,7 +77,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     student, result = fine_tune(
         student,
         job.tokenizer,
-        job.sets["forget"],
+        job.learned,
         settings.training(),
         work,
         title="student",
@@ -138,7 +138,7 @@ def _cached_teacher(job: DistillationJob, teacher: LiveTeacher, report: Callable
     state.wait_for_everyone()
     if not known and state.is_main_process:
         device: Any = state.device
-        ask_teacher(teacher.to(device), job.tokenizer, job.sets["forget"], fingerprint, path, job.settings.batch_size)
+        ask_teacher(teacher.to(device), job.tokenizer, job.learned, fingerprint, path, job.settings.batch_size)
     state.wait_for_everyone()
     report(f"teacher cache: {'taken from' if known else 'written to'} {path}")
     return load_cache(path, fingerprint, job.settings.direction)
@@ -151,6 +151,7 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
         "steering": str(job.steering),
         "student": f"`{settings.init_student}`" if settings.init_student else "the bundle's target",
         "forget set": job.forget.label,
+        "rehearsed": f"{len(job.learned) - len(job.sets['forget'])} examples of the retain set",
         "loss": f"T²·KL, T = {settings.temperature:g}, {settings.direction}",
         "learning rate": f"{settings.lr:.2e}",
         "epochs": f"{settings.epochs:g}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +52,14 @@ class DistillationJob:
     sets: dict[str, list[Example]]
     """As tokens, by role: 'forget', and 'retain' where one is given."""
 
+    @functools.cached_property
+    def learned(self) -> list[Example]:
+        """What the student is trained on: the forget set, and what is rehearsed of the retain set."""
+        kept = self.sets.get("retain", [])
+        number = min(self.settings.rehearse, len(kept))
+        drawn = sorted(random.Random(self.settings.seed).sample(range(len(kept)), number))
+        return self.sets["forget"] + [kept[place] for place in drawn]
+
     @property
     def identity(self) -> str:
         """Digest of what the bundle refers to, wherever that lies."""
@@ -76,7 +86,7 @@ class DistillationJob:
             bundle=self.identity,
             steering=settings_hash(self.steering.to_dict()),
             forget_set=self.forget.sha256,
-            layout=layout_of(self.sets["forget"]),
+            layout=layout_of(self.learned),
             temperature=self.settings.temperature,
             k=self.settings.cache_teacher,
         )

@@ -21,7 +21,10 @@ class DistillationSettings:
     output: str
     """Folder for the student: an ordinary checkpoint, with its model card and run.json."""
     retain: str | None = None
-    """Retain set, on which the student is measured and never trained."""
+    """Retain set, on which the student is measured; it is trained on it only with --rehearse."""
+    rehearse: int = 0
+    """So many examples of the retain set, drawn by the seed, are distilled beside the forget set. 0 is the paper's;
+    small students lose what nothing in the loss holds."""
     steering: str | None = None
     """Another rule than the bundle's: linear:ALPHA, or rank:K:soft."""
     temperature: float = 1.5
@@ -71,6 +74,10 @@ class DistillationSettings:
                 raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
         if self.max_length < 2:
             raise UsageError(f"max-length is {self.max_length}; accepted: a whole number of at least 2")
+        if self.rehearse < 0:
+            raise UsageError(f"rehearse is {self.rehearse}; accepted: a number of examples, 0 for none")
+        if self.rehearse and self.retain is None:
+            raise UsageError(f"--rehearse {self.rehearse} needs the retain set: give it with --retain")
         if self.cache_teacher is not None and self.cache_teacher < 1:
             raise UsageError(f"cache-teacher is {self.cache_teacher}; accepted: a number of tokens of at least 1")
         if self.teacher_cache is not None and self.cache_teacher is None:

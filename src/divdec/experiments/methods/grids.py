@@ -31,7 +31,7 @@ _SMALL_GRADIENT: Grid = {
 SMALL: dict[str, Grid] = {
     "linear": {"steering": ("linear:0.5", "linear:1", "linear:1.5", "linear:2", "linear:3")},
     "rank": {"steering": ("rank:1", "rank:3", "rank:5", "rank:10", "rank:30", "rank:100")},
-    "distill": {"lr": (3e-4, 1e-3, 2e-3), "temperature": (1.0, 1.5)},
+    "distill": {"lr": (3e-4, 1e-3, 2e-3), "temperature": (1.0, 1.5), "rehearse": (0, 200)},
     "grad-ascent": _SMALL_GRADIENT,
     "grad-diff": _SMALL_GRADIENT,
     "npo": _SMALL_GRADIENT,

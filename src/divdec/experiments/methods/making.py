@@ -93,10 +93,14 @@ def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
         bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}"
         if not is_bundle(bundle):
             _bundle(arena, bundle, str(options["steering"]))
-        forget = _as_file(arena.forget, work / "forget.jsonl")
+        forget, retain = (
+            _as_file(records, work / f"{name}.jsonl")
+            for name, records in (("forget", arena.forget), ("retain", arena.retain))
+        )
     settings = DistillationSettings(
         bundle=str(bundle),
         forget=str(forget),
+        retain=str(retain),
         output=str(output),
         system_prompt=arena.form.system_prompt,
         max_length=arena.form.max_length,

@@ -10,11 +10,14 @@ import dataclasses
 import multiprocessing
 import os
 import shutil
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
@@ -34,7 +37,8 @@ from divdec.experiments.methods.table import Line, Measured, best_of, line_of
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
 
-LEAKS, TIMES = "leaks", "times.json"
+LEAKS = "leaks"
+WORDS = "jobs.log"  # what processes beside this one have to say
 TIMED = 4  # prompts
 LEAK_TOKENS = 48
 
@@ -134,7 +138,7 @@ def _worked(
     threads = max(1, (os.cpu_count() or 1) // settings.jobs)
     # A process that was forked would share torch's threads, which do not survive it.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(settings.jobs, context, _begin, (threads,)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(settings.jobs, context, _begin, (threads, output / WORDS)) as pool:
         futures = {
             pool.submit(run_cell, cell, arena, _seed_folder(output, arena), settings.limit): (arena, cell)
             for arena, cell in missing
@@ -147,14 +151,12 @@ def _worked(
             raise
 
 
-def _begin(threads: int) -> None:
-    import warnings
-
-    import torch
-
-    warnings.simplefilter("ignore")
+def _begin(threads: int, words: Path) -> None:
+    """Make a process ready for cells."""
     torch.set_num_threads(threads)
-    os.environ["TQDM_DISABLE"] = "1"  # bars of several processes would overwrite each other
+    warnings.simplefilter("ignore")
+    # Bars of several processes would overwrite each other.
+    sys.stderr = words.open("a", encoding="utf-8", buffering=1)
 
 
 def _references(outcomes: Sequence[Outcome], cells: Sequence[Cell]) -> tuple[Results, Results]:
