@@ -5,7 +5,7 @@ What is done is kept cell by cell, so that a stopped run goes on; a cell that fa
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
 import dataclasses
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -31,11 +31,14 @@ from divdec.experiments.methods.arena import Arena, arenas
 from divdec.experiments.methods.cells import MODEL, REFERENCES, Cell, Outcome, earlier, load, run_cell
 from divdec.experiments.methods.costs import time_ratio
 from divdec.experiments.methods.grids import cells_of
-from divdec.experiments.methods.making import Model
+from divdec.experiments.methods.making import Model, make
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.methods.table import Line, Measured, best_of, line_of
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAKS = "leaks"
 WORDS = "jobs.log"  # what processes beside this one have to say
@@ -86,12 +89,12 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
         arena.seed: [
             outcome
             for outcome in outcomes[arena.seed]
-            if (line := best[outcome.cell.method]).setting == outcome.cell.label and outcome.failed is None and line
+            if outcome.failed is None and outcome.cell.label == best[outcome.cell.method].setting
         ]
         for arena in found
     }
     leaks = _leaks(found, chosen, settings, output)
-    times = _times(found, chosen, output)
+    times = _times(found[0], chosen[found[0].seed], output)
     if not settings.keep_models:
         kept = {outcome.folder for own in chosen.values() for outcome in own}
         for outcome in (outcome for own in outcomes.values() for outcome in own):
@@ -146,6 +149,11 @@ def _worked(
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield *futures[future], future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise UsageError(
+                f"one of {settings.jobs} processes died, most often for want of memory; give fewer --jobs: finished "
+                f"cells are kept ({output / WORDS} has what the processes said)"
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -207,7 +215,7 @@ def _leaks(
         options = arena.options
         layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
         results = evaluate_attack(
-            _model_of(outcome, arena),
+            _model_of(outcome, arena, output),
             tokenizer,
             records,
             prompts,
@@ -227,9 +235,8 @@ def _leaks(
     }
 
 
-def _times(found: Sequence[Arena], chosen: dict[int, list[Outcome]], output: Path) -> dict[str, float]:
+def _times(arena: Arena, chosen: Sequence[Outcome], output: Path) -> dict[str, float]:
     """Time per token of the best settings, relative to the target's; one at a time, whatever `jobs` is."""
-    arena = found[0]
     tokenizer = load_tokenizer(arena.target)
     options = arena.options
     layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
@@ -237,15 +244,17 @@ def _times(found: Sequence[Arena], chosen: dict[int, list[Outcome]], output: Pat
     prompts = layout.prompts([one.record for one in asked])
     target = load_model(arena.target).eval()
     return {
-        outcome.cell.method: time_ratio(_model_of(outcome, arena), target, prompts)
-        for outcome in tqdm(chosen[arena.seed], desc="time per token", unit="model", dynamic_ncols=True)
+        outcome.cell.method: time_ratio(_model_of(outcome, arena, output), target, prompts)
+        for outcome in tqdm(chosen, desc="time per token", unit="model", dynamic_ncols=True)
         if outcome.cell.method not in REFERENCES
     }
 
 
-def _model_of(outcome: Outcome, arena: Arena) -> Any:
+def _model_of(outcome: Outcome, arena: Arena, output: Path) -> PreTrainedModel:
     own = {"target": arena.target, "retrain": arena.retrain}
     folder = own.get(outcome.cell.method, outcome.folder / MODEL)
+    if not folder.is_dir():  # it was not the best of an earlier, smaller comparison
+        make(outcome.cell, arena, folder, _seed_folder(output, arena) / "work")
     return load(Model(folder, None), outcome.cell)
 
 
