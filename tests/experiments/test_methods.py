@@ -105,6 +105,7 @@ def few(monkeypatch):
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},
+        "offset": {"learning_rate": (1e-3,), "epochs": (1.0,)},
     }
     monkeypatch.setitem(grids.GRIDS, "small", grid)
     return tuple(grid)
@@ -231,11 +232,10 @@ def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
     assert {cell.method for cell in cells} == set(titles()) - {"target", "retrain"}
     assert len({cell.folder for cell in cells}) == len(cells)
     for cell in cells:
-        options = dict(cell.options)
         if cell.method in known:
-            known[cell.method].settings(**options)
+            known[cell.method].settings(**cell.settings)
         elif cell.method == "distill":
-            DistillationSettings(bundle="b", forget="f", retain="r", output="o", **options)
+            DistillationSettings(bundle="b", forget="f", retain="r", output="o", **cell.settings)
 
 
 def test_bad_input_is_one_line(place, tmp_path):

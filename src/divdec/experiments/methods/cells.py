@@ -17,6 +17,7 @@ from divdec.evaluation.subject import Subject
 from divdec.evaluation.tofu import evaluate_tofu
 from divdec.experiments.methods.arena import Arena
 from divdec.experiments.methods.making import Model, make
+from divdec.model.bundle import is_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import read_json, settings_hash, write_json
@@ -40,6 +41,13 @@ class Cell:
     """Settings that differ from the method's own defaults."""
     steering: str | None = None
     """The rule, for 'linear' and 'rank'."""
+    constant: tuple[tuple[str, Any], ...] = ()
+    """Further settings that differ from the defaults, but not from cell to cell: tables leave them out."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that differs from the method's defaults."""
+        return dict((*self.options, *self.constant))
 
     @property
     def label(self) -> str:
@@ -58,7 +66,8 @@ class Cell:
         """Changes with all that decides the cell's figures, apart from the code."""
         models = [arena.target.name, arena.retrain.name, arena.retain_auxiliary.name, arena.forget_auxiliary.name]
         sets = [arena.forget.sha256, arena.retain.sha256]
-        return settings_hash([self.method, self.options, self.steering, arena.name, arena.seed, models, sets, limit])
+        settings = [self.method, self.options, self.constant, self.steering]
+        return settings_hash([*settings, arena.name, arena.seed, models, sets, limit])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +133,7 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> 
         {
             "method": cell.method,
             "setting": cell.label,
-            "options": dict(cell.options),
+            "options": cell.settings,
             "seed": arena.seed,
             "seconds": outcome.seconds,
             "extra_bytes": outcome.extra_bytes,
@@ -142,6 +151,8 @@ def load(made: Model, cell: Cell) -> PreTrainedModel:
         # Likelihoods need finite logits.
         finite = dataclasses.replace(Steering.parse(cell.steering), fill="soft")
         return DivergenceForCausalLM.from_pretrained(made.folder, steering=finite)
+    if is_bundle(made.folder):  # δ-Unlearning's ensemble is one
+        return DivergenceForCausalLM.from_pretrained(made.folder)
     return load_model(made.folder).eval()
 
 

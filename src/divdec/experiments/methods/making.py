@@ -70,7 +70,7 @@ def make(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
         report=lambda line: None,
     )
     output.mkdir(parents=True)
-    made = method.make(job, method.settings(**dict(cell.options)), output)
+    made = method.make(job, method.settings(**cell.settings), output)
     return Model(output, made.seconds, made.notes)
 
 
@@ -87,7 +87,7 @@ def _bundle(arena: Arena, output: Path, steering: str) -> Path:
 
 
 def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
-    options: dict[str, Any] = {"steering": TEACHER, **dict(cell.options)}
+    options: dict[str, Any] = {"steering": TEACHER, **cell.settings}
     work.mkdir(parents=True, exist_ok=True)
     with FileLock(work / "teacher.lock"):  # cells run side by side
         bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}"
