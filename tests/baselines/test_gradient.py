@@ -247,7 +247,7 @@ class StopAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("name", ["npo", "rmu", pytest.param("idk-dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["npo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmu", "idk-dpo"))])
 def test_a_killed_run_goes_on_to_the_same_weights(job, tmp_path, monkeypatch, name):
     _, whole = make(dataclasses.replace(job, work=tmp_path / "other"), name, tmp_path / "whole", epochs=2.0)
     trainer = fine_tuning._Trainer

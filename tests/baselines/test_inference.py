@@ -119,7 +119,13 @@ def batch(examples):
     return ids, mask
 
 
-@pytest.mark.parametrize("name", [method.name for method in INFERENCE_METHODS])
+SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three models
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else []) for one in INFERENCE_METHODS],
+)
 def test_forget_answers_become_unlikely_and_retain_answers_stay(name, job, load, target):
     model = load(name)
     assert isinstance(model, CompositeForCausalLM) == (name in COMPOSITES)

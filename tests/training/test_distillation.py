@@ -539,6 +539,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "models", "s.work"]
 
 
+@pytest.mark.slow
 def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
     first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
