@@ -13,7 +13,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential bench-models soak clean
+.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,11 @@ tofu-small: install
 # Requests that come one after the other, on the demo's world.
 sequential: install
 	$(BIN)/python benchmarks/sequential.py demo
+
+# Every method on the demo's world and on TOFU cut to size; each takes an hour or more, and goes on after it was stopped.
+compare: install
+	$(BIN)/divdec compare --data demo --jobs 2 --output runs/compare-demo
+	$(BIN)/divdec compare --data tofu-small --tofu $(TOFU) --jobs 2 --output runs/compare-tofu-small
 
 # Target and pair for benchmarks/decoding.py, about half an hour once.
 bench-models: install

@@ -7,6 +7,7 @@ is whole, one without is made anew.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from divdec.evaluation.tofu import evaluate_tofu
 from divdec.experiments.methods.arena import Arena
 from divdec.experiments.methods.making import Model, make
 from divdec.model.bundle import is_bundle
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.checkpoint import digests, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.steering import Steering
@@ -64,10 +65,16 @@ class Cell:
 
     def fingerprint(self, arena: Arena, limit: int | None) -> str:
         """Changes with all that decides the cell's figures, apart from the code."""
-        models = [arena.target.name, arena.retrain.name, arena.retain_auxiliary.name, arena.forget_auxiliary.name]
+        places = (arena.target, arena.retrain, arena.retain_auxiliary, arena.forget_auxiliary, arena.base)
+        models = [None if place is None else _digests(place) for place in places]
         sets = [arena.forget.sha256, arena.retain.sha256]
         settings = [self.method, self.options, self.constant, self.steering]
         return settings_hash([*settings, arena.name, arena.seed, models, sets, limit])
+
+
+@functools.cache
+def _digests(folder: Path) -> dict[str, str]:
+    return digests(folder)  # reads every weight, and every cell asks
 
 
 @dataclasses.dataclass(frozen=True)
