@@ -26,14 +26,17 @@ def test_unknown_names_are_an_attribute_error():
     assert all(getattr(divdec, name) is not None for name in divdec.__all__)
 
 
+AUTO = "from transformers import AutoConfig, AutoModelForCausalLM"
+
+
 @pytest.mark.parametrize(
     "imports",
     [
-        "import divdec; from transformers import AutoConfig, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModelForCausalLM; import divdec",
-        "import divdec; divdec.DivergenceForCausalLM; from transformers import AutoConfig, AutoModelForCausalLM",
-        "from divdec.model.bundle import write_bundle; from transformers import AutoConfig, AutoModelForCausalLM",
+        f"import divdec; {AUTO}",
+        f"{AUTO}; import divdec",
         "from transformers import AutoConfig; import divdec; from transformers import AutoModelForCausalLM",
+        pytest.param(f"import divdec; divdec.DivergenceForCausalLM; {AUTO}", marks=pytest.mark.slow),
+        pytest.param(f"from divdec.model.bundle import write_bundle; {AUTO}", marks=pytest.mark.slow),
     ],
 )
 def test_bundles_load_in_any_order_of_imports(imports, bundle):

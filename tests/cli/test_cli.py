@@ -69,10 +69,10 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert capsys.readouterr().out
 
 
-def test_a_bundle_is_written_and_answers(own_checkpoints, tmp_path):
-    result = divdec("bundle", *parts(own_checkpoints), "--steering", "linear:1.5", "--output", tmp_path / "b", "--json")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steering"] == "linear:1.5"
+def test_a_bundle_is_written_and_answers(own_checkpoints, tmp_path, capsys):
+    options = ("--steering", "linear:1.5", "--output", tmp_path / "b", "--json")
+    assert main("bundle", *parts(own_checkpoints), *options) == 0
+    assert json.loads(capsys.readouterr().out)["steering"] == "linear:1.5"
     result = divdec(
         "generate", tmp_path / "b", "--prompt", "Who was born?", "Where?", "--logprobs", "--max-new-tokens", 4
     )

@@ -284,7 +284,7 @@ def p_value(answers, probabilities):
 
 @pytest.mark.parametrize("rule", ["linear:0.7", "rank:2"])
 @pytest.mark.parametrize("drafter", ["retain", "steered", "lookup"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_samples_follow_the_steered_distribution(tiny, rule, drafter, seed):
     tiny.steering = rule
     answers = sampled(tiny, [3, 2], 6000, seed, temperature=1.3, speculative=Speculation(2, drafter))

@@ -202,7 +202,8 @@ def act(registry, texts, action):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("action", ["add", "remove", "compact"])
-def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articles, action, tmp_path):
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articles, action, step, tmp_path):
     for number in range(3):
         registry.add(f"old {number}", texts_of("t", [articles[10 + number]]))
     registry.remove("old 2")
@@ -235,7 +236,7 @@ def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articl
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        line += 1 if line < 30 else 4
+        line += step if line < 30 else 4
     assert line > 30
     assert (frozenset(after), 0) in outcomes
     assert (frozenset(before), -signal.SIGKILL) in outcomes
