@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TOFU ?= ../shared/data/tofu
 BIN = $(VENV)/bin
-# The suite runs tests on two processes of one thread each: tiny models gain nothing from more.
+# The suite runs tests on two processes of one thread each: tiny models gain nothing from more. A file stays with one
+# process, so that what its tests share is made once.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TRANSFORMERS_OLDEST = 5.17.0
 VLLM = $(VENV)-vllm/bin/python
@@ -46,7 +47,7 @@ soak: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/soak.py --seconds 600
 
 test: install
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist loadfile
 
 test-slow: install
 	$(PYTEST) -m slow --timeout 3600
@@ -61,7 +62,7 @@ test-gpu: install
 
 # The oldest transformers that pyproject.toml admits, in an environment of its own.
 test-oldest: $(VENV)-oldest/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile
 
 $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-oldest

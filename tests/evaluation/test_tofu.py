@@ -1,5 +1,6 @@
 """TOFU item by item against OpenUnlearning's own figures, the identities of steering, and all that is refused."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -41,18 +42,29 @@ def subject(oracle, steering=None):
     return Subject(DivergenceForCausalLM.from_parts(*parts, steering), tokenizer)
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def pair(request, oracle, shared):
-    """Our results and the oracle's, of one run."""
+@pytest.fixture(scope="module")
+def measured(oracle, shared):
+    """Our results of all runs; those that are steered share their passes."""
     data = read_tofu(shared / "data/tofu", "forget01", oracle / "holdout01.json")
-    (ours,) = evaluate_tofu(
-        subject(oracle, RUNS[request.param]),
-        data,
-        TofuOptions(retain_results=read_results(oracle / "results/retain01")),
-        fluency=Fluency(str(oracle / "models/gibberish")),
-        reference=load(oracle, "retain90"),
-    )
-    return request.param, ours, read_results(oracle / "results" / request.param)
+    found = {}
+    for names in (["full01"], ["dd1_01", "rank20_01"]):
+        settings = tuple(Steering.parse(RUNS[name]) for name in names if RUNS[name])
+        one = dataclasses.replace(subject(oracle, RUNS[names[0]]), settings=settings)
+        results = evaluate_tofu(
+            one,
+            data,
+            TofuOptions(retain_results=read_results(oracle / "results/retain01")),
+            fluency=Fluency(str(oracle / "models/gibberish")),
+            reference=load(oracle, "retain90"),
+        )
+        found |= dict(zip(names, results, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def pair(request, measured, oracle):
+    """Our results and the oracle's, of one run."""
+    return request.param, measured[request.param], read_results(oracle / "results" / request.param)
 
 
 def test_every_item_equals_the_oracles(pair):
