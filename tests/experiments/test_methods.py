@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from divdec import UsageError, write_bundle
 from divdec.baselines.registry import methods
@@ -142,7 +143,7 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
     # Costs: a gradient method has no more weights, steering has two small models more.
     sizes = {line.method: line.extra_bytes for line in found.lines}
     assert sizes["npo"] == sizes["distill"] == 0
-    assert sizes["linear"] == sizes["rank"] > 0
+    assert sizes["linear"] == sizes["rank"] == sizes["offset"] > 0
     assert all(line.seconds is None or line.seconds >= 0 for line in found.lines)
 
     for name in ("run.json", "comparison.json", "table.md", "report.html"):
@@ -154,16 +155,21 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
     assert Cell("linear", steering="linear:1").folder in kept
     assert Cell("linear", steering="linear:0").folder not in kept
 
-    # The same call again makes nothing anew.
+    # The same call again makes nothing anew but what failed.
+    told.clear()
     before = {path: path.stat().st_mtime_ns for path in output.rglob("cell.json")}
     again = compare_methods(settings, report=told.append)
-    assert {path: path.stat().st_mtime_ns for path in output.rglob("cell.json")} == before
+    changed = {path for path in before if path.stat().st_mtime_ns != before[path]}
+    assert {path.parents[1].name for path in changed} == {"grad-ascent"}
+    assert f"{len(before) - 1} of {len(before)} cells are there already" in told
     assert [dataclasses.replace(line) for line in again.lines] == found.lines
     assert again.leaks == found.leaks
     # A model that was not the best before, and now is, is made again where it is needed.
     shutil.rmtree(output / "seed-0" / Cell("linear", steering="linear:1").folder / "model")
     shutil.rmtree(output / "seed-0" / Cell("linear", steering="linear:1").folder / "leaks")
     assert compare_methods(settings, report=told.append).leaks == found.leaks
+    with FileLock(output / ".lock"), pytest.raises(UsageError, match="another comparison is running"):
+        compare_methods(settings, report=told.append)
     with pytest.raises(UsageError, match=r"comparison on other work \(limit differ\)"):
         compare_methods(settings_of(place, output, methods=few, limit=5), report=told.append)
 
@@ -250,4 +256,9 @@ def test_bad_input_is_one_line(place, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
         compare_methods(settings_of(place, tmp_path), report=lambda line: None)
+    with pytest.raises(UsageError, match="not a local folder"):
+        compare_methods(settings_of(place, tmp_path, bundle="nowhere/bundle", overwrite=True), report=lambda line: None)
     assert (tmp_path / "mine.txt").read_text() == "mine"
+    with pytest.raises(UsageError, match=r"lies in|apart|holds"):
+        compare_methods(settings_of(place, place, overwrite=True), report=lambda line: None)
+    assert (place / "bundle" / "config.json").is_file()

@@ -24,6 +24,7 @@ from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
+    check_plain,
     check_weights,
     digests,
     load_config,
@@ -65,6 +66,7 @@ def run_baseline(
         report = _silent  # one process of several speaks for all
     output = Path(settings.output).expanduser()
     target = _resolved(settings.target)
+    check_plain(target, "target")
     tokenizer = load_tokenizer(target)
     base = _base(settings, target)
     places = [Path(text).expanduser() for text in (settings.forget, settings.retain)]

@@ -191,6 +191,20 @@ def check_weights(folder: Path) -> None:
             raise UsageError(f"{file} is corrupt ({error}); copy or download it again") from None
 
 
+def check_plain(folder: Path, part: str) -> None:
+    """Refuse a model made of several checkpoints where an ordinary one is trained.
+
+    Raises:
+        UsageError: it is a bundle, or a baseline that wraps a target.
+    """
+    kind = _read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    if kind in ("divergence", "divdec_composite"):
+        raise UsageError(
+            f"{part} {folder} is made of several checkpoints ({kind}), which cannot be trained as one; give an "
+            "ordinary checkpoint, such as a distilled student"
+        )
+
+
 def check_apart(output: Path, places: Iterable[Path]) -> None:
     """Refuse an output folder that would replace what it is made from, or mix with it.
 

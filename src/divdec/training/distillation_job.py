@@ -15,6 +15,7 @@ from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
+    check_plain,
     check_weights,
     digests,
     load_config,
@@ -108,6 +109,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
         steering = steering.revised(settings.steering)
     _check_teacher(config, steering, settings)
     target = CheckpointReference.from_dict(config.target, "target").resolve(bundle, weights=True)
+    check_plain(target, "target")
     check_weights(target)
     tokenizer = load_tokenizer(bundle)
     start = target if settings.init_student is None else _other_student(settings.init_student, tokenizer, config)
@@ -118,7 +120,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     check_output(output, settings.overwrite, is_run)
     forget = read_records(settings.forget)
     retain = None if settings.retain is None else read_records(settings.retain)
-    form = Format(system_prompt=settings.system_prompt, max_length=_longest(settings, config, start, report))
+    form = Format(settings.system_prompt, settings.date, _longest(settings, config, start, report))
     sets = {}
     for role, records in (("forget", forget), ("retain", retain)):
         if records is None:
@@ -157,9 +159,8 @@ def _check_teacher(config: DivergenceConfig, steering: Steering, settings: Disti
 
 def _other_student(given: str, tokenizer: PreTrainedTokenizerBase, config: DivergenceConfig) -> Path:
     folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
+    check_plain(folder, "init-student")
     own = load_config(folder)
-    if isinstance(own, DivergenceConfig):
-        raise UsageError(f"init-student {folder} is a bundle; give an ordinary checkpoint, such as an earlier student")
     check_weights(folder)
     theirs = load_tokenizer(folder)
     if vocabulary_sha256(theirs) != vocabulary_sha256(tokenizer) or vocabulary_width(own) < config.vocab_size:

@@ -44,6 +44,8 @@ class DistillationSettings:
     """Longest sequence in tokens; longer answers are cut, longer texts are split."""
     system_prompt: str | None = None
     """System turn put before every conversation."""
+    date: str | None = None
+    """Date for chat templates that print one; the template's own by default."""
     init_student: str | None = None
     """Another checkpoint to start from than the bundle's target: the student of an earlier request."""
     lora_rank: int = 0

@@ -6,6 +6,7 @@ It knows nothing of methods.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from divdec.experiments import demo, tofu_small
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.stages import Material, Recipe, train_all
 from divdec.model.bundle import read_config
-from divdec.model.checkpoint import CheckpointReference
+from divdec.model.checkpoint import CheckpointReference, digests
 from divdec.model.configuration import AUXILIARIES
 from divdec.model.loading import places_of
-from divdec.runs import cache_folder
+from divdec.runs import cache_folder, settings_hash
+from divdec.steering import Steering
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,20 @@ class Arena:
     form: Format
     """How the models have learned their texts."""
     pair_seconds: float | None
-    """What training the pair took; None where it is not known."""
+    """What training the pair took from its base on; None where it is not known."""
     retrain_seconds: float | None
+    vocabulary: tuple[int, ...] | None = None
+    """Token ids that the rank rule may suppress, where a bundle says so."""
+    own_questions: bool = False
+    """Whether the questions are of this seed alone, so that items of other seeds are others."""
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Digest of models, data and questions."""
+        places = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary, self.base)
+        models = [None if place is None else digests(place) for place in places]
+        sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.questions)]
+        return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
 
     @property
     def options(self) -> TofuOptions:
@@ -57,6 +71,26 @@ class Arena:
             max_length=self.form.max_length,
             gradient_norms=False,  # no aggregate reads them, and they cost a backward pass an item
         )
+
+
+def check_inputs(settings: CompareSettings) -> list[Path]:
+    """Find what cannot be used before anything is written, and say what must not be written over.
+
+    Returns:
+        Folders and files of the user's that are read.
+
+    Raises:
+        UsageError: data or models are missing or do not fit.
+    """
+    if settings.data == "demo":
+        return []
+    if settings.data == "tofu-small":
+        tofu_small.suite_material(Path(settings.tofu or "").expanduser())
+        return [Path(settings.tofu or "")]
+    own = _own(settings)
+    given = (settings.data, settings.bundle, settings.retrain, settings.base, settings.holdout)
+    places = [Path(text).expanduser() for text in given if text]
+    return [place for place in (*places, own.target, own.retain_auxiliary, own.forget_auxiliary) if place.exists()]
 
 
 def arenas(settings: CompareSettings, report: Callable[[str], None]) -> list[Arena]:
@@ -100,7 +134,7 @@ def _trained(
 ) -> Arena:
     report(f"{name}, seed {seed}")
     found = train_all(material, recipe, seed, cache / "models", report)
-    pair = ("small base", "auxiliary base", "retain auxiliary", "forget auxiliary")
+    pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # the small base is others' base too
     return Arena(
         name,
         seed,
@@ -115,6 +149,7 @@ def _trained(
         material.form,
         sum(found.seconds[stage] for stage in pair),
         found.seconds["retrain reference"],
+        own_questions=name == "demo",
     )
 
 
@@ -125,9 +160,15 @@ def _own(settings: CompareSettings) -> Arena:
         CheckpointReference.parse(given).resolve(Path(), weights=True) for given in (settings.bundle, settings.retrain)
     )
     base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
-    places = places_of(bundle, read_config(bundle), verify=True, local_files_only=False)
+    config = read_config(bundle)
+    places = places_of(bundle, config, verify=True, local_files_only=False)
     if missing := [part for part in AUXILIARIES if part not in places]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
+    if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:
+        raise UsageError(
+            f"bundle {settings.bundle} has a {others[0]} beside its pair, which a comparison would leave out; give a "
+            "bundle of target and pair alone"
+        )
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
     questions = read_tofu(data, settings.split, holdout, settings.limit)
@@ -146,4 +187,5 @@ def _own(settings: CompareSettings) -> Arena:
         Format(system_prompt=TofuOptions().system_prompt, date=TofuOptions().date, max_length=TofuOptions().max_length),
         None,
         None,
+        vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
     )

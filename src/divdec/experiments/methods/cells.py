@@ -7,22 +7,23 @@ is whole, one without is made anew.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.errors import Diverged, FailedClosed, UsageError
+import torch
+
+from divdec.errors import Diverged, FailedClosed, UsageError, first_line
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.subject import Subject
 from divdec.evaluation.tofu import evaluate_tofu
 from divdec.experiments.methods.arena import Arena
 from divdec.experiments.methods.making import Model, make
 from divdec.model.bundle import is_bundle
-from divdec.model.checkpoint import digests, load_model, load_tokenizer
+from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import read_json, settings_hash, write_json
-from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,21 +61,13 @@ class Cell:
     @property
     def folder(self) -> Path:
         """Where its results lie, within a seed's folder."""
-        setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-")
-        return Path(self.method) / (setting or "default")
+        setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-") or "default"
+        # Other grids may hold other things constant.
+        return Path(self.method) / (f"{setting}-{settings_hash(self.constant)[:4]}" if self.constant else setting)
 
     def fingerprint(self, arena: Arena, limit: int | None) -> str:
         """Changes with all that decides the cell's figures, apart from the code."""
-        places = (arena.target, arena.retrain, arena.retain_auxiliary, arena.forget_auxiliary, arena.base)
-        models = [None if place is None else _digests(place) for place in places]
-        sets = [arena.forget.sha256, arena.retain.sha256]
-        settings = [self.method, self.options, self.constant, self.steering]
-        return settings_hash([*settings, arena.name, arena.seed, models, sets, limit])
-
-
-@functools.cache
-def _digests(folder: Path) -> dict[str, str]:
-    return digests(folder)  # reads every weight, and every cell asks
+        return settings_hash([self.method, self.options, self.constant, self.steering, arena.identity, limit])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +91,14 @@ class Outcome:
 
 
 def earlier(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome | None:
-    """What an earlier run has left of a cell, if it is whole and of the same work."""
+    """What an earlier run has left of a cell, if it is whole, of the same work, and has not failed."""
     folder = seed_folder / cell.folder
     if not (folder / CELL).is_file():
         return None
     content = read_json(folder / CELL)
-    if content["fingerprint"] != cell.fingerprint(arena, limit):
+    if content["fingerprint"] != cell.fingerprint(arena, limit) or content["failed"] is not None:
         return None
-    return Outcome(cell, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]), content["failed"])
+    return Outcome(cell, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
 
 
 def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome:
@@ -118,8 +111,8 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> 
         limit: how many questions of each set `arena` was cut to, for the record.
     """
     folder = seed_folder / cell.folder
-    shutil.rmtree(folder / MODEL, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     failed = None
     made = Model(arena.target, 0.0)
     extra = None
@@ -132,8 +125,8 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> 
         found.name = str(cell.folder)
         found.about = {"method": cell.method, "setting": cell.label, "seed": arena.seed, "steering": cell.steering}
         write_results(found, folder)
-    except (UsageError, Diverged, FailedClosed) as error:
-        failed = str(error)
+    except (UsageError, Diverged, FailedClosed, torch.OutOfMemoryError) as error:
+        failed = first_line(error)
     outcome = Outcome(cell, folder, made.seconds, extra, made.notes, failed)
     write_json(
         folder / CELL,
@@ -154,19 +147,24 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> 
 
 def load(made: Model, cell: Cell) -> PreTrainedModel:
     """A made method as a causal language model."""
-    if cell.steering is not None:
-        # Likelihoods need finite logits.
-        finite = dataclasses.replace(Steering.parse(cell.steering), fill="soft")
-        return DivergenceForCausalLM.from_pretrained(made.folder, steering=finite)
-    if is_bundle(made.folder):  # δ-Unlearning's ensemble is one
-        return DivergenceForCausalLM.from_pretrained(made.folder)
-    return load_model(made.folder).eval()
+    if cell.steering is not None or is_bundle(made.folder):  # δ-Unlearning's ensemble is a bundle too
+        model = DivergenceForCausalLM.from_pretrained(made.folder)
+        # Likelihoods need finite logits, and the paper's figures of the rank rule are of the soft fill throughout.
+        model.steering = dataclasses.replace(model.steering, fill="soft")
+        return placed(model)
+    return placed(load_model(made.folder).eval())
+
+
+def placed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model on the accelerator, where there is one."""
+    device: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.to(device)
 
 
 def weights_of(model: PreTrainedModel) -> int:
-    """Bytes of a model's weights; those that parts share are counted once."""
-    tensors = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.parameters()}
-    return sum(tensors.values())
+    """Bytes of a model's weights and buffers; those that parts share are counted once."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,8 @@ from divdec.data.records import RecordSet
 from divdec.experiments.methods.arena import Arena
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_tokenizer
-from divdec.runs import write_text
+from divdec.runs import output_folder, write_text
+from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.distillation_settings import DistillationSettings
 
@@ -69,8 +70,9 @@ def make(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
         arena.seed,
         report=lambda line: None,
     )
-    output.mkdir(parents=True)
-    made = method.make(job, method.settings(**cell.settings), output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output_folder(output) as temporary:
+        made = method.make(job, method.settings(**cell.settings), temporary)
     return Model(output, made.seconds, made.notes)
 
 
@@ -80,7 +82,7 @@ def _bundle(arena: Arena, output: Path, steering: str) -> Path:
         target=str(arena.target),
         retain_auxiliary=str(arena.retain_auxiliary),
         forget_auxiliary=str(arena.forget_auxiliary),
-        steering=steering,
+        steering=dataclasses.replace(Steering.parse(steering), vocabulary=arena.vocabulary),
         overwrite=True,
         forget_set=arena.forget.label,
     )
@@ -90,7 +92,8 @@ def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
     options: dict[str, Any] = {"steering": TEACHER, **cell.settings}
     work.mkdir(parents=True, exist_ok=True)
     with FileLock(work / "teacher.lock"):  # cells run side by side
-        bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}"
+        rule = str(options["steering"]).replace(":", "-")
+        bundle = work / f"teacher-{rule}-{arena.identity}"
         if not is_bundle(bundle):
             _bundle(arena, bundle, str(options["steering"]))
         forget, retain = (
@@ -103,6 +106,7 @@ def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
         retain=str(retain),
         output=str(output),
         system_prompt=arena.form.system_prompt,
+        date=arena.form.date,
         max_length=arena.form.max_length,
         seed=arena.seed,
         overwrite=True,

@@ -46,7 +46,7 @@ def write(found: Comparison, settings: CompareSettings, work: dict[str, Any]) ->
     write_comparison(
         output / PAGE,
         title=f"Unlearning methods on {settings.data}",
-        lead=_lead(settings),
+        lead=_lead(found, settings),
         best=best,
         grid=grid,
         leaks={name[method]: values for method, values in found.leaks.items()},
@@ -59,7 +59,7 @@ def write(found: Comparison, settings: CompareSettings, work: dict[str, Any]) ->
 
 def show(found: Comparison, settings: CompareSettings, console: Console) -> None:
     """Print the table of best settings and what is to be known of it."""
-    table = Table(box=box.SIMPLE_HEAD, title=_lead(settings), title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, title=_lead(found, settings), title_justify="left", padding=(0, 1, 0, 0))
     for place, head in enumerate(HEADS):
         table.add_column(head, justify="left" if place < 2 else "right", overflow="fold")
     for entry in _entries(found, list(found.best.values())):
@@ -71,7 +71,7 @@ def show(found: Comparison, settings: CompareSettings, console: Console) -> None
 
 def markdown(found: Comparison, settings: CompareSettings) -> str:
     """The table of best settings and the whole grid in Markdown."""
-    lines = [f"{_lead(settings)}\n", *_markdown_table(_entries(found, list(found.best.values())))]
+    lines = [f"{_lead(found, settings)}\n", *_markdown_table(_entries(found, list(found.best.values())))]
     if found.leaks:
         ks = list(next(iter(found.leaks.values())))
         lines += ["\nLeak@k, the best settings:\n", "| Method | " + " | ".join(f"k = {k}" for k in ks) + " |"]
@@ -116,12 +116,13 @@ def _entries(found: Comparison, lines: Sequence[Line]) -> list[Entry]:
     ]
 
 
-def _lead(settings: CompareSettings) -> str:
-    seeds = "1 seed" if settings.seeds == 1 else f"{settings.seeds} seeds"
+def _lead(found: Comparison, settings: CompareSettings) -> str:
+    number = len(found.lines[0].seeds)
+    seeds, drawn = ("1 seed", "items") if number == 1 else (f"{number} seeds", "seeds and items")
     return (
         f"{settings.data}, {settings.grid} grid, {seeds}, aggregates of the variant {settings.variant}; the best "
-        "setting of each method by Agg on these very questions, as in the paper; 99 % bootstrap intervals over seeds "
-        "and items, target and retrained model held fixed"
+        "setting of each method by Agg on these very questions, as in the paper; 99 % bootstrap intervals over "
+        f"{drawn}, target and retrained model held fixed"
     )
 
 

@@ -5,19 +5,15 @@ What is done is kept cell by cell, so that a stopped run goes on; a cell that fa
 
 from __future__ import annotations
 
-import concurrent.futures.process
+import contextlib
 import dataclasses
-import multiprocessing
-import os
 import shutil
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
@@ -27,21 +23,22 @@ from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.layout import Layout, question
 from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.results import Results, read_results, write_results
-from divdec.experiments.methods.arena import Arena, arenas
-from divdec.experiments.methods.cells import MODEL, REFERENCES, Cell, Outcome, earlier, load, run_cell
+from divdec.experiments.methods.arena import Arena, arenas, check_inputs
+from divdec.experiments.methods.cells import MODEL, REFERENCES, Cell, Outcome, earlier, load
 from divdec.experiments.methods.costs import time_ratio
 from divdec.experiments.methods.grids import cells_of
+from divdec.experiments.methods.jobs import run_cells, seed_folder
 from divdec.experiments.methods.making import Model, make
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.methods.table import Line, Measured, best_of, line_of
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
 from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LEAKS = "leaks"
-WORDS = "jobs.log"  # what processes beside this one have to say
+LOCK = ".lock"
 TIMED = 4  # prompts
 LEAK_TOKENS = 48
 
@@ -57,7 +54,7 @@ class Comparison:
     leaks: dict[str, dict[int, float]]
     """Leak@k by method and k, the mean over seeds; of the best settings."""
     times: dict[str, float]
-    """Time per token relative to the target's, by method; the median over seeds."""
+    """Time per token relative to the target's, by method; on the first seed."""
     seconds: float
 
 
@@ -75,7 +72,20 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     started = time.perf_counter()
     cells = cells_of(settings.methods, settings.grid)
     output = Path(settings.output).expanduser()
+    places = [place.resolve() for place in check_inputs(settings)]
+    check_apart(output.resolve(), places)
     _open_output(output, settings)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(output / LOCK, timeout=0))
+        except Timeout:
+            raise UsageError(f"another comparison is running in {output}; wait for it, or give another name") from None
+        return _compare(settings, cells, output, report, started)
+
+
+def _compare(
+    settings: CompareSettings, cells: list[Cell], output: Path, report: Callable[[str], None], started: float
+) -> Comparison:
     found = arenas(settings, report)
     outcomes = _run_all(found, [Cell(name) for name in REFERENCES] + cells, settings, output, report)
     references = {arena.seed: _references(outcomes[arena.seed], cells) for arena in found}
@@ -115,7 +125,7 @@ def _run_all(
     missing: list[tuple[Arena, Cell]] = []
     for arena in found:
         for cell in cells:
-            done = earlier(cell, arena, _seed_folder(output, arena), settings.limit)
+            done = earlier(cell, arena, seed_folder(output, arena), settings.limit)
             if done is None:
                 missing.append((arena, cell))
             else:
@@ -123,48 +133,12 @@ def _run_all(
     if kept and missing:
         report(f"{len(kept)} of {len(kept) + len(missing)} cells are there already")
     with tqdm(total=len(missing), desc="cells", unit="cell", dynamic_ncols=True, disable=not missing) as bar:
-        for arena, cell, outcome in _worked(missing, settings, output):
+        for arena, cell, outcome in run_cells(missing, settings.jobs, settings.limit, output):
             kept[arena.seed, cell] = outcome
             bar.update()
             if outcome.failed is not None:
                 report(f"{arena.name} seed {arena.seed}, {cell.folder}: {outcome.failed}")
     return {arena.seed: [kept[arena.seed, cell] for cell in cells] for arena in found}
-
-
-def _worked(
-    missing: Sequence[tuple[Arena, Cell]], settings: CompareSettings, output: Path
-) -> Iterator[tuple[Arena, Cell, Outcome]]:
-    if settings.jobs == 1:
-        for arena, cell in missing:
-            yield arena, cell, run_cell(cell, arena, _seed_folder(output, arena), settings.limit)
-        return
-    threads = max(1, (os.cpu_count() or 1) // settings.jobs)
-    # A process that was forked would share torch's threads, which do not survive it.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(settings.jobs, context, _begin, (threads, output / WORDS)) as pool:
-        futures = {
-            pool.submit(run_cell, cell, arena, _seed_folder(output, arena), settings.limit): (arena, cell)
-            for arena, cell in missing
-        }
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                yield *futures[future], future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise UsageError(
-                f"one of {settings.jobs} processes died, most often for want of memory; give fewer --jobs: finished "
-                f"cells are kept ({output / WORDS} has what the processes said)"
-            ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _begin(threads: int, words: Path) -> None:
-    """Make a process ready for cells."""
-    torch.set_num_threads(threads)
-    warnings.simplefilter("ignore")
-    # Bars of several processes would overwrite each other.
-    sys.stderr = words.open("a", encoding="utf-8", buffering=1)
 
 
 def _references(outcomes: Sequence[Outcome], cells: Sequence[Cell]) -> tuple[Results, Results]:
@@ -183,9 +157,10 @@ def _line(
     bootstrap: Bootstrap,
 ) -> Line:
     cell = outcomes[0].cell
+    own = found[0].own_questions
     by_seed = {arena.seed: outcome for arena, outcome in zip(found, outcomes, strict=True)}
     measured = {
-        seed: Measured(outcome.results, outcome.seconds, outcome.extra_bytes)
+        seed: Measured(outcome.results, outcome.seconds, outcome.extra_bytes, seed if own else 0)
         for seed, outcome in by_seed.items()
         if outcome.failed is None
     }
@@ -254,7 +229,7 @@ def _model_of(outcome: Outcome, arena: Arena, output: Path) -> PreTrainedModel:
     own = {"target": arena.target, "retrain": arena.retrain}
     folder = own.get(outcome.cell.method, outcome.folder / MODEL)
     if not folder.is_dir():  # it was not the best of an earlier, smaller comparison
-        make(outcome.cell, arena, folder, _seed_folder(output, arena) / "work")
+        make(outcome.cell, arena, folder, seed_folder(output, arena) / "work")
     return load(Model(folder, None), outcome.cell)
 
 
@@ -262,10 +237,6 @@ def work_of(settings: CompareSettings) -> dict[str, Any]:
     """What must be the same for another call to go on in the same folder; methods, grid and seeds may grow."""
     content = dataclasses.asdict(settings)
     return {name: content[name] for name in ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu")}
-
-
-def _seed_folder(output: Path, arena: Arena) -> Path:
-    return output / f"seed-{arena.seed}"
 
 
 def _open_output(output: Path, settings: CompareSettings) -> None:
@@ -282,6 +253,7 @@ def _open_output(output: Path, settings: CompareSettings) -> None:
             )
         return
     check_output(output, settings.overwrite, lambda folder: (read_record(folder) or {}).get("verb") == "compare")
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
+    for place in output.iterdir():
+        shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
     write_json(output / RECORD, record("compare", settings, work=same) | {"status": "running"})

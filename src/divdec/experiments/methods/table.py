@@ -29,6 +29,8 @@ class Measured:
     """Of training."""
     extra_bytes: int | None
     """Weights in memory beyond the target's."""
+    draw: int = 0
+    """Seeds that are asked the same questions have the same number: their items are resampled together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +90,8 @@ def line_of(
     names = (*AGGREGATES, *FIGURES)
     values = {name: _mean([own.get(name) for own in seeds.values()]) for name in names} if seeds else {}
     draws = [
-        _draws(measured.results, *references[seed], variant, dataclasses.replace(bootstrap, seed=bootstrap.seed + seed))
-        for seed, measured in sorted(found.items())
+        _draws(one.results, *references[seed], variant, dataclasses.replace(bootstrap, seed=bootstrap.seed + one.draw))
+        for seed, one in sorted(found.items())
     ]
     intervals = {}
     for name in AGGREGATES:

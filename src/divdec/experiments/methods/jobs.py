@@ -1,0 +1,88 @@
+"""Cells one after the other, or several at once in processes of their own that end with this one."""
+
+from __future__ import annotations
+
+import concurrent.futures.process
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from divdec.errors import UsageError
+from divdec.experiments.methods.arena import Arena
+from divdec.experiments.methods.cells import Cell, Outcome, run_cell
+
+WORDS = "jobs.log"  # what processes beside this one have to say
+Work = tuple[Arena, Cell]
+
+
+def seed_folder(output: Path, arena: Arena) -> Path:
+    """Where the cells of one seed lie."""
+    return output / f"seed-{arena.seed}"
+
+
+def run_cells(
+    missing: Sequence[Work], jobs: int, limit: int | None, output: Path
+) -> Iterator[tuple[Arena, Cell, Outcome]]:
+    """The outcome of every cell, as they come.
+
+    Args:
+        missing: arenas and cells.
+        jobs: processes; 1 stays in this one.
+        limit: how many questions of each set the arenas were cut to.
+        output: the comparison's folder.
+
+    Raises:
+        UsageError: a process died.
+    """
+    if jobs == 1:
+        for arena, cell in missing:
+            yield arena, cell, run_cell(cell, arena, seed_folder(output, arena), limit)
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    # A process that was forked would share torch's threads, which do not survive it.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin, (threads, output / WORDS)) as pool:
+        waiting, running = list(missing), {}
+        try:
+            while waiting or running:
+                # No more than are worked on: what is queued would still be done after an interruption.
+                while waiting and len(running) < jobs:
+                    arena, cell = waiting.pop(0)
+                    future = pool.submit(run_cell, cell, arena, seed_folder(output, arena), limit)
+                    running[future] = (arena, cell)
+                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    yield *running.pop(future), future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise UsageError(
+                f"one of {jobs} processes died, most often for want of memory; give fewer --jobs: finished cells are "
+                f"kept ({output / WORDS} has what the processes said)"
+            ) from None
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # which lets a training write its checkpoint
+            raise
+
+
+def _begin(threads: int, words: Path) -> None:
+    """Make a process ready for cells."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    # Bars of several processes would overwrite each other.
+    sys.stderr = words.open("a", encoding="utf-8", buffering=1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Two comparisons would write into one folder if this one were begun again while a cell goes on."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
