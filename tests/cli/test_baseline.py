@@ -241,3 +241,14 @@ def test_records_that_shall_be_kept_and_forgotten_are_named(given, tmp_path, cap
     assert verb(*command, "--epochs", "1") == 0
     assert "warning: 1 of 4 forget records stand in the retain set too" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "run.json").read_text())["overlap"] == {"records": 1, "prompts": 1}
+
+
+def test_a_target_made_of_several_checkpoints_is_refused_before_training(given, bundle, tmp_path, capsys):
+    command = ("npo", *options(given, **{"--target": bundle}), "--output", tmp_path / "out", *QUICK)
+    assert verb(*command) == 2
+    assert "is made of several checkpoints (divergence)" in capsys.readouterr().err
+    composite = tmp_path / "composite"
+    assert verb("guard", *options(given), "--output", composite, "--classifier-width", "0") == 0
+    assert verb("npo", *options(given, **{"--target": composite / "model"}), "--output", tmp_path / "out", *QUICK) == 2
+    assert "is made of several checkpoints (divdec_composite)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -653,7 +653,7 @@ class TestBadInput:
         other.save_pretrained(tmp_path / "other")
         with pytest.raises(UsageError, match=r"has another vocabulary \(\d+ tokens, \d+ logits\) than the teacher"):
             quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(tmp_path / "other")))
-        with pytest.raises(UsageError, match="is a bundle"):
+        with pytest.raises(UsageError, match=r"is made of several checkpoints \(divergence\)"):
             quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(bundle)))
 
     def test_an_output_that_is_in_use(self, bundle, data, tmp_path, capsys):

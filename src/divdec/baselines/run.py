@@ -65,8 +65,7 @@ def run_baseline(
     if not state.is_main_process:
         report = _silent  # one process of several speaks for all
     output = Path(settings.output).expanduser()
-    target = _resolved(settings.target)
-    check_plain(target, "target")
+    target = _resolved(settings.target, "target")
     tokenizer = load_tokenizer(target)
     base = _base(settings, target)
     places = [Path(text).expanduser() for text in (settings.forget, settings.retain)]
@@ -165,8 +164,9 @@ def _silent(line: str) -> None:
     pass
 
 
-def _resolved(reference: str) -> Path:
+def _resolved(reference: str, part: str) -> Path:
     folder = CheckpointReference.parse(reference).resolve(Path(), weights=True)
+    check_plain(folder, part)
     check_weights(folder)
     return folder
 
@@ -175,7 +175,7 @@ def _base(settings: BaselineSettings, target: Path) -> Path | None:
     """The small model, if one is given; its vocabulary is compared with the target's before hours of training."""
     if not isinstance(settings, HelpedSettings) or settings.base is None:
         return None
-    base = _resolved(settings.base)
+    base = _resolved(settings.base, "base")
     places = {"target": target, "base": base}
     widths = {name: vocabulary_width(load_config(place)) for name, place in places.items()}
     common_vocabulary(widths, {name: load_tokenizer(place) for name, place in places.items()}, places)
