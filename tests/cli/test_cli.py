@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit codes, one clear line."""
 
+import io
 import json
 import os
 import signal
@@ -183,13 +184,14 @@ def test_the_rank_rules_vocabulary_is_kept_when_the_strength_changes(own_checkpo
     assert "belongs to the rank rule" in capsys.readouterr().err
 
 
-def test_chat_speculates(bundle):
-    said = [
-        divdec("chat", bundle, "--max-new-tokens", 6, *options, stdin="Who?\nAnd then?\n/quit\n")
-        for options in ((), ("--speculative", "auto", "--statistics"))
-    ]
-    assert said[0].stdout == said[1].stdout
-    assert said[1].stderr.count("drafter retain") == 2
+def test_chat_speculates(bundle, monkeypatch, capsys):
+    said = []
+    for options in ((), ("--speculative", "auto", "--statistics")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\nAnd then?\n/quit\n"))
+        assert main("chat", bundle, "--max-new-tokens", 6, *options) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out
+    assert said[1].err.count("drafter retain") == 2
 
 
 def test_chat_answers_steers_and_explains(bundle):
@@ -399,6 +401,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_full_disk_during_training_loses_nothing(long_training, tmp_path):
     small = tmp_path / "small"
     small.mkdir()

@@ -72,6 +72,7 @@ def test_an_output_folder_with_other_files_is_left_alone(quick, tmp_path, capsys
     assert "not an earlier result" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_world(quick, tmp_path):
     one, other = (demo.run_demo(seed, tmp_path / str(seed), quiet=True) for seed in (0, 1))
     assert one["target"] != other["target"]
