@@ -20,8 +20,8 @@ from transformers import Cache
 from divdec.baselines.composite import TARGET, Decoding, Step, write_composite
 from divdec.baselines.inference_settings import ECOSettings
 from divdec.baselines.job import Job
+from divdec.baselines.method import Made
 from divdec.baselines.prompts import fit_reader, read_reader, run_target, write_reader
-from divdec.baselines.registry import Made
 from divdec.errors import UsageError
 from divdec.experts.forward import new_cache
 from divdec.model.checkpoint import load_model

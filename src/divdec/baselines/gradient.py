@@ -24,6 +24,7 @@ from divdec.baselines.gradient_settings import (
 )
 from divdec.baselines.idk_answers import idk_set, read_answers
 from divdec.baselines.job import Job
+from divdec.baselines.method import Made
 from divdec.baselines.objectives import (
     IDK,
     NPO,
@@ -35,7 +36,7 @@ from divdec.baselines.objectives import (
     SimNPO,
     reference_log_probabilities,
 )
-from divdec.baselines.registry import Made, find
+from divdec.baselines.registry import find
 from divdec.data.formatting import Example, encode_records
 from divdec.model.card import baseline_card
 from divdec.model.checkpoint import load_config, load_model

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from divdec.baselines.registry import Method
+from divdec.baselines.method import Method
 from divdec.errors import UsageError
 from divdec.training.settings import TrainingSettings
 

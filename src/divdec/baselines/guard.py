@@ -21,8 +21,8 @@ from transformers import Cache
 from divdec.baselines.composite import TARGET, Decoding, Step, write_composite
 from divdec.baselines.inference_settings import GUARDSettings
 from divdec.baselines.job import Job
+from divdec.baselines.method import Made
 from divdec.baselines.prompts import fit_reader, read_reader, run_target, write_reader
-from divdec.baselines.registry import Made
 from divdec.data.records import Record, RecordSet
 from divdec.experts.forward import new_cache
 from divdec.model.checkpoint import load_model

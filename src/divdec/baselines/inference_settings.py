@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Literal
 
-from divdec.baselines.registry import Method
+from divdec.baselines.method import Method
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:

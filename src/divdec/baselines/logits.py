@@ -19,7 +19,7 @@ from divdec.baselines.composite import TARGET, Decoding, Step, write_composite
 from divdec.baselines.helpers import RETAIN, RememberAndForget, base_of, first_layers, helper
 from divdec.baselines.inference_settings import UCDSettings, ULDSettings, WHPSettings
 from divdec.baselines.job import Job
-from divdec.baselines.registry import Made
+from divdec.baselines.method import Made
 from divdec.experts.forward import logits_of, new_cache
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.objective import Companion

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from divdec.baselines.inference_settings import LUNARSettings
 from divdec.baselines.job import Job
-from divdec.baselines.registry import Made
+from divdec.baselines.method import Made
 from divdec.data.formatting import encode_prompts, encode_set, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError

@@ -10,7 +10,7 @@ from pathlib import Path
 from divdec.baselines.helpers import RETAIN, OffsetAscent, base_of, helper
 from divdec.baselines.inference_settings import OffsetSettings
 from divdec.baselines.job import Job
-from divdec.baselines.registry import Made
+from divdec.baselines.method import Made
 from divdec.model.bundle import write_bundle
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.objective import Companion

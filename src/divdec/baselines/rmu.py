@@ -19,8 +19,8 @@ from divdec.baselines import losses
 from divdec.baselines.gradient import frozen_target, unlearn
 from divdec.baselines.gradient_settings import RMUSettings
 from divdec.baselines.job import Job
+from divdec.baselines.method import Made
 from divdec.baselines.objectives import RETAIN
-from divdec.baselines.registry import Made
 from divdec.errors import UsageError
 from divdec.model.checkpoint import load_config
 from divdec.training.objective import part

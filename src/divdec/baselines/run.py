@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 
 from divdec.baselines.job import Job
-from divdec.baselines.registry import Method
+from divdec.baselines.method import Method
 from divdec.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.data.formatting import Format, count_cut
 from divdec.data.records import RecordSet, overlap, read_records

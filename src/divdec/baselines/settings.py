@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from divdec.baselines.registry import Method
+from divdec.baselines.method import Method
 from divdec.errors import UsageError
 
 

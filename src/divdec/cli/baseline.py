@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from divdec.baselines.registry import Method, find, methods
+from divdec.baselines.method import Method
+from divdec.baselines.registry import find, methods
 from divdec.baselines.settings import joined, only, run_on
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError

@@ -19,11 +19,12 @@ from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.subject import Subject
 from divdec.evaluation.tofu import evaluate_tofu
 from divdec.experiments.methods.arena import Arena
+from divdec.experiments.methods.cell import Cell
 from divdec.experiments.methods.making import Model, make
 from divdec.model.bundle import is_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import read_json, settings_hash, write_json
+from divdec.runs import read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,43 +32,6 @@ if TYPE_CHECKING:
 CELL = "cell.json"
 MODEL = "model"
 REFERENCES = ("target", "retrain")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """What is made and measured at once."""
-
-    method: str
-    """A baseline, 'linear', 'rank' or 'distill', or one of the references."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Settings that differ from the method's own defaults."""
-    steering: str | None = None
-    """The rule, for 'linear' and 'rank'."""
-    constant: tuple[tuple[str, Any], ...] = ()
-    """Further settings that differ from the defaults, but not from cell to cell: tables leave them out."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All that differs from the method's defaults."""
-        return dict((*self.options, *self.constant))
-
-    @property
-    def label(self) -> str:
-        """The setting as tables show it."""
-        if self.steering is not None:
-            return self.steering
-        return ", ".join(f"{name} {_short(value)}" for name, value in self.options)
-
-    @property
-    def folder(self) -> Path:
-        """Where its results lie, within a seed's folder."""
-        setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-") or "default"
-        # Other grids may hold other things constant.
-        return Path(self.method) / (f"{setting}-{settings_hash(self.constant)[:4]}" if self.constant else setting)
-
-    def fingerprint(self, arena: Arena, limit: int | None) -> str:
-        """Changes with all that decides the cell's figures, apart from the code."""
-        return settings_hash([self.method, self.options, self.constant, self.steering, arena.identity, limit])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +129,3 @@ def weights_of(model: PreTrainedModel) -> int:
     """Bytes of a model's weights and buffers; those that parts share are counted once."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from divdec.baselines.registry import methods
 from divdec.errors import UsageError
-
-if TYPE_CHECKING:
-    from divdec.experiments.methods.cells import Cell
+from divdec.experiments.methods.cell import Cell
 
 STEERING = {"linear": "Linear DD", "rank": "Rank DD"}
 OWN = {**STEERING, "distill": "Distill DD"}
@@ -93,8 +91,6 @@ def cells_of(names: Sequence[str], grid: str) -> list[Cell]:
     Raises:
         UsageError: a method is not known; the known are listed.
     """
-    from divdec.experiments.methods.cells import Cell
-
     known = [name for name in titles() if name not in ("target", "retrain")]
     if unknown := [name for name in names if name != "all" and name not in known]:
         raise UsageError(f"method {unknown[0]!r} is not known; there are: all, {', '.join(known)}")

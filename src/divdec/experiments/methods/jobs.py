@@ -16,7 +16,8 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.experiments.methods.arena import Arena
-from divdec.experiments.methods.cells import Cell, Outcome, run_cell
+from divdec.experiments.methods.cell import Cell
+from divdec.experiments.methods.cells import Outcome, run_cell
 
 WORDS = "jobs.log"  # what processes beside this one have to say
 Work = tuple[Arena, Cell]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 
@@ -13,15 +13,13 @@ from divdec.baselines.job import Job
 from divdec.baselines.registry import find
 from divdec.data.records import RecordSet
 from divdec.experiments.methods.arena import Arena
+from divdec.experiments.methods.cell import Cell
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_tokenizer
 from divdec.runs import output_folder, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.distillation_settings import DistillationSettings
-
-if TYPE_CHECKING:
-    from divdec.experiments.methods.cells import Cell
 
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
 

@@ -24,7 +24,8 @@ from divdec.evaluation.layout import Layout, question
 from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.experiments.methods.arena import Arena, arenas, check_inputs
-from divdec.experiments.methods.cells import MODEL, REFERENCES, Cell, Outcome, earlier, load
+from divdec.experiments.methods.cell import Cell
+from divdec.experiments.methods.cells import MODEL, REFERENCES, Outcome, earlier, load
 from divdec.experiments.methods.costs import time_ratio
 from divdec.experiments.methods.grids import cells_of
 from divdec.experiments.methods.jobs import run_cells, seed_folder
