@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-import os
-import signal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel
 
 from conftest import tiny_model
 from divdec import UsageError
@@ -29,11 +27,11 @@ from divdec.baselines.rmu import RMU, control_vector, freeze_others
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import record_set, texts_of
 from divdec.experiments.small_models import Shape, new_model
-from divdec.training import fine_tuning
 from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.objective import Collator, Companion, Rows, part
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
+from stopping import stopping_at
 
 LAYERS = 3
 # What moves a model of this size; published rates are for billions of weights.
@@ -236,29 +234,11 @@ def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
 # How it is trained.
 
 
-class StopAt(TrainerCallback):
-    """Sends the process a real Ctrl-C at a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("name", ["npo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmu", "idk-dpo"))])
 def test_a_killed_run_goes_on_to_the_same_weights(job, tmp_path, monkeypatch, name):
     _, whole = make(dataclasses.replace(job, work=tmp_path / "other"), name, tmp_path / "whole", epochs=2.0)
-    trainer = fine_tuning._Trainer
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            fine_tuning,
-            "_Trainer",
-            lambda *given, **options: trainer(*given, **{**options, "callbacks": [*options["callbacks"], StopAt(2)]}),
-        )
-        with pytest.raises(Interrupted):
-            make(job, name, tmp_path / "cut", epochs=2.0)
+    with stopping_at(2), pytest.raises(Interrupted):
+        make(job, name, tmp_path / "cut", epochs=2.0)
     assert not list((tmp_path / "cut").iterdir())
     made, resumed = make(job, name, tmp_path / "resumed", epochs=2.0)
     assert "resumed" in made.notes[0]

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
 import signal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from conftest import loads_torch
 from divdec.baselines.registry import methods
@@ -15,7 +14,7 @@ from divdec.baselines.settings import BaselineSettings, HelpedSettings, joined, 
 from divdec.cli import main
 from divdec.errors import UsageError
 from divdec.experiments.small_models import Shape, new_model
-from divdec.training import fine_tuning
+from stopping import stopping_at
 
 QUICK = ("--epochs", "2", "--batch-size", "2", "--gradient-accumulation", "1", "--precision", "float32")
 
@@ -82,26 +81,12 @@ def test_options_from_a_file_and_overridden(given, tmp_path, capsys):
     assert (settings["layer"], settings["alpha"], settings["coefficient"]) == (0, 8.0, 20.0)
 
 
-class StopAt(TrainerCallback):
-    """Sends the process a real SIGTERM at a step."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_killed_run_goes_on_to_the_same_weights(given, tmp_path, capsys, monkeypatch):
     def command(name):
         return ("rmu", *options(given), "--output", tmp_path / name, *QUICK, "--layer", "1")
 
     assert verb(*command("whole")) == 0
-    trainer = fine_tuning._Trainer
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            fine_tuning,
-            "_Trainer",
-            lambda *given, **options: trainer(*given, **{**options, "callbacks": [*options["callbacks"], StopAt()]}),
-        )
+    with stopping_at(2, signal.SIGTERM):
         assert verb(*command("cut")) == 2
     assert "interrupted at step 3; the same command goes on from there" in capsys.readouterr().err
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["status"] == "running"

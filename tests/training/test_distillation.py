@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
@@ -26,7 +25,7 @@ from divdec.experiments.small_models import Shape, new_model, train_tokenizer
 from divdec.experts.bridge import BridgedPair
 from divdec.experts.ngram_folder import write_pair
 from divdec.model.vocabularies import vocabulary_sha256
-from divdec.training import distillation, fine_tuning
+from divdec.training import distillation
 from divdec.training.distillation import distill
 from divdec.training.distillation_loss import divergence, lumped_divergence, predicting
 from divdec.training.distillation_measures import Gauge
@@ -37,6 +36,7 @@ from divdec.training.objective import Collator, Objective
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
 from divdec.training.teacher_cache import Fingerprint, ask_teacher, load_cache
+from stopping import stopping_at
 
 DIRECTIONS = ["teacher-student", "student-teacher"]
 
@@ -476,29 +476,9 @@ def weights_of(folder):
     )
 
 
-class StopAt(TrainerCallback):
-    """Sends the process a real Ctrl-C at a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped_at(step, monkeypatch, settings):
-    trainer = fine_tuning._Trainer
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            fine_tuning,
-            "_Trainer",
-            lambda *objective, **given: trainer(
-                *objective, **{**given, "callbacks": [*given["callbacks"], StopAt(step)]}
-            ),
-        )
-        with pytest.raises(Interrupted, match="student was interrupted"):
-            quiet(settings)
+def stopped_at(step, settings):
+    with stopping_at(step), pytest.raises(Interrupted, match="student was interrupted"):
+        quiet(settings)
 
 
 @pytest.mark.parametrize("cached", [{}, pytest.param({"cache_teacher": 16}, marks=pytest.mark.slow)])
@@ -508,7 +488,7 @@ def test_a_stopped_run_goes_on_to_the_same_student(bundle, data, tmp_path, monke
     cached = {**cached, "epochs": 3.0, "evaluate_each_epoch": True}
     whole = quiet(settings_for(bundle, data, tmp_path / "whole", **cached))
     settings = settings_for(bundle, data, tmp_path / "cut", **cached)
-    stopped_at(3, monkeypatch, settings)
+    stopped_at(3, settings)
     assert not (tmp_path / "cut").exists()
     assert (tmp_path / "cut.work").is_dir()
     with pytest.raises(UsageError, match="unfinished run with other settings"):

@@ -1,12 +1,10 @@
 """Real training of tiny models: it learns, resumes exactly, and stops without losing anything."""
 
 import dataclasses
-import os
 import signal
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from divdec import UsageError
 from divdec.data.formatting import encode_set
@@ -18,6 +16,7 @@ from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.objective import Companion, Rows, part
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
+from stopping import stopping_at
 
 SETTINGS = TrainingSettings(epochs=4.0, learning_rate=3e-3, batch_size=8)
 
@@ -46,36 +45,16 @@ def test_it_learns_and_says_what_it_cost(examples, tokenizer, tmp_path):
     assert mean_loss(model, tokenizer, examples, 3) == pytest.approx(whole, rel=1e-5)
 
 
-class StopAt(TrainerCallback):
-    """Sends the process a real Ctrl-C at a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def interrupted_at(step, monkeypatch, *arguments, **options):
-    trainer = fine_tuning._Trainer
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            fine_tuning,
-            "_Trainer",
-            lambda *objective, **given: trainer(
-                *objective, **{**given, "callbacks": [*given["callbacks"], StopAt(step)]}
-            ),
-        )
-        with pytest.raises(Interrupted, match=f"interrupted at step {step + 1}"):
-            fine_tune(*arguments, **options)
+def interrupted_at(step, *arguments, **options):
+    with stopping_at(step), pytest.raises(Interrupted, match=f"interrupted at step {step + 1}"):
+        fine_tune(*arguments, **options)
 
 
 @pytest.mark.parametrize("step", [2, 7, 12])
 def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
     whole, _ = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole")
     folder = tmp_path / "cut"
-    interrupted_at(step, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
+    interrupted_at(step, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
     # A checkpoint that was cut off while it was written must not be taken up.
     broken = folder / "checkpoints" / "checkpoint-19"
     broken.mkdir()
@@ -87,7 +66,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp
 
 
 def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_path, monkeypatch):
-    interrupted_at(3, monkeypatch, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
+    interrupted_at(3, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     with pytest.raises(UsageError, match="other settings"):
         fine_tune(model_for(tokenizer), tokenizer, examples, other, tmp_path, title="other")
@@ -204,7 +183,7 @@ def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path, 
     trained, _ = fine_tune(*arguments, **options)
     cut = Learned()
     arguments, options = run("cut", cut)
-    interrupted_at(step, monkeypatch, *arguments, **options)
+    interrupted_at(step, *arguments, **options)
     arguments, options = run("cut", cut)
     resumed, _ = fine_tune(*arguments, **options)
     assert cut.seen == whole.seen

@@ -26,11 +26,12 @@ from divdec.experts.combined import CombinedCache
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
-from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_config, load_model, load_tokenizer
+from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_config, load_model
 from divdec.model.checks import check_mask, positions_of, refuse_unknown
 from divdec.model.configuration import TARGET_FIELDS
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
-from divdec.model.vocabularies import common_vocabulary, vocabulary_width
+from divdec.model.output import causal_output
+from divdec.model.vocabularies import common_vocabulary_of
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
@@ -210,15 +211,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None and cache.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the baseline did not keep the tokens in its cache")
         _check_finite(logits, attention_mask)
-
-        loss = None
-        if labels is not None:
-            if logits_to_keep:
-                raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
-            count = {name: kwargs[name] for name in ("num_items_in_batch",) if name in kwargs}
-            loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **count)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+        return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         if cache is None:
@@ -285,8 +278,6 @@ def write_composite(
     for place in parts.values():
         check_weights(place)
     configs = {part: load_config(place) for part, place in parts.items()}
-    tokenizers = {part: load_tokenizer(place) for part, place in parts.items()}
-    widths = {part: vocabulary_width(config) for part, config in configs.items()}
     texts = [config.get_text_config(decoder=True) for config in configs.values()]
     contexts = [length for text in texts if (length := getattr(text, "max_position_embeddings", None)) is not None]
     own = sorted(path.name for pattern in ("*.safetensors", "*.json") for path in output.glob(pattern))
@@ -295,7 +286,7 @@ def write_composite(
         options=dict(options),
         parts={part: _reference(place, output) for part, place in parts.items()},
         files={name: file_sha256(output / name) for name in own},
-        vocab_size=common_vocabulary(widths, tokenizers, dict(parts)),
+        vocab_size=common_vocabulary_of(parts),
         max_position_embeddings=min(contexts, default=None),
         **{name: value for name in TARGET_FIELDS if (value := getattr(texts[0], name, None)) is not None},
     )

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from divdec.model.checkpoint import COMPOSITE
+
 
 class CompositeConfig(PreTrainedConfig):
     """Configuration of `CompositeForCausalLM`.
@@ -19,7 +21,7 @@ class CompositeConfig(PreTrainedConfig):
         max_position_embeddings: the shortest context of the parts; None where none states one.
     """
 
-    model_type = "divdec_composite"
+    model_type = COMPOSITE
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference = ("past_key_values",)
 

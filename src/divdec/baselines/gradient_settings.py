@@ -11,7 +11,7 @@ from typing import Literal
 
 from divdec.baselines.method import Method
 from divdec.errors import UsageError
-from divdec.training.settings import TrainingSettings
+from divdec.training.settings import TrainingSettings, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +148,6 @@ class RMUSettings(GradAscentSettings):
                 f"adapters (lora_rank {self.lora_rank}) are put into every layer, which trainable "
                 f"'{self.trainable}' excludes; give --trainable all with them"
             )
-
-
-def positive(name: str, value: float) -> None:
-    """Refuse what is not a number above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
 
 
 def not_negative(name: str, value: float) -> None:

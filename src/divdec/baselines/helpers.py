@@ -15,8 +15,8 @@ from torch import Tensor
 from divdec.baselines.job import Job
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
-from divdec.model.checkpoint import check_weights, load_config, load_tokenizer
-from divdec.model.vocabularies import common_vocabulary, vocabulary_width
+from divdec.model.checkpoint import check_weights, load_config
+from divdec.model.vocabularies import common_vocabulary_of
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.objective import Companion, part
@@ -93,8 +93,7 @@ def base_of(job: Job, method: str) -> Path:
     places = {"target": job.target, "base": job.base}
     for place in places.values():
         check_weights(place)
-    widths = {name: vocabulary_width(load_config(place)) for name, place in places.items()}
-    common_vocabulary(widths, {name: load_tokenizer(place) for name, place in places.items()}, places)
+    common_vocabulary_of(places)
     return job.base
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from divdec.baselines.method import Method
 from divdec.errors import UsageError
-
-if TYPE_CHECKING:
-    from divdec.training.settings import TrainingSettings
+from divdec.training.settings import TrainingSettings, at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +27,6 @@ class HelperSettings:
 
     def training(self, seed: int, lora_rank: int = 0) -> TrainingSettings:
         """The settings of the run."""
-        from divdec.training.settings import TrainingSettings
-
         return TrainingSettings(
             epochs=self.epochs,
             learning_rate=self.learning_rate,
@@ -121,8 +117,8 @@ class ClassifierSettings:
 
     def __post_init__(self) -> None:
         _within("threshold", self.threshold, 0.0, 1.0)
-        _at_least("classifier_width", self.classifier_width, 0)
-        _at_least("window", self.window, 1)
+        at_least("classifier_width", self.classifier_width, 0)
+        at_least("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +161,7 @@ class ECOSettings(ClassifierSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _within("strength", self.strength, 0.0, math.inf)
-        _at_least("dims", self.dims, 1)
+        at_least("dims", self.dims, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,22 +181,17 @@ class LUNARSettings:
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            _at_least("layer", self.layer, 0)
+            at_least("layer", self.layer, 0)
         if not math.isfinite(self.coefficient):
             raise UsageError(f"coefficient is {self.coefficient}; accepted: a finite number")
         _within("ridge", self.ridge, 1e-12, math.inf)
-        _at_least("batch_size", self.batch_size, 1)
+        at_least("batch_size", self.batch_size, 1)
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:
     if not (math.isfinite(value) and least <= value <= most):
         bounds = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise UsageError(f"{name} is {value:g}; accepted: a finite number {bounds}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(f"{name} is {value}; accepted: a whole number of at least {least}")
 
 
 INFERENCE_METHODS: tuple[Method, ...] = (

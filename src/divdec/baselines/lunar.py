@@ -22,7 +22,9 @@ from divdec.baselines.method import Made
 from divdec.data.formatting import encode_prompts, encode_set, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
+from divdec.evaluation.generation import left_padded
 from divdec.model.checkpoint import load_config, load_model
+from divdec.model.checks import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,10 +182,7 @@ class _Lunar:
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """Logits, mask and the modules' outputs (or inputs), of left-padded batches."""
         for start in range(0, len(prompts), self.batch_size):
-            batch = prompts[start : start + self.batch_size]
-            width = max(map(len, batch))
-            ids = torch.tensor([[self.padding] * (width - len(prompt)) + [*prompt] for prompt in batch])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+            ids, mask = left_padded(prompts[start : start + self.batch_size], self.padding)
             states: list[Tensor] = []
 
             def keep(module: nn.Module, given: Any, output: Any, states: list[Tensor] = states) -> None:
@@ -192,7 +191,7 @@ class _Lunar:
             with contextlib.ExitStack() as stack:
                 for module in modules:
                     stack.enter_context(_hooked(module, keep))
-                positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+                positions = positions_of(ids, mask, 0)
                 logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             yield logits, mask.bool(), states
 

@@ -25,6 +25,7 @@ from divdec.baselines.job import Job
 from divdec.data.formatting import encode_prompts, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
+from divdec.evaluation.generation import left_padded
 from divdec.experts.common_prefix import common_length
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 from divdec.model.checks import positions_of
@@ -231,9 +232,7 @@ def features_of(
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     for start in range(0, len(order), batch_size):
         places = order[start : start + batch_size]
-        width = max(len(prompts[place]) for place in places)
-        ids = torch.tensor([[padding] * (width - len(prompts[place])) + [*prompts[place]] for place in places])
-        mask = torch.tensor([[0] * (width - len(prompts[place])) + [1] * len(prompts[place]) for place in places])
+        ids, mask = left_padded([prompts[place] for place in places], padding)
         step = Step(ids, mask, positions_of(ids, mask, 0), 1)
         _, hidden = run_target(target, step, None)
         means = prompt_means(layout, step, hidden, (None, None))[-1][:, -1].cpu()

@@ -12,26 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 
 from divdec.baselines.job import Job
 from divdec.baselines.method import Method
 from divdec.baselines.settings import BaselineSettings, HelpedSettings
-from divdec.data.formatting import Format, count_cut
-from divdec.data.records import RecordSet, overlap, read_records
+from divdec.data.formatting import Format
+from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
-    CheckpointReference,
     check_apart,
-    check_plain,
-    check_weights,
     digests,
-    load_config,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary, vocabulary_width
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, settings_hash, write_json
+from divdec.model.vocabularies import common_vocabulary_of
+from divdec.runs import RECORD, goes_on, output_folder, record, settings_hash, write_json
+from divdec.training.inputs import begin, checkpoint, longest, report_cut, report_sets
 
 MODEL, WORK = "model", "work"
 
@@ -58,25 +54,21 @@ def run_baseline(
         Interrupted: Ctrl-C; the same call goes on where it stopped.
         Diverged: a loss is not finite.
     """
-    # accelerate joins CPU processes only if it is told that there is nothing else; whoever asks first decides.
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    state, report = begin(report)
     if method.kind == "inference" and state.num_processes > 1:
         raise UsageError(f"{method.name} runs in one process, not in {state.num_processes}")
-    if not state.is_main_process:
-        report = _silent  # one process of several speaks for all
     output = Path(settings.output).expanduser()
-    target = _resolved(settings.target, "target")
+    target = checkpoint(settings.target, "target")
     tokenizer = load_tokenizer(target)
     base = _base(settings, target)
     places = [Path(text).expanduser() for text in (settings.forget, settings.retain)]
     places += [target] if base is None else [target, base]
     check_apart(output.resolve(), [place.resolve() for place in places if place.exists()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
-    _report_sets(forget, retain, report)
-    form = Format(system_prompt=settings.system_prompt, max_length=_longest(settings.max_length, target, report))
+    report_sets(forget, retain, "a method is told to forget and to keep them", report)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest(settings.max_length, target, report))
     for records in (forget, retain):
-        if records.kind != "text" and (cut := count_cut(records.records, tokenizer, form)):
-            report(f"warning: {cut} records of {records.name} are cut to {form.max_length} tokens (--max-length)")
+        report_cut(records, tokenizer, form, report)
 
     given = dataclasses.asdict(settings) | dataclasses.asdict(options)
     fingerprint = settings_hash(
@@ -133,16 +125,7 @@ def run_baseline(
 def _open_output(output: Path, method: Method, given: dict[str, Any], fingerprint: str, overwrite: bool) -> None:
     """Begin a new run in an empty folder, or go on with the same run that was stopped."""
     state = PartialState()
-    earlier = read_record(output) if output.is_dir() else None
-    running = earlier is not None and earlier.get("verb") == "baseline" and earlier.get("status") == "running"
-    resumed = running and earlier is not None and earlier.get("fingerprint") == fingerprint
-    if running and not resumed and not overwrite:
-        raise UsageError(
-            f"output folder {output} holds an unfinished run with other settings or data; repeat those to "
-            "resume it, or give --overwrite to begin anew"
-        )
-    if not resumed:
-        check_output(output, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == "baseline")
+    resumed = goes_on(output, "baseline", fingerprint, overwrite)
     state.wait_for_everyone()
     if state.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
@@ -160,44 +143,10 @@ def _withdraw(output: Path) -> None:
         (output / RECORD).unlink()
 
 
-def _silent(line: str) -> None:
-    pass
-
-
-def _resolved(reference: str, part: str) -> Path:
-    folder = CheckpointReference.parse(reference).resolve(Path(), weights=True)
-    check_plain(folder, part)
-    check_weights(folder)
-    return folder
-
-
 def _base(settings: BaselineSettings, target: Path) -> Path | None:
     """The small model, if one is given; its vocabulary is compared with the target's before hours of training."""
     if not isinstance(settings, HelpedSettings) or settings.base is None:
         return None
-    base = _resolved(settings.base, "base")
-    places = {"target": target, "base": base}
-    widths = {name: vocabulary_width(load_config(place)) for name, place in places.items()}
-    common_vocabulary(widths, {name: load_tokenizer(place) for name, place in places.items()}, places)
+    base = checkpoint(settings.base, "base")
+    common_vocabulary_of({"target": target, "base": base})
     return base
-
-
-def _longest(max_length: int, target: Path, report: Callable[[str], None]) -> int:
-    positions = getattr(load_config(target).get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is None or max_length <= positions:
-        return max_length
-    report(f"note: sequences are cut to {positions} tokens, the longest that {target.name} was built for")
-    return positions
-
-
-def _report_sets(forget: RecordSet, retain: RecordSet, report: Callable[[str], None]) -> None:
-    for role, records in (("forget", forget), ("retain", retain)):
-        report(f"{role} set: {len(records)} {records.kind} records from {records.name}")
-    if forget.sha256 == retain.sha256:
-        raise UsageError("forget set and retain set hold the same records: nothing would be left to forget")
-    shared = overlap(forget, retain)
-    if shared.records or shared.prompts:
-        report(
-            f"warning: {shared.records} of {len(forget)} forget records stand in the retain set too "
-            f"({shared.prompts} share a prompt): a method is told to forget and to keep them"
-        )

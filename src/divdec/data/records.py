@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from divdec.data.files import checked_text, rows_of
 from divdec.errors import UsageError
+from divdec.runs import write_text
 
 Kind = Literal["question/answer", "prompt/completion", "messages", "text"]
 ACCEPTED_FIELDS = "accepted: question + answer, prompt + completion, messages (role, content), or text"
@@ -136,6 +137,11 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
     if kind is None:
         raise UsageError(f"data set {name!r} is empty")
     return RecordSet(name, kind, tuple(records), blank)
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write records as JSON lines that `read_records` reads back, whole or not at all."""
+    write_text(path, "".join(f"{json.dumps(record.as_row(), ensure_ascii=False)}\n" for record in records))
 
 
 def texts_of(name: str, texts: Iterable[str]) -> RecordSet:

@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from divdec.errors import UsageError
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.experiments.sequential_material import RETAIN, Course, request_name
 from divdec.experiments.sequential_measure import Examiner
 from divdec.experiments.sequential_models import Models, SequentialSettings, distil_step, write_requests, write_step
 from divdec.report.sequential import Step, distance_plot, markdown
-from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json, write_text
+from divdec.runs import RECORD, goes_on, record, settings_hash, write_json, write_text
 
 PROTOCOLS = ("sustainability", "scaling")
 KEPT = ("bundles", "students")
@@ -142,16 +141,8 @@ def distance_interval(
 
 def _open(output: Path, fingerprint: str, settings: SequentialSettings, overwrite: bool) -> None:
     """Begin in an empty folder, or go on with the same run that was stopped."""
-    earlier = read_record(output) if output.is_dir() else None
-    if earlier is not None and earlier.get("status") == "running":
-        if earlier.get("fingerprint") == fingerprint:
-            return
-        if not overwrite:
-            raise UsageError(
-                f"output folder {output} holds an unfinished run with other settings or data; repeat those to resume "
-                "it, or give --overwrite to begin anew"
-            )
-    check_output(output, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == "sequential")
+    if goes_on(output, "sequential", fingerprint, overwrite):
+        return
     output.mkdir(parents=True, exist_ok=True)
     for name in (*KEPT, *WORKING):
         shutil.rmtree(output / name, ignore_errors=True)

@@ -6,18 +6,18 @@ The stages that all steps share come from a cache; a student is what `divdec dis
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from divdec.data.formatting import Example, encode_records, encode_set
-from divdec.data.records import Record
+from divdec.data.records import write_records
 from divdec.experiments.sequential_material import Course
 from divdec.experiments.small_models import train_tokenizer
 from divdec.experiments.stages import Stages, unmasked
 from divdec.model.bundle import write_bundle
-from divdec.runs import read_record, write_text
+from divdec.runs import read_record
 from divdec.steering import Steering
 from divdec.training.distillation_settings import DistillationSettings
 
@@ -158,12 +158,6 @@ def write_requests(course: Course, folder: Path) -> dict[tuple[str, int], Path]:
     for step in range(1, len(course.requests) + 1):
         for kind, requests in (("new", course.requests[step - 1 : step]), ("all", course.requests[:step])):
             path = folder / f"{kind}-{step}.jsonl"
-            write_text(path, "".join(json.dumps(_row(record)) + "\n" for request in requests for record in request))
+            write_records(path, itertools.chain.from_iterable(requests))
             found[kind, step] = path
     return found
-
-
-def _row(record: Record) -> dict[str, Any]:
-    if record.prompt is not None:
-        return {"prompt": record.prompt, "completion": record.answer}
-    return {"question": record.messages[-1].content, "answer": record.answer}

@@ -29,6 +29,7 @@ HASHED = (
     "vocab.json",
     "merges.txt",
 )
+COMPOSITE = "divdec_composite"  # model type of baselines that wrap other checkpoints
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -164,7 +165,7 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
-    if _read_json(folder / "config.json").get("model_type") == "divdec_composite":
+    if _read_json(folder / "config.json").get("model_type") == COMPOSITE:
         return  # a baseline made of other checkpoints, which it checks itself when it is loaded
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -198,7 +199,7 @@ def check_plain(folder: Path, part: str) -> None:
         UsageError: it is a bundle, or a baseline that wraps a target.
     """
     kind = _read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
-    if kind in ("divergence", "divdec_composite"):
+    if kind in ("divergence", COMPOSITE):
         raise UsageError(
             f"{part} {folder} is made of several checkpoints ({kind}), which cannot be trained as one; give an "
             "ordinary checkpoint, such as a distilled student"

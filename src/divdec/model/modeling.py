@@ -26,6 +26,7 @@ from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
+from divdec.model.output import causal_output
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -213,15 +214,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
             cache = self.new_cache()
         target_logits, divergence = self.components(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         logits = self._steer(target_logits, divergence)
-
-        loss = None
-        if labels is not None:
-            if logits_to_keep:
-                raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
-            count = {name: kwargs[name] for name in ("num_items_in_batch",) if name in kwargs}
-            loss = self.loss_function(logits, labels.to(logits.device), vocab_size=self.vocab_size, **count)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+        return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
     def components(
         self,

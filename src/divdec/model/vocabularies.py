@@ -1,4 +1,4 @@
-"""Whether models and counts speak of the same tokens. It knows nothing of files but their names, for messages."""
+"""Whether models and counts speak of the same tokens. It knows nothing of weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError
+from divdec.model.checkpoint import load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -41,6 +42,17 @@ def common_vocabulary(
     check_same_vocabulary(tokenizers, places)
     check_widths(widths, tokenizers, places)
     return min(widths.values())
+
+
+def common_vocabulary_of(places: Mapping[str, Path]) -> int:
+    """The same, of checkpoints on disk.
+
+    Args:
+        places: their folders by part, the first as above.
+    """
+    configs = {part: load_config(place) for part, place in places.items()}
+    widths = {part: vocabulary_width(config) for part, config in configs.items()}
+    return common_vocabulary(widths, {part: load_tokenizer(place) for part, place in places.items()}, places)
 
 
 def check_widths(

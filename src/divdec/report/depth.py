@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.report.plots import style, svg_text
+from divdec.report.plots import Band, band_panels, style, svg_text
 from divdec.runs import write_json, write_text
 
 if TYPE_CHECKING:
@@ -51,40 +51,35 @@ def depth_plot(found: Sequence[LayerDepth], level: float) -> str:
         An `<svg>` element.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    parts = list(dict.fromkeys(row.part for row in found))
-    sets = list(dict.fromkeys(row.set for row in found))
+    panels: dict[str, list[Band]] = {}
+    for part in dict.fromkeys(row.part for row in found):
+        for name in dict.fromkeys(row.set for row in found):
+            rows = [row for row in found if (row.part, row.set) == (part, name)]
+            panels.setdefault(TITLES.get(part, part), []).append(
+                Band(
+                    name,
+                    COLOURS.get(name, "#57606a"),
+                    MARKERS.get(name, "D"),
+                    x=[row.layer for row in rows],
+                    y=[row.mean for row in rows],
+                    low=[row.low for row in rows],
+                    high=[row.high for row in rows],
+                )
+            )
     with style("divdec-depth"):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        panels = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
-        for axes, part in zip(panels, parts, strict=True):
-            for name in sets:
-                rows = [row for row in found if (row.part, row.set) == (part, name)]
-                layers = [row.layer for row in rows]
-                colour = COLOURS.get(name, "#57606a")
-                axes.fill_between(
-                    layers, [row.low for row in rows], [row.high for row in rows],
-                    color=colour, alpha=0.2, linewidth=0,
-                )  # fmt: skip
-                axes.plot(
-                    layers, [row.mean for row in rows],
-                    marker=MARKERS.get(name, "D"), markersize=5, color=colour, label=name,
-                )  # fmt: skip
-            axes.set_title(TITLES.get(part, part), fontsize=10)
-            axes.set_xlabel("layer (0: next to the embeddings)")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        drawn = band_panels(figure, panels, "layer (0: next to the embeddings)")
+        for axes in drawn:
             if all(row.low > 0 for row in found):
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axes.yaxis.set_minor_formatter(NullFormatter())
             else:
                 axes.set_ylim(bottom=0)
-            axes.grid(True, color="#d8dee4", linewidth=0.6)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-        panels[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
-        panels[-1].legend(frameon=False, title=f"mean, {100 * level:g} % interval")
+        drawn[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
+        drawn[-1].legend(frameon=False, title=f"mean, {100 * level:g} % interval")
         return svg_text(figure)
 
 

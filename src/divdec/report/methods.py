@@ -12,12 +12,11 @@ from pathlib import Path
 from divdec.report.evaluation_plots import LOOKS, RETRAIN, TARGET, TEXT
 from divdec.report.measures import MEASURES
 from divdec.report.page import write_page
-from divdec.report.plots import style, svg_text
+from divdec.report.plots import open_frame, style, svg_text
 from divdec.runs import versions
 
 SHOWN = ("agg", "mem", "priv", "utility")
 OURS, OTHERS = "#0072B2", "#8c959f"
-LEAKS_SHOWN = len(LOOKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +119,7 @@ def bars(entries: Sequence[Entry]) -> str:
         axes.set_xlabel(MEASURES["agg"].axis)
         axes.grid(True, axis="x", color="#d0d7de", linewidth=0.6)
         axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        open_frame(axes)
         return svg_text(figure)
 
 
@@ -163,6 +161,5 @@ def leak_curves(leaks: Mapping[str, Mapping[int, float]], entries: Mapping[str, 
         axes.set_ylim(-0.02, 1.02)
         axes.grid(True, color="#d0d7de", linewidth=0.6)
         axes.legend(frameon=False, loc="upper left")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        open_frame(axes)
         return svg_text(figure)

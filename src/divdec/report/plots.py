@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = {"linear": "#1f6feb", "rank": "#d9822b", "target": "#b3261e", "retrain": "#1a7f37"}
@@ -47,6 +48,48 @@ def svg_text(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     # Only the element: a page is no place for an XML declaration.
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """A line over whole numbers with its interval."""
+
+    label: str
+    colour: str
+    marker: str
+    x: Sequence[int]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: str) -> list[Axes]:
+    """Panels side by side that share their scale, each with its bands.
+
+    Args:
+        figure: drawn into, under `style`.
+        panels: bands by title.
+        x_label: of every panel.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+    for axes, (title, bands) in zip(drawn, panels.items(), strict=True):
+        for band in bands:
+            axes.fill_between(band.x, band.low, band.high, color=band.colour, alpha=0.2, linewidth=0)
+            axes.plot(band.x, band.y, marker=band.marker, markersize=5, color=band.colour, label=band.label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True, color="#d8dee4", linewidth=0.6)
+        open_frame(axes)
+    return drawn
+
+
+def open_frame(axes: Axes) -> None:
+    """Leave the frame's upper and right side out."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
@@ -87,6 +130,5 @@ def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> 
         axes.set_ylim(-0.04, 1.08)
         axes.grid(True, color="#d0d7de", linewidth=0.6)
         axes.legend(frameon=False, loc="lower center", ncols=3)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        open_frame(axes)
         return svg_text(figure)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from divdec.report.plots import style, svg_text
+from divdec.report.plots import Band, band_panels, style, svg_text
 
 COLOURS = {"steered": "#0072B2", "distilled": "#C75300"}
 MARKERS = {"steered": "o", "distilled": "s"}
@@ -67,34 +67,29 @@ def distance_plot(steps: Sequence[Step], score: str, level: float) -> str:
         An `<svg>` element.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    protocols = list(dict.fromkeys(step.protocol for step in steps))
+    panels: dict[str, list[Band]] = {}
+    for protocol in dict.fromkeys(step.protocol for step in steps):
+        for method in dict.fromkeys(step.method for step in steps):
+            rows = [step for step in steps if (step.protocol, step.method) == (protocol, method)]
+            panels.setdefault(protocol, []).append(
+                Band(
+                    method,
+                    COLOURS.get(method, "#57606a"),
+                    MARKERS.get(method, "D"),
+                    x=[row.step for row in rows],
+                    y=[row.distance for row in rows],
+                    low=[row.low for row in rows],
+                    high=[row.high for row in rows],
+                )
+            )
     with style("divdec-sequential"):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)[0]
-        for axes, protocol in zip(panels, protocols, strict=True):
-            for method in dict.fromkeys(step.method for step in steps):
-                rows = [step for step in steps if (step.protocol, step.method) == (protocol, method)]
-                places = [row.step for row in rows]
-                colour = COLOURS.get(method, "#57606a")
-                axes.fill_between(
-                    places, [row.low for row in rows], [row.high for row in rows],
-                    color=colour, alpha=0.2, linewidth=0,
-                )  # fmt: skip
-                axes.plot(
-                    places, [row.distance for row in rows],
-                    marker=MARKERS.get(method, "D"), markersize=5, color=colour, label=method,
-                )  # fmt: skip
-            axes.set_title(protocol, fontsize=10)
-            axes.set_xlabel("requests so far")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        drawn = band_panels(figure, panels, "requests so far")
+        for axes in drawn:
             axes.set_ylim(bottom=0)
-            axes.grid(True, color="#d8dee4", linewidth=0.6)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-        panels[0].set_ylabel(f"distance from the first step\n(points of {score}, retain and request 1)")
-        panels[-1].legend(frameon=False, title=f"{100 * level:g} % interval")
+        drawn[0].set_ylabel(f"distance from the first step\n(points of {score}, retain and request 1)")
+        drawn[-1].legend(frameon=False, title=f"{100 * level:g} % interval")
         return svg_text(figure)
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 
-from divdec.data.formatting import Example, Format, count_cut, encode_set
-from divdec.data.records import RecordSet, overlap, read_records
-from divdec.errors import UsageError
+from divdec.data.formatting import Example, Format
+from divdec.data.records import overlap, read_records
 from divdec.model.bundle import write_bundle
 from divdec.model.card import auxiliary_card
 from divdec.model.checkpoint import (
@@ -28,13 +27,12 @@ from divdec.model.checkpoint import (
     load_model,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary, vocabulary_width
+from divdec.model.vocabularies import common_vocabulary_of
 from divdec.runs import (
     RECORD,
-    check_output,
+    goes_on,
     output_folder,
     read_json,
-    read_record,
     record,
     settings_hash,
     write_json,
@@ -42,6 +40,7 @@ from divdec.runs import (
 )
 from divdec.steering import Steering
 from divdec.training.fine_tuning import TrainingResult, discard_checkpoints, fine_tune
+from divdec.training.inputs import begin, checkpoint, encoded, longest, report_sets
 from divdec.training.learning_rate import find_learning_rate
 from divdec.training.settings import AuxiliarySettings
 
@@ -66,25 +65,22 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
         UsageError: something given cannot be used; nothing has then been written.
         Interrupted: Ctrl-C; the same call goes on where it stopped.
     """
-    # accelerate joins CPU processes only if it is told that there is nothing else; whoever asks first decides.
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    if not state.is_main_process:
-        report = _silent  # one process of several speaks for all
+    state, report = begin(report)
     steering = Steering.parse(settings.steering)
     output = Path(settings.output).expanduser()
-    base = _resolved(settings.base)
+    base = checkpoint(settings.base, "base")
     tokenizer = load_tokenizer(base)
     if settings.target is not None:
-        steering.check_vocabulary(_check_target(settings.target, base, tokenizer))
+        steering.check_vocabulary(_check_target(settings.target, base))
     inputs = [
         Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
     ]
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
-    _report_sets(forget, retain, report)
-    form = Format(system_prompt=settings.system_prompt, max_length=_longest(settings.max_length, base, report))
-    forget_examples = _encoded(forget, tokenizer, form, report)
-    retain_examples = _encoded(retain, tokenizer, form, report)
+    report_sets(forget, retain, "what q has seen is not forgotten", report)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest(settings.max_length, base, report))
+    forget_examples = encoded(forget, tokenizer, form, report)
+    retain_examples = encoded(retain, tokenizer, form, report)
     p_examples = forget_examples + (retain_examples if settings.recipe == "full-retain" else [])
 
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
@@ -200,74 +196,24 @@ class _Run:
             write_text(folder / "README.md", auxiliary_card(role, rows))
 
 
-def _silent(line: str) -> None:
-    pass
-
-
 def load_for_training(folder: Path) -> PreTrainedModel:
     """A checkpoint in float32, which is what the weights are kept in while they move."""
     return load_model(folder, dtype=torch.float32)
 
 
-def _resolved(reference: str) -> Path:
-    folder = CheckpointReference.parse(reference).resolve(Path(), weights=True)
-    check_weights(folder)
-    return folder
-
-
-def _check_target(target: str, base: Path, tokenizer: PreTrainedTokenizerBase) -> int:
+def _check_target(target: str, base: Path) -> int:
     """Find before hours of training what would stop the bundle after them."""
     reference = CheckpointReference.parse(target)
     place = reference.resolve(Path(), weights=False)
     if reference.folder is not None:
         check_weights(place)
-    widths = {"target": vocabulary_width(load_config(place)), "base": vocabulary_width(load_config(base))}
-    tokenizers = {"target": load_tokenizer(place), "base": tokenizer}
-    return common_vocabulary(widths, tokenizers, {"target": place, "base": base})
-
-
-def _longest(max_length: int, base: Path, report: Callable[[str], None]) -> int:
-    positions = getattr(load_config(base).get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is None or max_length <= positions:
-        return max_length
-    report(f"note: sequences are cut to {positions} tokens, the longest that {base.name} was built for")
-    return positions
-
-
-def _report_sets(forget: RecordSet, retain: RecordSet, report: Callable[[str], None]) -> None:
-    for role, records in (("forget", forget), ("retain", retain)):
-        blank = f", {records.blank} blank ones left out" if records.blank else ""
-        report(f"{role} set: {len(records)} {records.kind} records from {records.name}{blank}")
-    if forget.sha256 == retain.sha256:
-        raise UsageError("forget set and retain set hold the same records: nothing would be left to forget")
-    shared = overlap(forget, retain)
-    if shared.records or shared.prompts:
-        report(
-            f"warning: {shared.records} of {len(forget)} forget records stand in the retain set too "
-            f"({shared.prompts} share a prompt): what q has seen is not forgotten"
-        )
-
-
-def _encoded(
-    records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format, report: Callable[[str], None]
-) -> list[Example]:
-    if records.kind != "text" and (cut := count_cut(records.records, tokenizer, form)):
-        report(f"warning: {cut} records of {records.name} are cut to {form.max_length} tokens (--max-length)")
-    return encode_set(records, tokenizer, form)
+    return common_vocabulary_of({"target": place, "base": base})
 
 
 def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) -> None:
     """Begin a new run in an empty folder, or go on with the same run that was stopped."""
     state = PartialState()
-    earlier = read_record(output) if output.is_dir() else None
-    resumed = earlier is not None and earlier.get("status") == "running" and earlier.get("fingerprint") == fingerprint
-    if not resumed:
-        if earlier is not None and earlier.get("status") == "running" and not settings.overwrite:
-            raise UsageError(
-                f"output folder {output} holds an unfinished run with other settings or data; repeat those to "
-                "resume it, or give --overwrite to begin anew"
-            )
-        check_output(output, settings.overwrite, _is_run)
+    resumed = goes_on(output, "train", fingerprint, settings.overwrite)
     state.wait_for_everyone()
     if not resumed and state.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
@@ -275,10 +221,6 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
             shutil.rmtree(output / name, ignore_errors=True)
         write_json(output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"})
     state.wait_for_everyone()
-
-
-def _is_run(folder: Path) -> bool:
-    return (read_record(folder) or {}).get("verb") == "train"
 
 
 def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering, forget_set: str) -> None:

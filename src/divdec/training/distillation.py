@@ -25,6 +25,7 @@ from divdec.training.distillation_measures import Gauge, Measures
 from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
 from divdec.training.distillation_settings import DistillationSettings
 from divdec.training.fine_tuning import fine_tune
+from divdec.training.inputs import begin
 from divdec.training.teacher_cache import CachedTeacher, ask_teacher, load_cache
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         Interrupted: Ctrl-C; the same call goes on where it stopped.
         Diverged: a loss is not finite; there is no output, and the last whole epoch's checkpoint stays beside it.
     """
-    # accelerate joins CPU processes only if it is told that there is nothing else; whoever asks first decides.
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    if not state.is_main_process:
-        report = _silent  # one process of several speaks for all
+    state, report = begin(report)
     job = prepare(settings, report)
     work = _open_work(job)
     state.wait_for_everyone()
@@ -186,7 +184,3 @@ def _said(when: str, found: Measures) -> str:
         for role, of in found.items()
     ]
     return f"{when}: " + "; ".join(parts)
-
-
-def _silent(line: str) -> None:
-    pass

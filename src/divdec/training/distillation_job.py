@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from divdec.data.formatting import Example, Format, count_cut, encode_set
+from divdec.data.formatting import Example, Format
 from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
@@ -27,6 +27,7 @@ from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import cache_folder, check_output, read_record, settings_hash
 from divdec.steering import Steering
 from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.inputs import checkpoint, encoded, report_set
 from divdec.training.teacher_cache import FILE, Fingerprint, check_belongs, check_k, layout_of
 
 if TYPE_CHECKING:
@@ -125,10 +126,8 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     for role, records in (("forget", forget), ("retain", retain)):
         if records is None:
             continue
-        report(f"{role} set: {len(records)} {records.kind} records from {records.name}")
-        if records.kind != "text" and (cut := count_cut(records.records, tokenizer, form)):
-            report(f"warning: {cut} records of {records.name} are cut to {form.max_length} tokens (--max-length)")
-        sets[role] = encode_set(records, tokenizer, form)
+        report_set(role, records, report)
+        sets[role] = encoded(records, tokenizer, form, report)
     job = DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
     if job.cache is not None:
         path, fingerprint = job.cache
@@ -158,10 +157,8 @@ def _check_teacher(config: DivergenceConfig, steering: Steering, settings: Disti
 
 
 def _other_student(given: str, tokenizer: PreTrainedTokenizerBase, config: DivergenceConfig) -> Path:
-    folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
-    check_plain(folder, "init-student")
+    folder = checkpoint(given, "init-student")
     own = load_config(folder)
-    check_weights(folder)
     theirs = load_tokenizer(folder)
     if vocabulary_sha256(theirs) != vocabulary_sha256(tokenizer) or vocabulary_width(own) < config.vocab_size:
         raise UsageError(

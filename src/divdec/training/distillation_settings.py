@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.training.settings import TrainingSettings
+from divdec.training.settings import TrainingSettings, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +70,7 @@ class DistillationSettings:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "lr"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
+            positive(name, getattr(self, name))
         if self.max_length < 2:
             raise UsageError(f"max-length is {self.max_length}; accepted: a whole number of at least 2")
         if self.rehearse < 0:

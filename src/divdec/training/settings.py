@@ -40,9 +40,9 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "learning_rate"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0), ("seed", 0)):
-            _at_least(name, getattr(self, name), least)
+            at_least(name, getattr(self, name), least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ class AuxiliarySettings:
     """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
-        _positive("epochs", self.epochs)
+        positive("epochs", self.epochs)
         if self.lr != "auto":
-            _positive("lr", self.lr)
+            positive("lr", self.lr)
         least = {"batch_size": 1, "gradient_accumulation": 1, "max_length": 2, "lora_rank": 0, "seed": 0}
         for name, value in least.items():
-            _at_least(name, getattr(self, name), value)
+            at_least(name, getattr(self, name), value)
 
     def training(self, learning_rate: float) -> TrainingSettings:
         """The settings of one of the two runs."""
@@ -114,11 +114,13 @@ class AuxiliarySettings:
         )
 
 
-def _positive(name: str, value: float) -> None:
+def positive(name: str, value: float) -> None:
+    """Refuse what is not a number above 0."""
     if not (math.isfinite(value) and value > 0):
         raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def at_least(name: str, value: int, least: int) -> None:
+    """Refuse what is less."""
     if value < least:
         raise UsageError(f"{name} is {value}; accepted: a whole number of at least {least}")

@@ -22,7 +22,9 @@ def test_every_endpoint_is_described(http):
     description = http.get("/openapi.json").json()
     assert set(description["paths"]) == PATHS
     body = description["components"]["schemas"]["CompletionRequest"]
-    assert body["additionalProperties"] is False
+    assert body["additionalProperties"] == {"type": "null"}
+    assert {"type": "null"} in body["properties"]["temperature"]["anyOf"]
+    assert {"type": "null"} not in body["properties"]["prompt"]["anyOf"]
     assert "steering" not in body["properties"]
 
 
@@ -48,3 +50,18 @@ def test_fuzzed_requests_get_described_answers(described, path, mode):
         )
 
     check()
+
+
+def test_a_field_that_is_null_counts_as_absent(http):
+    nulls = {"temperature": None, "stop": None, "tools": None, "": None}
+    said = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
+    turns = [{"role": "user", "content": "Is it?"}, said, {"role": "user", "content": "And now?"}]
+    chat = {"model": "tiny", "messages": turns, "max_tokens": 2, **nulls}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert http.post("/tokenize", json={"prompt": "Is it?", "messages": None, **nulls}).status_code == 200
+    for required in ("model", "messages"):
+        answer = http.post("/v1/chat/completions", json={**chat, required: None})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, required)
+    # Where a field is no name of ours, null is a value.
+    assert http.post("/v1/chat/completions", json={**chat, "metadata": {"a": None}}).status_code == 400
+    assert http.post("/v1/chat/completions", json={**chat, "logit_bias": {"5": None}}).status_code == 400

@@ -15,13 +15,14 @@ from divdec.data.records import RecordSet, read_records
 from divdec.data.world import build_world
 from divdec.data.world_tofu import write_tofu
 from divdec.errors import UsageError
+from divdec.evaluation.layout import Layout
 from divdec.evaluation.tofu import TofuOptions
 from divdec.evaluation.tofu_data import TofuData, read_tofu
 from divdec.experiments import demo, tofu_small
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.stages import Material, Recipe, train_all
 from divdec.model.bundle import read_config
-from divdec.model.checkpoint import CheckpointReference, digests
+from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
 from divdec.model.loading import places_of
 from divdec.runs import cache_folder, settings_hash
@@ -61,6 +62,18 @@ class Arena:
         models = [None if place is None else digests(place) for place in places]
         sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.questions)]
         return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
+
+    @property
+    def layout(self) -> Layout:
+        """How questions become tokens."""
+        options = self.options
+        return Layout(
+            load_tokenizer(self.target),
+            options.template,
+            options.system_prompt,
+            options.date,
+            max_length=options.max_length,
+        )
 
     @property
     def options(self) -> TofuOptions:

@@ -44,9 +44,9 @@ class Cell:
         # Other grids may hold other things constant.
         return Path(self.method) / (f"{setting}-{settings_hash(self.constant)[:4]}" if self.constant else setting)
 
-    def fingerprint(self, arena: Arena, limit: int | None) -> str:
+    def fingerprint(self, arena: Arena) -> str:
         """Changes with all that decides the cell's figures, apart from the code."""
-        return settings_hash([self.method, self.options, self.constant, self.steering, arena.identity, limit])
+        return settings_hash([self.method, self.options, self.constant, self.steering, arena.identity])
 
 
 def _short(value: Any) -> str:

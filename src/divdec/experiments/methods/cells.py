@@ -54,25 +54,24 @@ class Outcome:
         return read_results(self.folder)
 
 
-def earlier(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome | None:
+def earlier(cell: Cell, arena: Arena, seed_folder: Path) -> Outcome | None:
     """What an earlier run has left of a cell, if it is whole, of the same work, and has not failed."""
     folder = seed_folder / cell.folder
     if not (folder / CELL).is_file():
         return None
     content = read_json(folder / CELL)
-    if content["fingerprint"] != cell.fingerprint(arena, limit) or content["failed"] is not None:
+    if content["fingerprint"] != cell.fingerprint(arena) or content["failed"] is not None:
         return None
     return Outcome(cell, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
 
 
-def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> Outcome:
+def run_cell(cell: Cell, arena: Arena, seed_folder: Path) -> Outcome:
     """Make a method and measure it; a setting that cannot be made or breaks is an outcome too.
 
     Args:
         cell: method and setting.
         arena: models and data.
         seed_folder: the folder of this seed.
-        limit: how many questions of each set `arena` was cut to, for the record.
     """
     folder = seed_folder / cell.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -103,7 +102,7 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path, limit: int | None) -> 
             "extra_bytes": outcome.extra_bytes,
             "notes": list(outcome.notes),
             "failed": failed,
-            "fingerprint": cell.fingerprint(arena, limit),
+            "fingerprint": cell.fingerprint(arena),
         },
     )
     return outcome

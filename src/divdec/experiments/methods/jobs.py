@@ -28,15 +28,12 @@ def seed_folder(output: Path, arena: Arena) -> Path:
     return output / f"seed-{arena.seed}"
 
 
-def run_cells(
-    missing: Sequence[Work], jobs: int, limit: int | None, output: Path
-) -> Iterator[tuple[Arena, Cell, Outcome]]:
+def run_cells(missing: Sequence[Work], jobs: int, output: Path) -> Iterator[tuple[Arena, Cell, Outcome]]:
     """The outcome of every cell, as they come.
 
     Args:
         missing: arenas and cells.
         jobs: processes; 1 stays in this one.
-        limit: how many questions of each set the arenas were cut to.
         output: the comparison's folder.
 
     Raises:
@@ -44,7 +41,7 @@ def run_cells(
     """
     if jobs == 1:
         for arena, cell in missing:
-            yield arena, cell, run_cell(cell, arena, seed_folder(output, arena), limit)
+            yield arena, cell, run_cell(cell, arena, seed_folder(output, arena))
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # A process that was forked would share torch's threads, which do not survive it.
@@ -56,7 +53,7 @@ def run_cells(
                 # No more than are worked on: what is queued would still be done after an interruption.
                 while waiting and len(running) < jobs:
                     arena, cell = waiting.pop(0)
-                    future = pool.submit(run_cell, cell, arena, seed_folder(output, arena), limit)
+                    future = pool.submit(run_cell, cell, arena, seed_folder(output, arena))
                     running[future] = (arena, cell)
                 done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ from filelock import FileLock
 
 from divdec.baselines.job import Job
 from divdec.baselines.registry import find
-from divdec.data.records import RecordSet
+from divdec.data.records import write_records
 from divdec.experiments.methods.arena import Arena
 from divdec.experiments.methods.cell import Cell
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_tokenizer
-from divdec.runs import output_folder, write_text
+from divdec.runs import output_folder
 from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.distillation_settings import DistillationSettings
@@ -94,10 +93,9 @@ def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
         bundle = work / f"teacher-{rule}-{arena.identity}"
         if not is_bundle(bundle):
             _bundle(arena, bundle, str(options["steering"]))
-        forget, retain = (
-            _as_file(records, work / f"{name}.jsonl")
-            for name, records in (("forget", arena.forget), ("retain", arena.retain))
-        )
+        forget, retain = work / "forget.jsonl", work / "retain.jsonl"
+        write_records(forget, arena.forget)
+        write_records(retain, arena.retain)
     settings = DistillationSettings(
         bundle=str(bundle),
         forget=str(forget),
@@ -113,9 +111,3 @@ def _distilled(cell: Cell, arena: Arena, output: Path, work: Path) -> Model:
     content = distill(settings, report=lambda line: None)
     own = float(content["training"]["seconds"])
     return Model(output, None if arena.pair_seconds is None else arena.pair_seconds + own)
-
-
-def _as_file(records: RecordSet, path: Path) -> Path:
-    """A set of questions or texts as JSON lines."""
-    write_text(path, "".join(f"{json.dumps(record.as_row(), ensure_ascii=False)}\n" for record in records))
-    return path

@@ -5,7 +5,6 @@ What is done is kept cell by cell, so that a stopped run goes on; a cell that fa
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 import time
@@ -20,7 +19,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.judges import StringJudge
-from divdec.evaluation.layout import Layout, question
+from divdec.evaluation.layout import question
 from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.experiments.methods.arena import Arena, arenas, check_inputs
@@ -32,7 +31,7 @@ from divdec.experiments.methods.jobs import run_cells, seed_folder
 from divdec.experiments.methods.making import Model, make
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.methods.table import Line, Measured, best_of, line_of
-from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
+from divdec.model.checkpoint import check_apart, load_model
 from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
 
 if TYPE_CHECKING:
@@ -73,14 +72,13 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     started = time.perf_counter()
     cells = cells_of(settings.methods, settings.grid)
     output = Path(settings.output).expanduser()
-    places = [place.resolve() for place in check_inputs(settings)]
-    check_apart(output.resolve(), places)
+    check_apart(output.resolve(), [place.resolve() for place in check_inputs(settings)])
     _open_output(output, settings)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(output / LOCK, timeout=0))
-        except Timeout:
-            raise UsageError(f"another comparison is running in {output}; wait for it, or give another name") from None
+    try:
+        held = FileLock(output / LOCK).acquire(timeout=0)
+    except Timeout:
+        raise UsageError(f"another comparison is running in {output}; wait for it, or give another name") from None
+    with held:
         return _compare(settings, cells, output, report, started)
 
 
@@ -89,7 +87,7 @@ def _compare(
 ) -> Comparison:
     found = arenas(settings, report)
     outcomes = _run_all(found, [Cell(name) for name in REFERENCES] + cells, settings, output, report)
-    references = {arena.seed: _references(outcomes[arena.seed], cells) for arena in found}
+    references = {arena.seed: _references(outcomes[arena.seed]) for arena in found}
     bootstrap = Bootstrap()
     lines = [
         _line([outcomes[arena.seed][place] for arena in found], found, references, settings.variant, bootstrap)
@@ -126,7 +124,7 @@ def _run_all(
     missing: list[tuple[Arena, Cell]] = []
     for arena in found:
         for cell in cells:
-            done = earlier(cell, arena, seed_folder(output, arena), settings.limit)
+            done = earlier(cell, arena, seed_folder(output, arena))
             if done is None:
                 missing.append((arena, cell))
             else:
@@ -134,7 +132,7 @@ def _run_all(
     if kept and missing:
         report(f"{len(kept)} of {len(kept) + len(missing)} cells are there already")
     with tqdm(total=len(missing), desc="cells", unit="cell", dynamic_ncols=True, disable=not missing) as bar:
-        for arena, cell, outcome in run_cells(missing, settings.jobs, settings.limit, output):
+        for arena, cell, outcome in run_cells(missing, settings.jobs, output):
             kept[arena.seed, cell] = outcome
             bar.update()
             if outcome.failed is not None:
@@ -142,7 +140,7 @@ def _run_all(
     return {arena.seed: [kept[arena.seed, cell] for cell in cells] for arena in found}
 
 
-def _references(outcomes: Sequence[Outcome], cells: Sequence[Cell]) -> tuple[Results, Results]:
+def _references(outcomes: Sequence[Outcome]) -> tuple[Results, Results]:
     target, retrain = outcomes[: len(REFERENCES)]
     for outcome in (target, retrain):
         if outcome.failed is not None:
@@ -181,18 +179,16 @@ def _leaks(
     work = [(arena, outcome) for arena in found for outcome in chosen[arena.seed]]
     for arena, outcome in tqdm(work, desc="leaks", unit="model", dynamic_ncols=True):
         folder = outcome.folder / LEAKS
-        key = settings_hash([settings.attacks, outcome.cell.fingerprint(arena, settings.limit)])
+        key = settings_hash([settings.attacks, outcome.cell.fingerprint(arena)])
         if (folder / "key").is_file() and (folder / "key").read_text() == key:
             by_method.setdefault(outcome.cell.method, []).append(read_results(folder))
             continue
         records = [asked.record for asked in arena.questions.sets["forget"]]
         prompts = [template_prompts(question(one), one.answer, settings.attacks, arena.seed) for one in records]
-        tokenizer = load_tokenizer(arena.target)
-        options = arena.options
-        layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
+        layout = arena.layout
         results = evaluate_attack(
             _model_of(outcome, arena, output),
-            tokenizer,
+            layout.tokenizer,
             records,
             prompts,
             StringJudge(),
@@ -213,11 +209,8 @@ def _leaks(
 
 def _times(arena: Arena, chosen: Sequence[Outcome], output: Path) -> dict[str, float]:
     """Time per token of the best settings, relative to the target's; one at a time, whatever `jobs` is."""
-    tokenizer = load_tokenizer(arena.target)
-    options = arena.options
-    layout = Layout(tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length)
     asked = [*arena.questions.sets["forget"][: TIMED // 2], *arena.questions.sets["retain"][: TIMED // 2]]
-    prompts = layout.prompts([one.record for one in asked])
+    prompts = arena.layout.prompts([one.record for one in asked])
     target = load_model(arena.target).eval()
     return {
         outcome.cell.method: time_ratio(_model_of(outcome, arena, output), target, prompts)

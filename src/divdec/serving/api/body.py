@@ -81,7 +81,8 @@ async def _bytes(request: Request, most: int) -> bytes:
 def _parsed(body: bytes) -> Any:
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
-        return _checked(value, 0)
+        _check(value, 0)
+        return value
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8 (byte {error.start})") from None
     except RecursionError:
@@ -104,20 +105,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _checked(value: Any, depth: int) -> Any:
-    """The value without fields that are null, which count as absent."""
+def _check(value: Any, depth: int) -> None:
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, str):
         _check_text(value)
     elif isinstance(value, list):
-        # Lists of token ids are long.
-        return [part if type(part) is int else _checked(part, depth + 1) for part in value]
+        for part in value:
+            if type(part) is not int:  # lists of token ids are long
+                _check(part, depth + 1)
     elif isinstance(value, dict):
-        for key in value:
+        for key, part in value.items():
             _check_text(key)
-        return {key: _checked(part, depth + 1) for key, part in value.items() if part is not None}
-    return value
+            _check(part, depth + 1)
 
 
 def _check_text(text: str) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 LARGEST_SEED = 2**63 - 1
 MOST_TOP = 20
@@ -77,7 +86,7 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
-_TEXT, _ID = {"type": "string"}, {"type": "integer", "minimum": 0}
+_NULL, _TEXT, _ID = {"type": "null"}, {"type": "string"}, {"type": "integer", "minimum": 0}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
 _PARTS = {
     "type": "array",
@@ -124,9 +133,33 @@ Content = Annotated[str, BeforeValidator(_content), WithJsonSchema({"anyOf": [_T
 
 
 class Body(BaseModel):
-    """Strict: no field beside these, and no value of another type."""
+    """Strict: no field beside these, and no value of another type. A field that is null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        # Clients write null for what they do not ask for, such as tools, and send answers back with their nulls.
+        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        inner = handler.resolve_ref_schema(schema)
+        inner["additionalProperties"] = _NULL
+        for name in inner["properties"].keys() - inner.get("required", []):
+            inner["properties"][name] = _or_null(inner["properties"][name])
+        return schema
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    variants = schema.get("anyOf", ())
+    if _NULL in variants:
+        return schema
+    notes = {name: schema[name] for name in ("title", "description", "default") if name in schema}
+    kind = {name: part for name, part in schema.items() if name not in notes}
+    return {**notes, "anyOf": [*(variants or [kind]), _NULL]}
 
 
 class StreamOptions(Body):
