@@ -30,9 +30,9 @@ SMALL: dict[str, Grid] = {
     "npo": {"learning_rate": (2e-4, 3e-4, 5e-4), "epochs": (3.0, 5.0), **_BATCHES},
     "simnpo": {"learning_rate": (1e-3, 2e-3, 3e-3), "epochs": (5.0, 10.0), **_BATCHES},
     "rmu": {
-        "learning_rate": (3e-3, 1e-2, 3e-2),
-        "coefficient": (20.0, 80.0),
-        "alpha": (1.0,),
+        "learning_rate": (1e-3, 2e-3, 3e-3),
+        "alpha": (1.0, 10.0),
+        "coefficient": (20.0,),
         "epochs": (5.0,),
         "layer": (2,),
         **_BATCHES,
@@ -45,7 +45,7 @@ SMALL: dict[str, Grid] = {
     "ucd": {"learning_rate": (6e-4, 1e-3), "alpha": (2.0, 4.0, 8.0)},
     "guard": {"delta": (0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
     "eco": {"strength": (0.5, 2.0, 10.0), "dims": (4, 16)},
-    "lunar": {"coefficient": (2.0, 2.5, 3.0), "ridge": (1e-3, 1e-2)},
+    "lunar": {"coefficient": (3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
 }
 _PAPER_GRADIENT: Grid = {
     "learning_rate": (5e-7, 8e-7, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 1e-5),
