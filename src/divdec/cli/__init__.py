@@ -31,6 +31,7 @@ VERBS = (
     ("compare", "divdec.cli.compare", "every method on the same models and data: the paper's main table"),
     ("eval", "divdec.cli.eval", "measure models on TOFU, MUSE or for leaks, item by item"),
     ("score", "divdec.cli.score", "aggregate results of TOFU or MUSE, with intervals"),
+    ("image", "divdec.cli.image", "the same for image models: train, draw, measure, convert"),
     ("report", "divdec.cli.report", "put results on one HTML page: tables, plots, answers side by side"),
     ("doctor", "divdec.cli.doctor", "show versions, devices and extras, and whether a bundle loads"),
 )

@@ -144,6 +144,8 @@ class Stages:
     seed: int
     report: Callable[[str], None]
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    new: Callable[[Shape, PreTrainedTokenizerBase, int], PreTrainedModel] = new_model
+    """Makes a model with random weights."""
 
     def run(self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings) -> Path:
         """Train a stage from random weights or an earlier one, unless the cache holds it."""
@@ -185,7 +187,7 @@ class Stages:
 
     def _initial(self, start: Shape | Path) -> PreTrainedModel:
         if isinstance(start, Shape):
-            return new_model(start, self.tokenizer, self.seed)
+            return self.new(start, self.tokenizer, self.seed)
         from divdec.training.auxiliaries import load_for_training
 
         return load_for_training(start)

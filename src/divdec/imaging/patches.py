@@ -15,6 +15,7 @@ from divdec.imaging.layout import Codes
 from divdec.runs import read_json, write_json
 
 WEIGHTS = "patches.safetensors"
+MOST_PATCHES = 20_000  # that k-means looks at
 
 
 class PatchCodec:
@@ -45,7 +46,8 @@ class PatchCodec:
         Raises:
             UsageError: patches do not tile the images, or there are fewer different ones than codes.
         """
-        from sklearn.cluster import MiniBatchKMeans
+        from sklearn.cluster import KMeans
+        from threadpoolctl import threadpool_limits
 
         channels, height, width = images.shape[1:]
         if height % side or width % side:
@@ -54,7 +56,9 @@ class PatchCodec:
         different = len(found.unique(dim=0))
         if different < codes:
             raise UsageError(f"{codes} codes are wanted, but the images have only {different} different patches")
-        means = MiniBatchKMeans(codes, random_state=seed, batch_size=4096).fit(found.numpy())
+        chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:MOST_PATCHES]
+        with threadpool_limits(1):  # threads that wait for busy cores cost more than they save here
+            means = KMeans(codes, random_state=seed, max_iter=50).fit(found[chosen].numpy())
         centers = torch.from_numpy(means.cluster_centers_).float().clamp(0, 1)
         return cls(centers.reshape(codes, channels, side, side), (height, width))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import UsageError
@@ -13,6 +14,8 @@ from divdec.imaging.codec import Images
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 _MODES = {1: "L", 3: "RGB"}
+Row = Float[Tensor, "_ channels image_height image_width"]
+"""Images of one size; rows of a grid may hold more and fewer."""
 
 
 def read_folder(
@@ -47,8 +50,8 @@ def read_folder(
     return pixels, [place for _, place in files], names
 
 
-def write_png(image: Tensor, file: Path) -> None:
-    """Write one image, [channels, height, width], pixels from 0 to 1."""
+def write_png(image: Float[Tensor, "channels image_height image_width"], file: Path) -> None:
+    """Write one image, pixels from 0 to 1."""
     from PIL import Image
 
     values = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
@@ -58,16 +61,13 @@ def write_png(image: Tensor, file: Path) -> None:
     temporary.replace(file)
 
 
-def grid(rows: Sequence[Images], scale: int = 1, gap: int = 1) -> Tensor:
+def grid(rows: Sequence[Row], scale: int = 1, gap: int = 1) -> Float[Tensor, "channels grid_height grid_width"]:
     """Images as one, a row of them under the other.
 
     Args:
         rows: each with the images of a row; all of one size.
         scale: pixels that each pixel is drawn with.
         gap: white pixels between images, before scaling.
-
-    Returns:
-        [channels, height, width].
     """
     channels, height, width = rows[0].shape[1:]
     across = max(len(row) for row in rows)

@@ -1,0 +1,131 @@
+"""Steer image models: train their pair, draw, measure, convert published checkpoints, and a demo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from divdec.cli.parsing import Options
+from divdec.errors import UsageError
+from divdec.imaging.settings import (
+    ImageConvertSettings,
+    ImageSampleSettings,
+    ImageTrainSettings,
+)
+
+POSITIONAL = ()
+EXAMPLE = (
+    "divdec image demo\n"
+    "  divdec image convert cin_transformer.ckpt --output models/cin\n"
+    "  divdec image train --target models/cin --images imagenet/dogs --output runs/dogs --resize\n"
+    "  divdec image sample runs/dogs/pair/bundle --classes 207 --steering linear:1 --output runs/retrievers\n"
+    "  divdec image sample --help"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options of `divdec image` where no action is named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Printing:
+    """How the result is told."""
+
+    json: bool = False
+    """Print the content of run.json, and everything else to standard error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(ImageTrainSettings, Printing):
+    """Options of `divdec image train`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(ImageSampleSettings, Printing):
+    """Options of `divdec image sample`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert(ImageConvertSettings, Printing):
+    """Options of `divdec image convert`."""
+
+
+ACTIONS: dict[str, tuple[type, tuple[str, ...], str]] = {
+    "train": (Train, (), "train the two auxiliaries on images of classes to forget and to keep"),
+    "sample": (Sample, ("model",), "draw images of classes"),
+    "convert": (Convert, ("checkpoint",), "make an image model of a published taming-transformers checkpoint"),
+}
+
+
+def choose(arguments: Sequence[str]) -> tuple[Options, str, Sequence[str]]:
+    """The options of the action that is named first; see `parse`.
+
+    Raises:
+        UsageError: there is no such action.
+    """
+    first = arguments[0] if arguments else "--help"
+    if first in ACTIONS:
+        settings, positional, summary = ACTIONS[first]
+        example = next(
+            line.strip() for line in EXAMPLE.splitlines() if line.strip().startswith(f"divdec image {first}")
+        )
+        return Options(settings, summary, example, positional), f"image {first}", arguments[1:]
+    if first not in ("--help", "-h"):
+        raise UsageError(f"action {first!r} is not known; there are: {', '.join(ACTIONS)}")
+    lines = "\n".join(f"  {name:<8} {summary}" for name, (_, _, summary) in ACTIONS.items())
+    summary = f"{(__doc__ or '').strip()}\n\nactions, each with options of its own:\n{lines}"
+    return Options(Settings, summary, EXAMPLE), "image", arguments
+
+
+def run(settings: Any) -> None:
+    """Do what was named."""
+    from divdec.cli.loading import device_map, quiet
+
+    quiet()
+    own = {field.name for field in dataclasses.fields(Printing)}
+
+    def only(kind: type) -> Any:
+        return kind(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(kind) if f.name not in own})
+
+    if isinstance(settings, Train):
+        from divdec.imaging.training import train_pair
+
+        content = train_pair(only(ImageTrainSettings), _tell)
+        said = f"bundle: {content['bundle']}\ndraw with it: divdec image sample {content['bundle']} --output …"
+    elif isinstance(settings, Sample):
+        from divdec.imaging.drawing import GRID, draw
+
+        content = draw(only(ImageSampleSettings), device_map(settings.device), _tell)
+        said = f"{content['images']} images in {settings.output}, all in {Path(settings.output) / GRID}"
+    else:
+        from divdec.imaging.convert import convert_taming
+
+        names = _names(settings.names)
+        content = convert_taming(
+            Path(settings.checkpoint).expanduser(),
+            Path(settings.output).expanduser(),
+            classes=names,
+            heads=settings.heads,
+            overwrite=settings.overwrite,
+            report=_tell,
+        )
+        said = f"image model: {settings.output}"
+    print(json.dumps(content, default=str) if settings.json else said)
+
+
+def _names(file: str | None) -> list[str] | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read as a list of names ({error})") from None
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,121 @@
+"""Images of given classes from any image model, steered or plain: transformers' `generate` with what images need.
+
+Logits go through, in this order: steering (within the model), tokens that are no code, guidance, temperature, top-k,
+top-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import LogitsProcessorList, set_seed
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from divdec.errors import UsageError
+from divdec.imaging.layout import Codes, ImageLayout
+from divdec.imaging.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from divdec.decoding.speculative import Speculation
+
+
+class Guidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Classifier-free guidance, `log s(any class) + scale · (log s(class) − log s(any class))`.
+
+    s is the steered model both times (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that steering
+    suppresses in either of the two stays suppressed; the difference would be infinite, or no number.
+    """
+
+    def __call__(
+        self, input_ids: Int[Tensor, "images tokens"], scores: Float[Tensor, "images vocab"]
+    ) -> Float[Tensor, "images vocab"]:
+        """Guide one step."""
+        class_scores = scores.log_softmax(dim=-1)
+        any_scores = self.get_unconditional_logits(input_ids)[:, -1].to(scores.dtype).log_softmax(dim=-1)
+        suppressed = (class_scores == -torch.inf) | (any_scores == -torch.inf)
+        guided = any_scores + self.guidance_scale * (class_scores - any_scores)
+        return guided.masked_fill(suppressed, -torch.inf)
+
+
+def sample(
+    model: PreTrainedModel,
+    layout: ImageLayout,
+    classes: Sequence[int],
+    settings: SamplingSettings = SamplingSettings(),  # noqa: B008
+    *,
+    speculative: Speculation | bool | int | None = None,
+    title: str | None = None,
+) -> Codes:
+    """Draw an image of each class.
+
+    The same seed, classes and batch size give the same images.
+
+    Args:
+        model: any causal language model over the layout's tokens.
+        layout: what its tokens mean.
+        classes: of the images, by their places; one may stand there often.
+        settings: how tokens are drawn.
+        speculative: see `SteeredGeneration.generate`.
+        title: what the progress bar is called; None shows none.
+
+    Raises:
+        UsageError: a class is out of range, the model has another vocabulary or too few positions, or cannot guide.
+    """
+    check_model(model, layout)
+    if settings.guidance != 1 and speculative:
+        raise UsageError("guidance draws from two classes at once and cannot be drafted: leave out one of the two")
+    prompts = layout.prompts(list(classes))
+    any_class = layout.prompts([None]) if settings.guidance != 1 else None
+    options: dict[str, Any] = {"speculative": speculative} if speculative else {}
+    set_seed(settings.seed)
+    found = []
+    with tqdm(total=len(prompts), desc=title, unit="image", disable=title is None) as bar:
+        for batch in prompts.split(settings.batch_size):
+            batch = batch.to(model.device)
+            # It keeps a cache of its own: one for each batch.
+            guides = [] if any_class is None else [_guidance(model, any_class, len(batch), settings.guidance)]
+            generate: Any = model.generate
+            tokens = generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                do_sample=True,
+                temperature=settings.temperature,
+                top_k=min(settings.top_k, layout.codes),
+                top_p=settings.top_p,
+                min_p=None,
+                max_new_tokens=layout.length,
+                suppress_tokens=layout.no_codes or None,
+                eos_token_id=None,
+                pad_token_id=layout.padding,
+                logits_processor=LogitsProcessorList(guides),
+                **options,
+            )
+            assert isinstance(tokens, Tensor)
+            found.append(tokens[:, 1:].cpu())
+            bar.update(len(batch))
+    return layout.rasters(torch.cat(found))
+
+
+def check_model(model: PreTrainedModel, layout: ImageLayout) -> None:
+    """Refuse a model that cannot draw images of a layout.
+
+    Raises:
+        UsageError: it has another vocabulary, or fewer positions than an image has codes.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config.vocab_size != layout.vocab_size:
+        raise UsageError(f"the model has {config.vocab_size} tokens, its images are made of {layout.vocab_size}")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < layout.length:
+        raise UsageError(f"the model has {positions} positions, an image needs {layout.length}")
+
+
+def _guidance(model: PreTrainedModel, any_class: Int[Tensor, "1 1"], images: int, scale: float) -> Guidance:
+    return Guidance(scale, model, unconditional_ids=any_class.expand(images, 1).to(model.device))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,163 @@
+"""Settings of what is done with images. It knows nothing of torch, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from divdec.errors import UsageError
+from divdec.training.settings import at_least, positive
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSettings:
+    """How images are drawn; the defaults are those of taming-transformers' `sample_fast.py`."""
+
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_k: int = 250
+    """Draw among so many of the likeliest codes."""
+    top_p: float = 1.0
+    """Draw among the likeliest codes that together have this probability."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 draws from the class alone."""
+    batch_size: int = 25
+    """Images drawn together."""
+    seed: int = 0
+    """Of chance; the same seed, classes and batch size give the same images."""
+
+    def __post_init__(self) -> None:
+        positive("temperature", self.temperature)
+        for name, least in (("top_k", 1), ("batch_size", 1), ("seed", 0)):
+            at_least(name, getattr(self, name), least)
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p:g}; accepted: above 0, at most 1")
+        if not (math.isfinite(self.guidance) and self.guidance >= 0):
+            raise UsageError(f"guidance is {self.guidance:g}; accepted: a number of at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageTrainSettings:
+    """How the pair for an image model is trained; see `divdec.imaging.training`."""
+
+    target: str
+    """The image model to be steered (`divdec image convert`): a folder or hub id, '@revision' allowed."""
+    images: str
+    """Folder that holds a folder of images for each class; its name is the class's name or number."""
+    output: str
+    """Folder for the records, the two auxiliaries, the bundle and run.json."""
+    forget: tuple[str, ...] = ()
+    """Classes to forget, by name or number; by default a share of all, drawn by seed."""
+    forget_share: float = 0.5
+    """How many of the classes are drawn to be forgotten where none is named."""
+    base: str | None = None
+    """Small image model that both auxiliaries start from; the target itself by default, as in the paper."""
+    init_forget_from: Literal["base", "retain"] | None = None
+    """'retain': p goes on from the finished q, which leaves less noise in the divergence of small models; by default
+    so where a base is given."""
+    recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
+    """'forget-retain': p learns the forgotten classes, q the others (the paper); 'full-retain': p learns both."""
+    steering: str = "linear:1"
+    """Rule written into the bundle."""
+    base_lr: float | None = None
+    """Learning rate that the base was trained with, of which the pair takes a tenth, as in the paper; by default the
+    rate is sought at which the loss about halves."""
+    epochs: float = 10.0
+    """Passes over the images."""
+    batch_size: int = 16
+    """Images per step and process."""
+    gradient_accumulation: int = 1
+    """Steps whose gradients are added before the weights move."""
+    encode_batch: int = 64
+    """Images that the codec reads at once."""
+    resize: bool = False
+    """Scale images to the codec's size and cut out their middle, rather than refuse other sizes."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic; 'auto' takes bfloat16 where the GPU is built for it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    seed: int = 0
+    """Which classes are drawn, order of the data, which images are learned without their class too."""
+    overwrite: bool = False
+    """Replace an earlier result in the output folder."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.forget_share < 1:
+            raise UsageError(f"forget_share is {self.forget_share:g}; accepted: between 0 and 1")
+        positive("epochs", self.epochs)
+        if self.base_lr is not None:
+            positive("base_lr", self.base_lr)
+        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("encode_batch", 1), ("seed", 0)):
+            at_least(name, getattr(self, name), least)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSampleSettings:
+    """What is drawn, by which model; see `divdec.imaging.drawing`."""
+
+    model: str
+    """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
+    output: str
+    """Folder for the images, a grid of them, their codes and run.json."""
+    classes: tuple[str, ...] = ()
+    """Classes by name or number; all by default."""
+    count: int = 8
+    """Images of each class."""
+    steering: str | None = None
+    """Another rule than the bundle's: linear:ALPHA or rank:K."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_k: int = 250
+    """Draw among so many of the likeliest codes."""
+    top_p: float = 1.0
+    """Draw among the likeliest codes that together have this probability."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 draws from the class alone."""
+    speculative: str | None = None
+    """Draft with q and let the target judge several codes at once: 'auto', or how many codes to draft."""
+    batch_size: int = 25
+    """Images drawn together."""
+    seed: int = 0
+    """Of chance; the same seed, classes, count and batch size give the same images."""
+    device: str = "auto"
+    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; 'auto' takes what the checkpoints hold."""
+    no_verify: bool = False
+    """Load although a weight file has changed since the bundle was written."""
+    overwrite: bool = False
+    """Replace an earlier result in the output folder."""
+
+    def __post_init__(self) -> None:
+        at_least("count", self.count, 1)
+        if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):
+            raise UsageError(f"speculative is {self.speculative!r}; accepted: 'auto', or a number of at least 1")
+        self.sampling()
+
+    @property
+    def drafted(self) -> int | bool | None:
+        """As `generate` takes it."""
+        if self.speculative is None:
+            return None
+        return True if self.speculative == "auto" else int(self.speculative)
+
+    def sampling(self) -> SamplingSettings:
+        """How tokens are drawn."""
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.guidance, self.batch_size, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConvertSettings:
+    """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
+
+    checkpoint: str
+    """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
+    output: str
+    """Folder for the image model: transformer, tokenizer, layout and codec."""
+    names: str | None = None
+    """File with the classes' names, one a line, in their order; by default their numbers, 0 to 999."""
+    heads: int | None = None
+    """Attention heads, which weights do not tell; by default the width divided by 64, as published."""
+    overwrite: bool = False
+    """Replace an earlier result in the output folder."""

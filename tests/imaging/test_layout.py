@@ -1,0 +1,70 @@
+"""An image is a prompt of one token and a raster of codes: back and forth, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec import UsageError
+from divdec.data.formatting import IGNORED, encode_set
+from divdec.imaging.layout import ImageLayout, load_layout
+
+LAYOUT = ImageLayout.new(7, 2, 3, ["cat", "dog"])
+SHARED = dataclasses.replace(LAYOUT, first_class=0, no_class=None, vocab_size=7, padding=6)
+"""As in the published checkpoint, where classes and codes share tokens."""
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
+def test_images_become_examples_and_rasters_again(rows, data):
+    for layout in (LAYOUT, SHARED):
+        codes = torch.tensor(rows).reshape(-1, 2, 3)
+        wanted = st.sampled_from([0, 1, None] if layout.no_class is not None else [0, 1])
+        classes = [data.draw(wanted) for _ in rows]
+        examples = encode_set(layout.records("some", codes, classes), layout.tokenizer())
+        prompts = layout.prompts(classes)[:, 0].tolist()
+        assert [example.input_ids for example in examples] == [[p, *row] for p, row in zip(prompts, rows, strict=True)]
+        assert [example.labels for example in examples] == [[IGNORED, *row] for row in rows]
+        assert torch.equal(layout.rasters(torch.tensor(rows)), codes)
+
+
+def test_tokens_of_a_layout_stand_side_by_side():
+    assert LAYOUT.prompts([0, 1, None]).tolist() == [[7], [8], [9]]
+    assert (LAYOUT.vocab_size, LAYOUT.no_codes) == (11, [7, 8, 9, 10])
+    assert (SHARED.prompts([1]).tolist(), SHARED.no_codes) == ([[1]], [])
+    tokenizer = LAYOUT.tokenizer()
+    assert len(tokenizer) == LAYOUT.vocab_size
+    assert tokenizer("9 3 0")["input_ids"] == [9, 3, 0]
+    assert tokenizer.decode([9, 3, 0]) == "9 3 0"
+
+
+def test_what_is_no_image_is_refused():
+    with pytest.raises(UsageError, match="code 7 is not in the codebook; accepted: 0 to 6"):
+        LAYOUT.records("some", torch.full((1, 2, 3), 7), [0])
+    with pytest.raises(UsageError, match="code -1 is not in the codebook"):
+        LAYOUT.check(torch.full((1, 2, 3), -1))
+    with pytest.raises(UsageError, match="rasters of 3×2 codes; this model's have 2×3"):
+        LAYOUT.check(torch.zeros(1, 3, 2, dtype=torch.long))
+    with pytest.raises(UsageError, match="an image has 6 codes, 5 were given"):
+        LAYOUT.rasters(torch.zeros(1, 5, dtype=torch.long))
+    for place in (2, -1):
+        with pytest.raises(UsageError, match=f"class {place} is out of range; accepted: 0 to 1"):
+            LAYOUT.prompts([place])
+    with pytest.raises(UsageError, match="no token for 'any class'"):
+        SHARED.prompts([None])
+    assert (LAYOUT.find("dog"), LAYOUT.find("0")) == (1, 0)
+    for name in ("2", "bird", "-1", "1.0", "²"):
+        with pytest.raises(UsageError, match="is not known; accepted: 0 to 1, or one of cat, dog"):
+            LAYOUT.find(name)
+
+
+def test_a_layout_is_read_as_it_was_written(tmp_path):
+    with pytest.raises(UsageError, match=r"is no image model: it has no image\.json"):
+        load_layout(tmp_path)
+    LAYOUT.save(tmp_path)
+    assert load_layout(tmp_path) == LAYOUT
+    for broken in ('{"format": 2}', '{"format": 1, "codes": 3}', "[]", "{"):
+        (tmp_path / "image.json").write_text(broken)
+        with pytest.raises(UsageError):
+            load_layout(tmp_path)

@@ -1,0 +1,144 @@
+"""From a folder of images to a bundle, drawn images and a distilled student, by the verbs."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import loads_torch
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.cli import main
+from divdec.imaging.opened import open_image_model
+from divdec.imaging.pictures import read_folder, write_png
+from divdec.imaging.settings import ImageTrainSettings
+from divdec.imaging.training import train_pair
+
+
+@pytest.fixture(scope="module")
+def pictures(image_world, tmp_path_factory):
+    """Images as files, in a folder a class."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for row, label in enumerate(image_world.labels):
+        if row % 4 == 0:
+            (folder / f"digit {label}").mkdir(exist_ok=True)
+            write_png(image_world.images[row], folder / f"digit {label}" / f"{row:03}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(image_world, pictures, tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained") / "run"
+    options = ("--target", image_world.folder / "target", "--images", pictures, "--output", output)
+    quick = ("--epochs", "3", "--base-lr", "0.02", "--steering", "rank:8", "--forget", "digit 1", "4", "--json")
+    assert main(["image", "train", *map(str, (*options, *quick))]) == 0
+    return output
+
+
+def test_a_pair_is_trained_of_a_folder_of_images(trained, image_world):
+    content = json.loads((trained / "run.json").read_text())
+    assert content["forgotten"] == ["digit 1", "digit 4"]
+    for result in content["auxiliaries"].values():
+        assert result["learning_rate"] == pytest.approx(0.002)  # a tenth of the base's
+        assert result["loss_after"] < result["loss_before"]
+    rows = [json.loads(line) for line in (trained / "data" / "forget.jsonl").read_text().splitlines()]
+    assert len(rows) == 22  # 10 of each, and a tenth of them without their class
+    assert {row["prompt"] for row in rows} == {"33", "36", "42"}
+    opened = open_image_model(str(trained / "pair" / "bundle"))
+    assert (opened.steering.rule, opened.steering.k) == ("rank", 8)
+    assert opened.steering.vocabulary == tuple(range(image_world.layout.codes))
+
+
+def test_classes_are_drawn_by_seed_where_none_is_named(image_world, pictures, tmp_path):
+    found = set()
+    for seed in (0, 1):
+        settings = ImageTrainSettings(
+            target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / str(seed)),
+            forget_share=0.3, seed=seed, epochs=0.5, base_lr=1e-2,
+        )  # fmt: skip
+        found.add(tuple(train_pair(settings, lambda line: None)["forgotten"]))
+    assert len(found) == 2
+    assert {len(classes) for classes in found} == {3}
+
+
+def test_images_are_drawn_into_a_folder(trained, tmp_path, capsys):
+    bundle, output = str(trained / "pair" / "bundle"), tmp_path / "drawn"
+    command = ["image", "sample", bundle, "--output", str(output), "--count", "3", "--classes", "2", "digit 4"]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steering"].startswith("rank:8")
+    assert sorted(file.relative_to(output).as_posix() for file in output.rglob("*.png")) == [
+        *(f"digit {digit}/00000{number}.png" for digit in (2, 4) for number in range(3)), "grid.png",
+    ]  # fmt: skip
+    saved = load_file(output / "codes.safetensors")
+    assert saved["classes"].tolist() == [2, 2, 2, 4, 4, 4]
+    opened = open_image_model(bundle)
+    images, _, _ = read_folder(output, 1, (8, 8))
+    assert torch.allclose(images, opened.codec.decode(saved["codes"]), atol=0.5 / 255 + 1e-6)
+    assert main(command) == 2  # nothing is written over
+    assert "--overwrite" in capsys.readouterr().err
+    again = tmp_path / "again"
+    assert main([*command[:3], "--output", str(again), *command[5:], "--speculative", "auto"]) == 0
+    assert len(list(again.rglob("*.png"))) == 7
+
+
+def test_a_distilled_student_is_an_image_model(trained, tmp_path, capsys):
+    bundle, data = trained / "pair" / "bundle", trained / "data"
+    command = ["distill", str(bundle), "--forget", str(data / "forget.jsonl"), "--output", str(tmp_path / "student")]
+    assert main([*command, "--steering", "linear:2", "--epochs", "2", "--lr", "1e-3"]) == 0
+    student = open_image_model_like(tmp_path / "student", bundle)
+    assert not isinstance(student, DivergenceForCausalLM)
+
+
+def open_image_model_like(student, bundle):
+    from transformers import AutoModelForCausalLM
+
+    from divdec.imaging.opened import read_image_files
+    from divdec.imaging.sampling import sample
+
+    model = AutoModelForCausalLM.from_pretrained(student).eval()
+    layout, _ = read_image_files(bundle)
+    assert sample(model, layout, [0, 4]).shape == (2, 4, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"forget": ("digit 12",)}, "class 'digit 12' is not known"),
+        ({"forget": tuple(f"digit {digit}" for digit in range(10))}, "10 of 10 classes are to be forgotten"),
+        ({"target": "absent/model"}, "absent/model"),
+        ({"images": "absent"}, "absent is no folder"),
+        ({"steering": "rank:32"}, "k is 32"),
+    ],
+)
+def test_what_cannot_be_trained(image_world, pictures, tmp_path, changed, message):
+    given = {
+        "target": str(image_world.folder / "target"), "images": str(pictures), "output": str(tmp_path / "run"),
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        train_pair(ImageTrainSettings(**{**given, **changed}), lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["image", "frob"], "action 'frob' is not known; there are: train, sample"),
+        (["image", "sample", "BUNDLE", "--output", "OUT", "--classes", "11"], "class '11' is not known"),
+        (["image", "sample", "BUNDLE", "--output", "OUT", "--speculative", "0"], "speculative is '0'"),
+        (["image", "sample", "BUNDLE", "--output", "OUT", "--steering", "rank:99"], "k is 99"),
+        (["image", "sample", "NOWHERE", "--output", "OUT"], "NOWHERE"),
+    ],
+)
+def test_mistakes_are_one_line(image_world, tmp_path, capsys, command, message):
+    places = {"BUNDLE": str(image_world.bundle), "OUT": str(tmp_path / "out")}
+    assert main([places.get(word, word) for word in command]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_needs_no_torch():
+    assert not loads_torch(["image", "--help"])
+    assert not loads_torch(["image", "sample", "--help"])
