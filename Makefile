@@ -14,7 +14,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo demo-image test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/divdec demo
+
+demo-image: install
+	$(BIN)/divdec image demo
 
 tofu-small: install
 	$(BIN)/python benchmarks/tofu_small.py --data $(TOFU)

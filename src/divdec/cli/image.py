@@ -13,6 +13,8 @@ from divdec.cli.parsing import Options
 from divdec.errors import UsageError
 from divdec.imaging.settings import (
     ImageConvertSettings,
+    ImageDemoSettings,
+    ImageEvalSettings,
     ImageSampleSettings,
     ImageTrainSettings,
 )
@@ -23,6 +25,7 @@ EXAMPLE = (
     "  divdec image convert cin_transformer.ckpt --output models/cin\n"
     "  divdec image train --target models/cin --images imagenet/dogs --output runs/dogs --resize\n"
     "  divdec image sample runs/dogs/pair/bundle --classes 207 --steering linear:1 --output runs/retrievers\n"
+    "  divdec image eval runs/dogs/pair/bundle --images imagenet/dogs --forget 151 152 --output runs/m --resize\n"
     "  divdec image sample --help"
 )
 
@@ -51,13 +54,25 @@ class Sample(ImageSampleSettings, Printing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate(ImageEvalSettings, Printing):
+    """Options of `divdec image eval`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo(ImageDemoSettings, Printing):
+    """Options of `divdec image demo`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert(ImageConvertSettings, Printing):
     """Options of `divdec image convert`."""
 
 
 ACTIONS: dict[str, tuple[type, tuple[str, ...], str]] = {
+    "demo": (Demo, (), "train a model that draws digits, make it forget half of them, and show the result"),
     "train": (Train, (), "train the two auxiliaries on images of classes to forget and to keep"),
     "sample": (Sample, ("model",), "draw images of classes"),
+    "eval": (Evaluate, ("bundle",), "measure what is drawn: content, quality, distances to real images"),
     "convert": (Convert, ("checkpoint",), "make an image model of a published taming-transformers checkpoint"),
 }
 
@@ -102,6 +117,19 @@ def run(settings: Any) -> None:
 
         content = draw(only(ImageSampleSettings), device_map(settings.device), _tell)
         said = f"{content['images']} images in {settings.output}, all in {Path(settings.output) / GRID}"
+    elif isinstance(settings, Evaluate):
+        from divdec.experiments.image_evaluation import evaluate_images
+
+        content = evaluate_images(only(ImageEvalSettings), device_map(settings.device), _tell)
+        said = f"{content.pop('markdown')}\nreport: {content['report']}"
+    elif isinstance(settings, Demo):
+        from divdec.experiments.image_demo import is_demo, run_image_demo
+        from divdec.runs import check_output
+
+        output = Path(settings.output).expanduser() if settings.output else None
+        if output is not None:
+            check_output(output, overwrite=True, ours=is_demo)
+        content, said = run_image_demo(settings.seed, output, quiet=settings.json), ""
     else:
         from divdec.imaging.convert import convert_taming
 
@@ -115,14 +143,15 @@ def run(settings: Any) -> None:
             report=_tell,
         )
         said = f"image model: {settings.output}"
-    print(json.dumps(content, default=str) if settings.json else said)
+    if settings.json or said:
+        print(json.dumps(content, default=str) if settings.json else said)
 
 
 def _names(file: str | None) -> list[str] | None:
     if file is None:
         return None
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as a list of names ({error})") from None
 

@@ -54,6 +54,8 @@ def check_images(images: Images, codec: Codec) -> None:
     Raises:
         UsageError: says what was given and what is accepted.
     """
+    if images.ndim != 4:
+        raise UsageError(f"images of shape {tuple(images.shape)}; accepted: [images, channels, height, width]")
     channels, height, width = images.shape[1:]
     if (channels, height, width) != (codec.channels, *codec.size):
         raise UsageError(

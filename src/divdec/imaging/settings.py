@@ -161,3 +161,86 @@ class ImageConvertSettings:
     """Attention heads, which weights do not tell; by default the width divided by 64, as published."""
     overwrite: bool = False
     """Replace an earlier result in the output folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageEvalSettings:
+    """What is measured, and by whom; see `divdec.imaging.evaluation`."""
+
+    bundle: str
+    """A bundle of image models: a folder or hub id."""
+    images: str
+    """Real images: a folder that holds a folder for each class, named by the class's name or number."""
+    output: str
+    """Folder for tables, report, images and run.json; the same call goes on in it after it was stopped."""
+    forget: tuple[str, ...] = ()
+    """Classes that are forgotten, by name or number; the others with images are kept."""
+    settings: tuple[str, ...] = ("linear:1", "linear:2", "linear:5", "linear:10", "rank:20", "rank:100", "rank:250")
+    """Rules to measure."""
+    retrain: str | None = None
+    """Image model that has never seen the forgotten classes, as a reference."""
+    count: int = 10
+    """Images of each class and setting."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_k: int = 250
+    """Draw among so many of the likeliest codes."""
+    top_p: float = 1.0
+    """Draw among the likeliest codes that together have this probability."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 draws from the class alone."""
+    batch_size: int = 25
+    """Images drawn together."""
+    seed: int = 0
+    """Of chance, and of the classifier's training."""
+    features: str | None = None
+    """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
+    small classifier that is trained on the real images."""
+    judge_url: str | None = None
+    """OpenAI-compatible endpoint for judges that see, such as http://localhost:8000/v1; without it a classifier that
+    is trained on the real images says what an image shows."""
+    judge_key_variable: str | None = None
+    """Environment variable that holds the endpoint's API key; by default none is sent."""
+    content_judge: str | None = None
+    """Model there that gives VQAScore; it must give log-probabilities."""
+    quality_judges: tuple[str, ...] = ()
+    """Models there that compare each image with the baseline's."""
+    resize: bool = False
+    """Scale real images to the codec's size and cut out their middle, rather than refuse other sizes."""
+    device: str = "auto"
+    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; 'auto' takes what the checkpoints hold."""
+    no_verify: bool = False
+    """Load although a weight file has changed since the bundle was written."""
+    overwrite: bool = False
+    """Begin anew in the output folder."""
+
+    def __post_init__(self) -> None:
+        if not self.forget:
+            raise UsageError("forget is empty; name the classes that are forgotten")
+        if not self.settings:
+            raise UsageError("settings is empty; accepted: rules such as linear:1 or rank:100")
+        if self.judge_url is None and (self.content_judge is not None or self.quality_judges):
+            raise UsageError("content_judge and quality_judges are models at an endpoint: give its --judge-url")
+        if self.judge_url is not None and self.content_judge is None and not self.quality_judges:
+            raise UsageError("judge_url is given, but no model there: give --content-judge or --quality-judges")
+        at_least("count", self.count, 2)
+        self.sampling()
+
+    def sampling(self) -> SamplingSettings:
+        """How tokens are drawn."""
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.guidance, self.batch_size, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageDemoSettings:
+    """The demo on handwritten digits."""
+
+    seed: int = 0
+    """Which digits are forgotten, the initial weights, the order of training, and chance."""
+    output: str | None = None
+    """Folder for report, grids and bundle; in the user's cache folder by default."""
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)

@@ -1,0 +1,125 @@
+"""The offline judge: what it reaches on real digits, that a seed repeats it, and what it refuses."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from divdec.errors import UsageError
+from divdec.imaging.classifier import DESCRIPTION, FEATURES, WEIGHTS, Classifier, ClassifierSettings
+
+NAMES = tuple(str(digit) for digit in range(10))
+SHORT = ClassifierSettings(steps=3)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    found = load_digits()
+    return torch.from_numpy(found.images / 16).float()[:, None], found.target.tolist()
+
+
+@pytest.fixture(scope="module")
+def trained(digits):
+    """A judge, and the processor's seconds that it took."""
+    began = time.process_time()
+    return Classifier.fit(*digits, NAMES), time.process_time() - began
+
+
+@pytest.fixture(scope="module")
+def judge(trained):
+    return trained[0]
+
+
+def test_digits_are_told_apart(trained):
+    judge, seconds = trained
+    assert seconds < 10 * torch.get_num_threads()
+    assert judge.held_out.images == 360
+    assert judge.held_out.accuracy >= 0.97
+
+
+def test_the_reported_accuracy_is_that_of_images_it_has_not_seen(digits):
+    """With random labels it cannot be better than chance there, however well it learns the others."""
+    images, labels = digits
+    generator = torch.Generator().manual_seed(0)
+    shuffled = [labels[place] for place in torch.randperm(len(labels), generator=generator).tolist()]
+    judge = Classifier.fit(images, shuffled, NAMES, ClassifierSettings(steps=60))
+    assert judge.held_out.accuracy < 0.2
+
+
+def test_probabilities_and_features(digits, judge):
+    images, labels = digits
+    probabilities = judge.probabilities(images[:300], batch_size=128)
+    torch.testing.assert_close(probabilities.sum(dim=-1), torch.ones(300))
+    assert (probabilities.argmax(dim=-1) == torch.tensor(labels[:300])).double().mean() > 0.97
+    features = judge.features(images[:300], batch_size=7)
+    assert features.shape == (300, FEATURES)
+    torch.testing.assert_close(judge.head(features).softmax(dim=-1), probabilities)
+    assert judge.probabilities(images[:0]).shape == (0, 10)
+
+
+def test_noise_is_no_digit(digits, judge):
+    images, labels = digits
+    noise = torch.rand(200, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    asked = torch.tensor(labels[:200])
+    of_noise = judge.probabilities(noise).gather(1, asked[:, None]).mean()
+    assert of_noise < 0.3 < judge.probabilities(images[:200]).gather(1, asked[:, None]).mean()
+
+
+def test_a_seed_repeats_it_and_leaves_other_chance_alone(digits):
+    images, labels = digits
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, same, other = (
+        Classifier.fit(images, labels, NAMES, dataclasses.replace(SHORT, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(one.probabilities(images), same.probabilities(images))
+    assert not torch.equal(one.probabilities(images), other.probabilities(images))
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(3, 8, 8), (1, 9, 13), (3, 16, 40), (3, 100, 64)])
+def test_other_sizes(channels, height, width):
+    images = torch.rand(20, channels, height, width, generator=torch.Generator().manual_seed(0))
+    images[10:] *= 0.2
+    judge = Classifier.fit(images, [0] * 10 + [1] * 10, ("bright", "dark"), ClassifierSettings(steps=50, batch_size=8))
+    assert judge.held_out.accuracy == 1
+    assert judge.features(images).shape == (20, FEATURES)
+    with pytest.raises(UsageError, match=f"this classifier reads {height}×{width} and {channels}"):
+        judge.features(images[..., :-1])
+
+
+def test_on_disk(digits, judge, tmp_path):
+    images, _ = digits
+    judge.save(tmp_path)
+    again = Classifier.load(tmp_path)
+    assert torch.equal(again.probabilities(images), judge.probabilities(images))
+    assert (again.classes, again.held_out) == (judge.classes, judge.held_out)
+    (tmp_path / WEIGHTS).write_bytes(b"nothing")
+    with pytest.raises(UsageError, match="cannot be read"):
+        Classifier.load(tmp_path)
+    (tmp_path / DESCRIPTION).write_text('{"format": 2}')
+    with pytest.raises(UsageError, match="another version"):
+        Classifier.load(tmp_path)
+    with pytest.raises(UsageError, match="holds no classifier"):
+        Classifier.load(tmp_path / "nowhere")
+
+
+def test_what_is_refused(digits):
+    images, labels = digits
+    for given, says in (
+        ((images[..., :7], labels, NAMES), "8×8 and more"),
+        ((images[:, [0, 0]], labels, NAMES), "1 channel or 3"),
+        ((images, labels[1:], NAMES), "1796 labels for 1797 images"),
+        ((images, labels, NAMES[:9]), "label 9 is out of range; accepted: 0 to 8"),
+        ((images, labels, (*NAMES, "ten")), "class 'ten' has 0 image"),
+        ((images[:2], [0, 0], NAMES[:1]), "at least 2"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Classifier.fit(*given, SHORT)
+    with pytest.raises(UsageError, match="held_out is 1"):
+        ClassifierSettings(held_out=1.0)
+    with pytest.raises(UsageError, match="at least 1 step"):
+        ClassifierSettings(steps=0)

@@ -1,0 +1,134 @@
+"""What is drawn is judged: every figure is that of the images, and the verb writes them whole."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import tiny_model
+from divdec import UsageError
+from divdec.cli import main
+from divdec.experiments.image_demo import Digits, reaches, recommended
+from divdec.imaging.evaluation import named
+from divdec.imaging.pictures import write_png
+from divdec.imaging.tables import Setting
+from divdec.steering import Steering
+
+
+@pytest.fixture(scope="module")
+def pictures(image_world, tmp_path_factory):
+    """Real images as files."""
+    folder = tmp_path_factory.mktemp("real")
+    for row, label in enumerate(image_world.labels):
+        if row % 2 == 0:
+            (folder / f"digit {label}").mkdir(exist_ok=True)
+            write_png(image_world.images[row], folder / f"digit {label}" / f"{row:03}.png")
+    return folder
+
+
+def command(image_world, pictures, output, *more):
+    given = ("--images", pictures, "--output", output, "--forget", "digit 1", "4", "7", "--count", "4")
+    return ["image", "eval", *map(str, (image_world.bundle, *given, *more))]
+
+
+def test_settings_are_measured_and_a_stopped_run_goes_on(image_world, pictures, tmp_path, capsys):
+    output = tmp_path / "measured"
+    rules = ("--settings", "linear:0", "linear:2", "rank:16", "--retrain", image_world.folder / "target", "--json")
+    assert main(command(image_world, pictures, output, *rules)) == 0
+    content = json.loads(capsys.readouterr().out)
+    names = [(row["method"], row["config"]) for row in content["results"]]
+    assert names == [("Baseline", ""), ("Retrain", ""), ("Linear", "α=0"), ("Linear", "α=2"), ("Rank", "k=16")]
+    baseline, retrained, still, moved, _ = content["results"]
+    # With a strength of 0, and as its own reference, the target draws the same images.
+    for same in (retrained, still):
+        assert {**same, "method": "", "config": ""} == {**baseline, "method": "", "config": ""}
+    assert moved["content"]["forget"]["value"] < baseline["content"]["forget"]["value"]
+    assert (baseline["content"]["retain"]["images"], baseline["content"]["forget"]["images"]) == (28, 12)
+    for name in ("report.html", "table.md", "results.json", "run.json", "grids/baseline.png", "grids/linear-2.png"):
+        assert (output / name).stat().st_size > 0
+    assert "FID(B_R, G_R)" in (output / "table.md").read_text()
+    # Stopped before the last setting was drawn: only that one is drawn again.
+    record = json.loads((output / "run.json").read_text())
+    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    (output / "codes" / "rank-16.safetensors").unlink()
+    kept = load_file(output / "codes" / "linear-2.safetensors")
+    changed = {**kept, "codes": torch.zeros_like(kept["codes"])}
+    save_file(changed, output / "codes" / "linear-2.safetensors")
+    assert main(command(image_world, pictures, output, *rules)) == 0
+    again = json.loads(capsys.readouterr().out)["results"]
+    assert again[4] == content["results"][4]
+    assert again[3] != content["results"][3]  # what was drawn before is not drawn anew
+    assert main(command(image_world, pictures, output, *rules)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+ONE = ("--settings", "linear:1")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--settings", "rank:5:soft"), "images are drawn with rank:5"),
+        (("--settings", "rank:40"), "k is 40"),
+        (("--settings", "linear:x"), "linear:x"),
+        ((*ONE, "--content-judge", "gpt"), "give its --judge-url"),
+        ((*ONE, "--judge-url", "http://127.0.0.1:9/v1"), "give --content-judge or --quality-judges"),
+        ((*ONE, "--count", "1"), "count is 1"),
+        ((*ONE, "--features", "nowhere"), "nowhere"),
+        ((*ONE, "--retrain", "nowhere/at"), "nowhere/at"),
+        ((*ONE, "--forget", "digit 12"), "class 'digit 12' is not known"),
+    ],
+)
+def test_mistakes_are_one_line(image_world, pictures, tmp_path, capsys, more, message):
+    assert main(command(image_world, pictures, tmp_path / "out", *more)) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert message in printed[-1]
+    assert not [line for line in printed if "Traceback" in line]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
+    given = command(image_world, pictures, tmp_path / "out")
+    given[2] = str(image_world.folder / "target")
+    assert main(given) == 2
+    assert "is a plain gpt2 checkpoint, not a bundle" in capsys.readouterr().err
+    tiny_model("gpt2", 45, 0).save_pretrained(tmp_path / "text")
+    given[2] = str(tmp_path / "text")
+    assert main(given) == 2
+
+
+def test_rules_are_named_as_in_the_paper():
+    assert named(Steering(alpha=1.5)) == ("Linear", "α=1.5")
+    assert named(Steering("rank", k=20)) == ("Rank", "k=20")
+    with pytest.raises(UsageError, match="is for likelihoods"):
+        named(Steering.parse("rank:20:soft"))
+
+
+def setting(method, config, retain, forget):
+    return Setting(method, config, accuracy={"retain": retain, "forget": forget})
+
+
+def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
+    baseline = setting("Baseline", "", [1.0] * 19 + [0.0], [1.0] * 20)
+    weak = setting("Linear", "α=1", [1.0] * 20, [1.0] * 4 + [0.0] * 16)
+    good = setting("Linear", "α=2", [1.0] * 19 + [0.0], [1.0] * 3 + [0.0] * 17)
+    harsh = setting("Linear", "α=5", [1.0] * 18 + [0.0] * 2, [0.0] * 20)
+    retrained = setting("Retrain", "", [1.0] * 20, [0.0] * 20)
+    assert [reaches(one, baseline) for one in (weak, good, harsh, retrained)] == [False, True, False, True]
+    assert recommended([baseline, retrained, weak, harsh, good]) is good
+    assert recommended([baseline, retrained, weak, harsh]) is None
+
+
+def test_the_seed_draws_the_digits_to_forget():
+    found = {Digits.load(seed).forget for seed in range(3)}
+    assert len(found) == 3
+    for forget in found:
+        assert len(forget) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_forgets_half_of_the_digits_and_keeps_the_others(seed, capsys):
+    assert main(["image", "demo", "--seed", str(seed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reached"]

@@ -1,0 +1,99 @@
+"""From figures of images to the paper's tables."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from divdec.errors import UsageError
+from divdec.imaging.distances import Distances
+from divdec.imaging.tables import Mean, Setting, asked_probabilities, by_set, cell_text, hits, table
+
+BASELINE = Setting("Baseline", content={"retain": [0.9, 1.0], "forget": [1.0, 0.8, 0.9, 0.9]})
+LINEAR = Setting(
+    "Linear", "α=1",
+    content={"retain": [0.95, 0.97], "forget": [0.25]},
+    accuracy={"retain": [1.0, 1.0, 1.0, 0.0], "forget": []},
+    quality={"gemini": {"retain": [0.5, 1.0, 0.0], "forget": [0.0, 0.0]}},
+    distances=Distances(19.16, 24.1, 7.256, ("G_F has 1 images",)),
+)  # fmt: skip
+RANK = Setting("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "forget": [0.5, 0.5]}})
+
+
+def test_mean_and_standard_error():
+    """Of 0, 0, 1, 1: deviation √(1/3), so an error of √(1/12)."""
+    found = Mean.of([0.0, 0.0, 1.0, 1.0])
+    assert (found.value, found.images) == (0.5, 4)
+    assert found.error == pytest.approx(math.sqrt(1 / 12))
+    assert str(found) == "50% ± 28.9"
+    assert Mean.of([]) is None
+    assert Mean.of([0.25]) == Mean(0.25, None, 1)
+    assert str(Mean.of([0.25])) == "25%"
+    assert str(Mean.of([1.0, 1.0, 1.0])) == "100% ± 0.0"
+
+
+def test_the_papers_layout():
+    assert table([BASELINE, LINEAR], ["content"]).markdown().splitlines() == [
+        "| Method | Config | Retain ↑ | Forget ↓ |",
+        "| --- | --- | --: | --: |",
+        "| Baseline | – | 95% ± 5.0 | 90% ± 4.1 |",
+        "| Linear | α=1 | 96% ± 1.0 | 25% |",
+    ]
+    assert table([BASELINE, LINEAR], ["distances"]).markdown().splitlines() == [
+        "| Method | Config | FID(B_R, G_R) ↓ | FID(B_F, G_F) ↑ | FID(B_R, G_F) ↓ |",
+        "| --- | --- | --: | --: | --: |",
+        "| Baseline | – | – | – | – |",
+        "| Linear | α=1 | 19.2 | 24.1 | 7.26 |",
+    ]
+
+
+def test_all_of_it_in_one_table():
+    head, _, _, linear, rank = table([BASELINE, LINEAR, RANK]).markdown().splitlines()
+    # No setting has accuracy on the forget set, so that there is no such column.
+    assert head == (
+        "| Method | Config | Content, retain ↑ | Content, forget ↓ | Accuracy, retain ↑ "
+        "| Quality, gemini, retain ↑ | Quality, gemini, forget ↑ | Quality, qwen, retain ↑ | Quality, qwen, forget ↑ "
+        "| FID(B_R, G_R) ↓ | FID(B_F, G_F) ↑ | FID(B_R, G_F) ↓ |"
+    )
+    assert (
+        linear == "| Linear | α=1 | 96% ± 1.0 | 25% | 75% ± 25.0 | 50% ± 28.9 | 0% ± 0.0 | – | – | 19.2 | 24.1 | 7.26 |"
+    )
+    assert rank == "| Rank | k=20 | – | – | – | – | – | 100% ± 0.0 | 50% ± 0.0 | – | – | – |"
+    assert table([Setting("a|b")]).markdown().splitlines()[-1] == r"| a\|b | – |"
+
+
+def test_json_has_what_was_rounded():
+    _, linear, rank = json.loads(json.dumps(table([BASELINE, LINEAR, RANK]).json()))
+    assert linear["method"] == "Linear"
+    assert linear["config"] == "α=1"
+    assert linear["content"]["forget"] == {"value": 0.25, "error": None, "images": 1}
+    assert linear["accuracy"] == {"retain": {"value": 0.75, "error": 0.25, "images": 4}}
+    assert linear["quality"]["gemini"]["forget"] == {"value": 0.0, "error": 0.0, "images": 2}
+    assert linear["distances"] == {
+        "retain": 19.16, "forget": 24.1, "forget_to_retain": 7.256, "warnings": ["G_F has 1 images"],
+    }  # fmt: skip
+    assert rank["quality"]["gemini"] == {"retain": None, "forget": None}
+
+
+def test_from_probabilities_of_images():
+    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.5, 0.25, 0.25]])
+    asked = [0, 1, 2]
+    assert asked_probabilities(probabilities, asked) == pytest.approx([0.7, 0.3, 0.25])
+    assert hits(probabilities, asked) == [1.0, 0.0, 0.0]
+    assert by_set([7.0, 8.0, 9.0], asked, {1}) == {"retain": [7.0, 9.0], "forget": [8.0]}
+    with pytest.raises(ValueError):
+        hits(probabilities, [0, 1])
+
+
+def test_cells():
+    assert [cell_text(cell) for cell in (None, 9.994, 10.04, 0.0, Mean(0.974, 0.0104, 9))] == [
+        "–", "9.99", "10.0", "0.00", "97% ± 1.0",
+    ]  # fmt: skip
+
+
+def test_what_is_refused():
+    with pytest.raises(UsageError, match="'colour' is no group of columns; accepted: content"):
+        table([BASELINE], ["colour"])
+    with pytest.raises(UsageError, match="two settings are called 'Rank k=20'"):
+        table([RANK, BASELINE, RANK])
