@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from conftest import tiny_model
 from divdec import UsageError
 from divdec.cli import main
-from divdec.experiments.image_demo import Digits, reaches, recommended
+from divdec.experiments.image_demo import digits as demo_digits
+from divdec.experiments.image_demo import reaches, recommended
 from divdec.imaging.evaluation import named
 from divdec.imaging.pictures import write_png
 from divdec.imaging.tables import Setting
@@ -121,7 +122,7 @@ def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
 
 
 def test_the_seed_draws_the_digits_to_forget():
-    found = {Digits.load(seed).forget for seed in range(3)}
+    found = {demo_digits(seed).forget for seed in range(3)}
     assert len(found) == 3
     for forget in found:
         assert len(forget) == 5

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.experiments.image_settings import Candidate, as_json, measure, write_found
+from divdec.experiments.image_settings import NETWORK, Candidate, as_json, measure, write_found
 from divdec.imaging.codec import Images
 from divdec.imaging.distances import PretrainedFeatures
 from divdec.imaging.evaluation import Exam, named, train_classifier
@@ -105,6 +105,7 @@ def evaluate_images(
         title="Steered images",
         lead=f"{len(exam.asked)} images a setting from {bundle.name}; {len(forget)} of {len(exam.classes)} classes "
         f"are forgotten. Content is judged by {by}.",
+        notes=[NETWORK if settings.features is None else f"Fréchet distances are those of {settings.features}."],
     )  # fmt: skip
     content = record(
         VERB, settings, fingerprint=fingerprint, held_out=dataclasses.asdict(classifier.held_out),

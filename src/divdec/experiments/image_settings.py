@@ -34,6 +34,10 @@ CAPTIONS = {
     ("quality",): "Quality: how often an image is preferred to the baseline's, in both orders; mean ± standard error",
     ("distances",): "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes",
 }
+NETWORK = (
+    "Fréchet distances are those of the classifier's features, not of Inception's: they compare the rows of this "
+    "table, not with other tables."
+)
 
 
 @dataclasses.dataclass(frozen=True)
