@@ -1,13 +1,13 @@
 """What is drawn is judged: every figure is that of the images, and the verb writes them whole."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
-from divdec import UsageError
 from divdec.cli import main
 from divdec.experiments.image_demo import digits as demo_digits
 from divdec.experiments.image_demo import reaches, recommended
@@ -62,6 +62,28 @@ def test_settings_are_measured_and_a_stopped_run_goes_on(image_world, pictures, 
     assert again[3] != content["results"][3]  # what was drawn before is not drawn anew
     assert main(command(image_world, pictures, output, *rules)) == 2
     assert "--overwrite" in capsys.readouterr().err
+    # --overwrite draws all; so is a file drawn that was cut off.
+    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    assert main(command(image_world, pictures, output, *rules, "--overwrite")) == 0
+    assert json.loads(capsys.readouterr().out)["results"] == content["results"]
+    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    (output / "codes" / "rank-16.safetensors").write_bytes(b"half")
+    assert main(command(image_world, pictures, output, *rules)) == 0
+    assert json.loads(capsys.readouterr().out)["results"] == content["results"]
+
+
+def test_other_weights_are_another_run(image_world, pictures, tmp_path, capsys):
+    retrained = tmp_path / "retrained"
+    shutil.copytree(image_world.folder / "target", retrained)
+    more = ("--settings", "linear:1", "--retrain", retrained, "--json")
+    assert main(command(image_world, pictures, tmp_path / "out", *more)) == 0
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    (tmp_path / "out" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    weights = {name: 1.1 * tensor for name, tensor in load_file(retrained / "model.safetensors").items()}
+    save_file(weights, retrained / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert main(command(image_world, pictures, tmp_path / "out", *more)) == 2
+    assert "unfinished run with other settings or data" in capsys.readouterr().err
 
 
 ONE = ("--settings", "linear:1")
@@ -73,15 +95,18 @@ ONE = ("--settings", "linear:1")
         (("--settings", "rank:5:soft"), "images are drawn with rank:5"),
         (("--settings", "rank:40"), "k is 40"),
         (("--settings", "linear:x"), "linear:x"),
+        (("--settings", "linear:1", "linear:1.0"), "settings linear:1 and linear:1.0 are the same"),
         ((*ONE, "--content-judge", "gpt"), "give its --judge-url"),
         ((*ONE, "--judge-url", "http://127.0.0.1:9/v1"), "give --content-judge or --quality-judges"),
         ((*ONE, "--count", "1"), "count is 1"),
         ((*ONE, "--features", "nowhere"), "nowhere"),
         ((*ONE, "--retrain", "nowhere/at"), "nowhere/at"),
+        ((*ONE, "--retrain", "BUNDLE"), "is made of several checkpoints"),
         ((*ONE, "--forget", "digit 12"), "class 'digit 12' is not known"),
     ],
 )
 def test_mistakes_are_one_line(image_world, pictures, tmp_path, capsys, more, message):
+    more = tuple(str(image_world.bundle) if word == "BUNDLE" else word for word in more)
     assert main(command(image_world, pictures, tmp_path / "out", *more)) == 2
     printed = capsys.readouterr().err.strip().splitlines()
     assert message in printed[-1]
@@ -102,8 +127,6 @@ def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
 def test_rules_are_named_as_in_the_paper():
     assert named(Steering(alpha=1.5)) == ("Linear", "α=1.5")
     assert named(Steering("rank", k=20)) == ("Rank", "k=20")
-    with pytest.raises(UsageError, match="is for likelihoods"):
-        named(Steering.parse("rank:20:soft"))
 
 
 def setting(method, config, retain, forget):

@@ -1,6 +1,7 @@
 """An image is a prompt of one token and a raster of codes: back and forth, and what is refused."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -68,3 +69,23 @@ def test_a_layout_is_read_as_it_was_written(tmp_path):
         (tmp_path / "image.json").write_text(broken)
         with pytest.raises(UsageError):
             load_layout(tmp_path)
+    whole = {"format": 1, **dataclasses.asdict(LAYOUT)}
+    for field, value in (
+        ("first_class", 1000), ("first_class", -5), ("first_class", "7"), ("height", 2.0), ("height", 0),
+        ("classes", []), ("classes", [0, 1]), ("classes", "ab"), ("classes", ["a", "a"]), ("classes", ["a", " "]),
+        ("no_class", "x"), ("no_class", 3), ("padding", 99), ("vocab_size", "11"), ("vocab_size", 5), ("codes", True),
+    ):  # fmt: skip
+        (tmp_path / "image.json").write_text(json.dumps({**whole, field: value}))
+        with pytest.raises(UsageError, match=r"image\.json"):
+            load_layout(tmp_path)
+
+
+def test_numbers_are_names_where_names_are_numbers():
+    layout = ImageLayout.new(7, 2, 3, ["3", "7", "9"])
+    assert layout.find("7") == 1
+    for number in ("0", "1", "2"):
+        with pytest.raises(UsageError, match="is not known; accepted: one of 3, 7, 9"):
+            layout.find(number)
+    assert LAYOUT.find_all(["dog", "cat"]) == [1, 0]
+    with pytest.raises(UsageError, match="folders dog and 1 are both of class 'dog'"):
+        LAYOUT.find_all(["dog", "1"])

@@ -63,6 +63,13 @@ def test_a_codec_is_read_as_it_was_written(digits, tmp_path):
     (tmp_path / "patches.safetensors").write_bytes(b"half")
     with pytest.raises(UsageError, match="cannot be read"):
         load_codec(tmp_path)
+    codec.save(tmp_path)
+    (tmp_path / "codec.json").write_text('{"kind": "patches", "size": [9, 9]}')
+    with pytest.raises(UsageError, match="patches of 1×2×2 for images of 9×9"):
+        load_codec(tmp_path)
+    (tmp_path / "codec.json").write_text("[]")
+    with pytest.raises(UsageError, match="of kind"):
+        load_codec(tmp_path)
     (tmp_path / "codec.json").write_text('{"kind": "magic"}')
     with pytest.raises(UsageError, match="of kind 'magic'; accepted: 'patches', 'vq'"):
         load_codec(tmp_path)

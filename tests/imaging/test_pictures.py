@@ -1,5 +1,7 @@
 """Images as files."""
 
+import shutil
+
 import numpy
 import pytest
 import torch
@@ -41,6 +43,7 @@ def test_what_is_no_folder_of_images(folder, tmp_path):
     (tmp_path / "empty" / "class").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds no images"):
         read_folder(tmp_path / "empty", 1, (8, 8))
+    shutil.rmtree(tmp_path / "empty")
     (folder / "digit 0" / "broken.png").write_bytes(b"\x89PNG\r\n")
     with pytest.raises(UsageError, match=r"broken\.png cannot be read as an image"):
         read_folder(folder, 1, (8, 8))
@@ -53,3 +56,38 @@ def test_a_grid_holds_every_image_in_its_place(digits):
     second = whole[:, 18:34:2, 18:34:2]
     assert torch.equal(second, digits[0][41])
     assert (whole[:, 18:34, 36:] == 1).all()  # the second row has no third image
+
+
+def test_sixteen_bits_transparency_and_turned_photographs(tmp_path):
+    inside = tmp_path / "one"
+    inside.mkdir()
+    ramp = numpy.linspace(0, 65535, 64).astype(numpy.uint16).reshape(8, 8)
+    Image.fromarray(ramp).save(inside / "a.png")
+    Image.fromarray(numpy.zeros((8, 8, 4), numpy.uint8)).save(inside / "b.png")  # black, and not to be seen
+    turned = Image.fromarray(numpy.pad(numpy.full((4, 8), 255, numpy.uint8), ((0, 4), (0, 0))))
+    exif = turned.getexif()
+    exif[0x0112] = 3  # upside down
+    turned.save(inside / "c.png", exif=exif)
+    for channels in (1, 3):
+        images, _, _ = read_folder(tmp_path, channels, (8, 8))
+        assert torch.allclose(images[0, 0], torch.from_numpy(ramp.astype(numpy.float32) / 65535), atol=1 / 255)
+        assert (images[1] == 1).all()
+        assert (images[2, :, :4] == 0).all()
+        assert (images[2, :, 4:] == 1).all()
+
+
+def test_a_class_without_images_is_missed_and_other_files_are_told_of(folder, capsys):
+    (folder / "digit 0" / "notes.txt").write_text("no image")
+    said = []
+    read_folder(folder, 1, (8, 8), report=said.append)
+    assert len(said) == 1
+    assert "1 files of" in said[0]
+    (folder / "digit 9").mkdir()
+    with pytest.raises(UsageError, match="digit 9 holds no images"):
+        read_folder(folder, 1, (8, 8))
+
+
+def test_a_very_long_image_is_cut_before_it_is_scaled(folder):
+    Image.new("L", (1, 40000), 7).save(folder / "digit 0" / "long.png")
+    images, _, _ = read_folder(folder, 1, (8, 8), resize=True)
+    assert images.shape == (5, 1, 8, 8)

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
+from transformers import GenerationConfig, ImageGPTConfig, ImageGPTForCausalImageModeling
 
-from divdec import DivergenceForCausalLM, UsageError
+from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.errors import FailedClosed
 from divdec.imaging.opened import open_image_model
 from divdec.imaging.sampling import sample
@@ -156,6 +156,33 @@ def test_an_expert_that_fails_ends_the_drawing(parts, image_world, guidance):
     finally:
         with torch.no_grad():
             weight.copy_(kept)
+
+
+def test_guidance_that_leaves_no_code_is_an_error(parts, image_world):
+    layout = image_world.layout
+    model = DivergenceForCausalLM.from_parts(*parts, rank(layout.codes - 1, layout)).eval()
+    with pytest.raises(UsageError, match="none is left to draw"):
+        sample(model, layout, CLASSES, SamplingSettings(guidance=2.0))
+
+
+def test_what_a_checkpoint_says_of_decoding_texts_changes_no_image(parts, image_world):
+    layout = image_world.layout
+    model = DivergenceForCausalLM.from_parts(*parts, "linear:2").eval()
+    wanted = sample(model, layout, CLASSES, SamplingSettings(seed=1))
+    own = GenerationConfig(repetition_penalty=5.0, no_repeat_ngram_size=2, max_time=1e-9, num_beams=3, min_p=0.5)
+    model.generation_config = own
+    assert torch.equal(wanted, sample(model, layout, CLASSES, SamplingSettings(seed=1)))
+    assert model.generation_config is own
+
+
+def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
+    parts = {part: str(image_world.folder / part) for part in ("target", "retain_auxiliary", "forget_auxiliary")}
+    bundle = write_bundle(tmp_path / "bundle", **parts, steering="rank:12")
+    stored, given = (open_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
+    assert stored.steering == given.steering
+    soft = write_bundle(tmp_path / "soft", **parts, steering="rank:12:soft")
+    with pytest.raises(UsageError, match="images are drawn with rank:12"):
+        open_image_model(str(soft))
 
 
 def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):

@@ -1,6 +1,8 @@
 """From a folder of images to a bundle, drawn images and a distilled student, by the verbs."""
 
+import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from safetensors.torch import load_file
 from conftest import loads_torch
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
-from divdec.imaging.opened import open_image_model
+from divdec.imaging.drawing import draw
+from divdec.imaging.opened import open_image_model, write_image_files
 from divdec.imaging.pictures import read_folder, write_png
-from divdec.imaging.settings import ImageTrainSettings
+from divdec.imaging.settings import ImageSampleSettings, ImageTrainSettings
 from divdec.imaging.training import train_pair
+from divdec.runs import file_sha256
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,49 @@ def open_image_model_like(student, bundle):
     return model
 
 
+def test_classes_named_as_no_folder_should_be(image_world, tmp_path):
+    names = ["../../out", "/tmp/out", "a/b", "grid.png", "long " * 80, "tail.", "nul\0", "digit 7", "ä, (ö)", ".hidden"]
+    model = tmp_path / "model"
+    shutil.copytree(image_world.folder / "target", model)
+    write_image_files(model, dataclasses.replace(image_world.layout, classes=tuple(names)), image_world.codec)
+    output = tmp_path / "deep" / "er" / "drawn"
+    assert main(["image", "sample", str(model), "--output", str(output), "--count", "1"]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["deep", "model"]
+    assert len(list(output.glob("*/000000.png"))) == 10
+    assert {"digit 7", "ä, (ö)", "0000 ______out"} <= {folder.name for folder in output.iterdir()}
+
+
+def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
+    settings = ImageSampleSettings(str(image_world.bundle), str(tmp_path / "out"), ("1", "digit 1"), count=2)
+    assert draw(settings)["images"] == 2
+    with pytest.raises(UsageError, match="lie one within the other"):
+        draw(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))
+
+
+def test_training_goes_on_after_the_pair_was_whole_and_touches_no_other_run(image_world, pictures, tmp_path):
+    settings = ImageTrainSettings(
+        target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / "run"),
+        forget=("digit 2",), epochs=0.5, base_lr=1e-2, steering="rank:8",
+    )  # fmt: skip
+    whole = train_pair(settings, lambda line: None)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    weights = file_sha256(tmp_path / "run" / "pair" / "forget_auxiliary" / "model.safetensors")
+    assert train_pair(settings, lambda line: None)["bundle"] == whole["bundle"]
+    assert file_sha256(tmp_path / "run" / "pair" / "forget_auxiliary" / "model.safetensors") == weights
+    data = (tmp_path / "run" / "data" / "forget.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="--overwrite"):
+        train_pair(dataclasses.replace(settings, forget=("digit 3",)), lambda line: None)
+    assert (tmp_path / "run" / "data" / "forget.jsonl").read_bytes() == data
+    mine = tmp_path / "mine"
+    (mine / "data").mkdir(parents=True)
+    (mine / "data" / "forget.jsonl").write_text("mine")
+    for output in (mine, image_world.folder / "target", pictures / "out"):
+        with pytest.raises(UsageError):
+            train_pair(dataclasses.replace(settings, output=str(output)), lambda line: None)
+    assert (mine / "data" / "forget.jsonl").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -123,7 +170,7 @@ def test_what_cannot_be_trained(image_world, pictures, tmp_path, changed, messag
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["image", "frob"], "action 'frob' is not known; there are: train, sample"),
+        (["image", "frob"], "action 'frob' is not known; there are: demo, train"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--classes", "11"], "class '11' is not known"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--speculative", "0"], "speculative is '0'"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--steering", "rank:99"], "k is 99"),

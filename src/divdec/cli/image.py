@@ -139,6 +139,7 @@ def run(settings: Any) -> None:
             Path(settings.output).expanduser(),
             classes=names,
             heads=settings.heads,
+            raster=(settings.raster[0], settings.raster[1]) if settings.raster else None,
             overwrite=settings.overwrite,
             report=_tell,
         )
@@ -151,9 +152,13 @@ def _names(file: str | None) -> list[str] | None:
     if file is None:
         return None
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        text = Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as a list of names ({error})") from None
+    names = [line.strip() for line in text.rstrip().split("\n")]
+    if "" in names:
+        raise UsageError(f"line {names.index('') + 1} of {file} is blank; accepted: a class's name in each line")
+    return names
 
 
 def _tell(line: str) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.experiments.image_settings import NETWORK, Candidate, as_json, measure, write_found
-from divdec.imaging.codec import Images
+from divdec.experiments.image_settings import ANSWERS, NETWORK, Candidate, as_json, clear, measure, write_found
+from divdec.imaging.codec import FOLDER
 from divdec.imaging.distances import PretrainedFeatures
 from divdec.imaging.evaluation import Exam, named, train_classifier
 from divdec.imaging.judges import Answers, ImageEndpoint, ImageJudge
 from divdec.imaging.layout import ImageLayout
-from divdec.imaging.opened import for_codes, open_image_model, read_image_files
+from divdec.imaging.opened import for_codes, image_folder, open_image_model, parts_of, read_image_files
 from divdec.imaging.pictures import read_folder
 from divdec.imaging.settings import ImageEvalSettings
-from divdec.model.checkpoint import CheckpointReference, check_apart
+from divdec.imaging.training import digest
+from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
 from divdec.model.loading import find_bundle, read_config
 from divdec.runs import RECORD, goes_on, record, settings_hash, write_json
 from divdec.steering import Steering
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERB = "image eval"
+REASONING = 4096  # tokens for a judge that thinks aloud
 NOT_DECIDING = ("output", "overwrite", "device", "no_verify", "judge_key_variable")
 
 
@@ -50,25 +51,35 @@ def evaluate_images(
     """
     rules = [Steering.parse(text) for text in settings.settings]
     names = [named(rule) for rule in rules]
+    if again := [text for text, name in zip(settings.settings, names, strict=True) if names.count(name) > 1]:
+        raise UsageError(f"settings {' and '.join(again)} are the same in the tables; give each once")
     output = Path(settings.output).expanduser()
     bundle = find_bundle(settings.bundle)
     config = read_config(bundle)
     layout, codec = read_image_files(bundle)
     for rule in rules:
         for_codes(rule, layout).check_vocabulary(layout.vocab_size)
+    reference = None
     if settings.retrain is not None:
         reference = CheckpointReference.parse(settings.retrain).resolve(Path(), weights=True)
+        check_plain(reference, "retrained model")
         if read_image_files(reference)[0] != layout:
             raise UsageError(f"{settings.retrain} draws other images than {settings.bundle}: their image.json differ")
+    parts = parts_of(str(bundle))
     folder = Path(settings.images).expanduser()
-    check_apart(output.resolve(), [place.resolve() for place in (bundle, folder) if place.exists()])
-    pixels, places, found = read_folder(folder, codec.channels, codec.size, settings.resize)
-    classes = [layout.find(name) for name in found]
+    given = [*parts, folder, *(Path(text).expanduser() for text in (settings.retrain, settings.features) if text)]
+    check_apart(output.resolve(), [place.resolve() for place in given if place.exists()])
+    pixels, places, found = read_folder(folder, codec.channels, codec.size, settings.resize, report)
+    classes = layout.find_all(found)
     real_classes = [classes[place] for place in places]
     forget, retain = _parted(settings, layout, classes)
-    decided = {k: v for k, v in dataclasses.asdict(settings).items() if k not in NOT_DECIDING}
-    fingerprint = settings_hash([decided, config.to_dict(), _digest(pixels), real_classes])
-    resumed = goes_on(output, VERB, fingerprint, settings.overwrite)
+    decided = {name: value for name, value in dataclasses.asdict(settings).items() if name not in NOT_DECIDING}
+    weights = [digests(place) for place in (*parts[1:], *([reference] if reference else []))]
+    codebook = digests(image_folder(bundle) / FOLDER)
+    fingerprint = settings_hash(
+        [decided, config.to_dict(), weights, dataclasses.asdict(layout), codebook, digest(pixels), real_classes]
+    )
+    resumed = goes_on(output, VERB, fingerprint, settings.overwrite) and not settings.overwrite
     network = None if settings.features is None else PretrainedFeatures(Path(settings.features).expanduser())
     classifier = train_classifier(layout, pixels, real_classes, (*retain, *forget))
     report(
@@ -91,8 +102,7 @@ def evaluate_images(
         candidates.append(Candidate(method, setting, lambda rule=rule: steered(rule)))
     if not resumed:
         output.mkdir(parents=True, exist_ok=True)
-        for old in (output / "codes").glob("*.safetensors"):
-            old.unlink()
+        clear(output)
         write_json(output / RECORD, record(VERB, settings, fingerprint=fingerprint) | {"status": "running"})
     exam = Exam(
         layout, codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_classes,
@@ -133,14 +143,13 @@ def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:
     url, variable = settings.judge_url, settings.judge_key_variable
     if variable is not None and not os.environ.get(variable):
         raise UsageError(f"the environment has no {variable}, which shall hold the endpoint's key")
-    answers = Answers(output / "answers.jsonl")
+    answers = Answers(output / ANSWERS)
 
     def judge(name: str) -> ImageJudge:
+        if settings.judge_reasons:
+            endpoint = ImageEndpoint(url, name, variable, temperature=None, limit_name="max_completion_tokens")
+            return ImageJudge(endpoint, answers, limit=REASONING)
         return ImageJudge(ImageEndpoint(url, name, variable), answers)
 
     content = None if settings.content_judge is None else judge(settings.content_judge)
     return {"content": content, "quality": {name: judge(name) for name in settings.quality_judges}}
-
-
-def _digest(images: Images) -> str:
-    return hashlib.sha256(images.numpy().tobytes()).hexdigest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from divdec.errors import UsageError
 from divdec.imaging.codec import Images
 from divdec.imaging.drawing import decode, grid_of
 from divdec.imaging.evaluation import Exam
@@ -34,6 +36,8 @@ CAPTIONS = {
     ("quality",): "Quality: how often an image is preferred to the baseline's, in both orders; mean ± standard error",
     ("distances",): "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes",
 }
+ANSWERS = "answers.jsonl"
+"""What judges at endpoints have answered."""
 NETWORK = (
     "Fréchet distances are those of the classifier's features, not of Inception's: they compare the rows of this "
     "table, not with other tables."
@@ -96,17 +100,39 @@ def measure(exam: Exam, candidates: Sequence[Candidate], output: Path, report: C
 
 def drawn(exam: Exam, candidate: Candidate, output: Path, title: str | None = None) -> Codes:
     """A candidate's codes, from the file where an earlier call has drawn them."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     file = output / "codes" / f"{candidate.file}.safetensors"
-    if file.is_file():
-        return load_file(file)["codes"]
+    if (kept := _kept(exam, file)) is not None:
+        return kept
     codes = exam.draw(candidate.model(), title)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output) as temporary:
         save_file({"codes": codes.contiguous(), "classes": torch.tensor(exam.asked)}, Path(temporary) / "part")
         os.replace(Path(temporary) / "part", file)
     return codes
+
+
+def _kept(exam: Exam, file: Path) -> Codes | None:
+    """Codes that an earlier call has drawn, if the file is whole and holds what is asked."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(file)
+        if found["classes"].tolist() != exam.asked or len(found["codes"]) != len(exam.asked):
+            return None
+        return exam.layout.check(found["codes"])
+    except (OSError, KeyError, UsageError, SafetensorError):
+        return None
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier run of other settings has left."""
+    for name in ("codes", "grids"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    for name in (ANSWERS, "table.md", "results.json", "report.html"):
+        (output / name).unlink(missing_ok=True)
 
 
 def write_found(

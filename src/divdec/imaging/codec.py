@@ -47,6 +47,10 @@ class Codec(Protocol):
         """Write description and weights into an existing folder."""
         ...
 
+    def to(self, device: str) -> Codec:
+        """Compute on another device; images and codes come and go where the caller has them."""
+        ...
+
 
 def check_images(images: Images, codec: Codec) -> None:
     """Refuse what a codec cannot read.
@@ -75,7 +79,8 @@ def load_codec(folder: Path) -> Codec:
     """
     if not (folder / DESCRIPTION).is_file():
         raise UsageError(f"{folder} holds no codec: {DESCRIPTION} is missing")
-    kind = read_json(folder / DESCRIPTION).get("kind")
+    about = read_json(folder / DESCRIPTION)
+    kind = about.get("kind") if isinstance(about, dict) else about
     if kind == "patches":
         from divdec.imaging.patches import PatchCodec
 

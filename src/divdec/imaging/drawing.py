@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from divdec.imaging.codec import Codec, Images
-from divdec.imaging.layout import Codes
-from divdec.imaging.opened import open_image_model
+from divdec.imaging.layout import Codes, ImageLayout
+from divdec.imaging.opened import open_image_model, parts_of
 from divdec.imaging.pictures import grid, write_png
 from divdec.imaging.sampling import sample
 from divdec.imaging.settings import ImageSampleSettings
-from divdec.model.checkpoint import CheckpointReference, check_apart
+from divdec.model.checkpoint import check_apart
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 from divdec.steering import Steering
 
 CODES, GRID = "codes.safetensors", "grid.png"
 LEAST_GRID_SIDE = 64
 """Smaller images are drawn larger in a grid, for eyes."""
+MOST_ROWS, MOST_ACROSS = 64, 16
+"""Of a grid; further classes and images are in their folders."""
+LONGEST_NAME = 80
+SAFE, UNSAFE = re.compile(r"[^\W_][\w ,()-]{0,79}(?<! )"), re.compile(r"[^\w ,()-]")
 
 
 def draw(settings: ImageSampleSettings, device: str = "cpu", report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -44,42 +49,48 @@ def draw(settings: ImageSampleSettings, device: str = "cpu", report: Callable[[s
     output = Path(settings.output).expanduser()
     check_output(output, settings.overwrite, is_drawn)
     steering = None if settings.steering is None else Steering.parse(settings.steering)
-    given = Path(CheckpointReference.parse(settings.model).folder or "")
-    if given != Path():
-        check_apart(output.resolve(), [given.expanduser().resolve()])
+    check_apart(output.resolve(), [place.resolve() for place in parts_of(settings.model)])
     opened = open_image_model(
         settings.model, steering=steering, verify=not settings.no_verify, dtype=settings.dtype, device=device
     )
     if opened.steering is None:
         report(f"note: {settings.model} is no bundle: nothing steers it")
     layout = opened.layout
-    classes = [layout.find(name) for name in settings.classes] or list(range(len(layout.classes)))
+    # A class that is named twice is drawn once: its images would have the same names.
+    classes = list(dict.fromkeys(layout.find(name) for name in settings.classes)) or list(range(len(layout.classes)))
     asked = [place for place in classes for _ in range(settings.count)]
     codes = sample(
-        opened.model,
-        layout,
-        asked,
-        settings.sampling(),
-        speculative=settings.drafted,
-        title="images",
-    )
-    images = decode(codes, opened.codec)
+        opened.model, layout, asked, settings.sampling(), speculative=settings.drafted, title="images"
+    )  # fmt: skip
     content = record(
         "image sample",
         settings,
         steering=None if opened.steering is None else str(opened.steering),
         classes=[layout.classes[place] for place in classes],
-        images=len(images),
+        images=len(codes),
     )
     with output_folder(output, settings.overwrite, is_drawn) as folder:
-        for row, place in enumerate(classes):
-            (folder / layout.classes[place]).mkdir(exist_ok=True)
-            for number in range(settings.count):
-                write_png(images[row * settings.count + number], folder / layout.classes[place] / f"{number:06}.png")
-        write_png(grid_of(images, settings.count), folder / GRID)
         save_file({"codes": codes.contiguous(), "classes": torch.tensor(asked)}, folder / CODES)
+        shown: list[Images] = []
+        for place, of_class in zip(classes, codes.split(settings.count), strict=True):
+            images = decode(of_class, opened.codec)
+            inside = folder / folder_name(layout, place)
+            inside.mkdir()
+            for number, image in enumerate(images):
+                write_png(image, inside / f"{number:06}.png")
+            if len(shown) < MOST_ROWS:
+                shown.append(images[:MOST_ACROSS])
+        write_png(grid_of(torch.cat(shown), len(shown[0])), folder / GRID)
         write_json(folder / RECORD, content)
     return content
+
+
+def folder_name(layout: ImageLayout, place: int) -> str:
+    """A folder's name for a class: its own, or its place before what of it is no danger in a path."""
+    name = layout.classes[place]
+    if SAFE.fullmatch(name) and name not in (GRID, CODES, RECORD):
+        return name
+    return f"{place:04} {UNSAFE.sub('_', name)}"[:LONGEST_NAME].rstrip(" .")
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from divdec.errors import UsageError
 from divdec.imaging.classifier import Classifier
 from divdec.imaging.codec import Codec, Images
 from divdec.imaging.distances import frechet_distances
@@ -134,13 +133,7 @@ def train_classifier(
 
 
 def named(steering: Steering) -> tuple[str, str]:
-    """A rule's method and config as the paper's tables name them.
-
-    Raises:
-        UsageError: it is the soft rank rule, which nothing can be drawn from.
-    """
+    """A rule's method and config as the paper's tables name them."""
     if steering.rule == "linear":
         return "Linear", f"α={steering.alpha:g}"
-    if steering.fill == "soft":
-        raise UsageError(f"{steering} is for likelihoods; images are drawn with rank:{steering.k}")
     return "Rank", f"k={steering.k}"

@@ -203,7 +203,8 @@ class ImageJudge:
 
     def _answer(self, shown: Sequence[bytes], question: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         digests = [hashlib.sha256(image).hexdigest() for image in shown]
-        about = {"model": self.endpoint.model, "question": question, "images": digests}
+        asked = {"endpoint": self.endpoint.base_url, "temperature": self.endpoint.temperature, "limit": self.limit}
+        about = {"model": self.endpoint.model, "question": question, "images": digests, **asked}
         key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         return self.answers.of(key, lambda: {**about, **ask()})
 

@@ -49,6 +49,25 @@ class ImageLayout:
     padding: int
     """A token that tokenizers may pad with; images are of one length, so that none ever does."""
 
+    def __post_init__(self) -> None:
+        numbers = (self.codes, self.height, self.width, self.first_class, self.vocab_size, self.padding)
+        if any(type(number) is not int for number in numbers):
+            raise UsageError("sizes and tokens of an image layout are whole numbers")
+        if min(self.codes, self.height, self.width) < 1 or self.vocab_size < self.codes:
+            raise UsageError("an image layout has at least one code and one place, and a token for each code")
+        if not self.classes or not all(isinstance(name, str) and name.strip() for name in self.classes):
+            raise UsageError("an image layout names its classes, none of them blank")
+        if len(set(self.classes)) < len(self.classes):
+            again = next(name for name in self.classes if self.classes.count(name) > 1)
+            raise UsageError(f"class {again!r} is named twice; the names of classes must differ")
+        tokens = (self.first_class, self.first_class + len(self.classes) - 1, self.padding)
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise UsageError("tokens of classes or of padding lie outside the vocabulary")
+        if self.no_class is not None and not (
+            type(self.no_class) is int and self.codes <= self.no_class < self.vocab_size
+        ):
+            raise UsageError(f"no_class is {self.no_class!r}; accepted: a token after the codes, or none")
+
     @classmethod
     def new(cls, codes: int, height: int, width: int, classes: Sequence[str]) -> ImageLayout:
         """Codes, then classes, then 'any class', then padding."""
@@ -70,17 +89,32 @@ class ImageLayout:
         """The place of a class among the classes.
 
         Args:
-            given: its name, or its place as a number.
+            given: its name; where names are no numbers, also its place.
 
         Raises:
             UsageError: there is no such class.
         """
         if given in self.classes:
             return self.classes.index(given)
-        if given.isascii() and given.isdecimal() and int(given) < len(self.classes):
+        numbered = any(name.isdecimal() for name in self.classes)
+        if not numbered and given.isascii() and given.isdecimal() and int(given) < len(self.classes):
             return int(given)
         some = ", ".join(self.classes[:12]) + (", …" if len(self.classes) > 12 else "")
-        raise UsageError(f"class {given!r} is not known; accepted: 0 to {len(self.classes) - 1}, or one of {some}")
+        places = "" if numbered else f"0 to {len(self.classes) - 1}, or "
+        raise UsageError(f"class {given!r} is not known; accepted: {places}one of {some}")
+
+    def find_all(self, names: Sequence[str]) -> list[int]:
+        """The places of classes that folders are named after.
+
+        Raises:
+            UsageError: one is not known, or two mean the same.
+        """
+        places = [self.find(name) for name in names]
+        for place in places:
+            if places.count(place) > 1:
+                same = [name for name, found in zip(names, places, strict=True) if found == place]
+                raise UsageError(f"folders {' and '.join(same)} are both of class {self.classes[place]!r}; join them")
+        return places
 
     def prompts(self, classes: Sequence[int | None]) -> Int[Tensor, "images 1"]:
         """What each image begins with.
@@ -168,6 +202,10 @@ def load_layout(folder: Path) -> ImageLayout:
     try:
         if found.pop("format") != 1:
             raise ValueError
+        if not isinstance(found["classes"], list):
+            raise TypeError
         return ImageLayout(**{**found, "classes": tuple(found["classes"])})
+    except UsageError as error:
+        raise UsageError(f"{folder / LAYOUT}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UsageError(f"{folder / LAYOUT} does not describe an image model that this version knows") from None

@@ -69,9 +69,22 @@ def open_image_model(
             dtype=dtype,
             device_map=device,
         )
+        # A bundle that was written for texts may count class tokens among those that the rank rule suppresses.
+        model.steering = for_codes(model.steering, layout)
         rule = model.steering
+    codec = codec.to(str(model.device))
     check_model(model, layout)
     return ImageModel(model.eval(), layout, codec, rule)
+
+
+def parts_of(reference: str) -> list[Path]:
+    """The folders that a bundle or model is made of, as far as they lie here: nothing else may be written there."""
+    given = Path(reference).expanduser()
+    if not given.is_dir():
+        return []
+    if not is_bundle(given):
+        return [given]
+    return [given, *places_of(given, read_config(given), verify=False, local_files_only=False).values()]
 
 
 def image_folder(folder: Path) -> Path:
@@ -105,7 +118,13 @@ def write_image_files(folder: Path, layout: ImageLayout, codec: Codec) -> None:
 
 
 def for_codes(steering: Steering, layout: ImageLayout) -> Steering:
-    """The same rule, but so that the rank rule suppresses codes alone: other tokens are never drawn."""
+    """The same rule, but so that the rank rule suppresses codes alone: other tokens are never drawn.
+
+    Raises:
+        UsageError: it is the soft rank rule, which fills suppressed tokens up again, so that they are drawn.
+    """
+    if steering.rule == "rank" and steering.fill == "soft":
+        raise UsageError(f"{steering} is for likelihoods; images are drawn with rank:{steering.k}")
     if steering.rule == "rank" and layout.no_codes:
         return dataclasses.replace(steering, vocabulary=tuple(range(layout.codes)))
     return steering

@@ -74,6 +74,10 @@ class PatchCodec:
         tiles = self.patches[codes.flatten(1)].flatten(2).transpose(1, 2)
         return fold(tiles, self.size, kernel_size=self.side, stride=self.side)
 
+    def to(self, device: str) -> PatchCodec:
+        """See `Codec.to`: patches are too few to be worth a device."""
+        return self
+
     def save(self, folder: Path) -> None:
         """See `Codec.save`."""
         from safetensors.torch import save_file
@@ -93,7 +97,13 @@ class PatchCodec:
 
         try:
             height, width = read_json(folder / DESCRIPTION)["size"]
-            return cls(load_file(folder / WEIGHTS)["patches"], (height, width))
+            patches = load_file(folder / WEIGHTS)["patches"]
+            codes, channels, side, across = patches.shape
+            if not codes or channels not in (1, 3) or side != across or height % side or width % side:
+                raise ValueError(f"{codes} patches of {channels}×{side}×{across} for images of {height}×{width}")
+            if not patches.is_floating_point() or not patches.isfinite().all():
+                raise ValueError("its patches hold what are no pixels")
+            return cls(patches.float(), (height, width))
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise UsageError(f"the codec in {folder} cannot be read ({error})") from None
 

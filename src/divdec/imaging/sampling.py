@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import LogitsProcessorList, set_seed
+from transformers import GenerationConfig, LogitsProcessorList, set_seed
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from divdec.errors import UsageError
@@ -40,6 +40,11 @@ class Guidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         class_scores = scores.log_softmax(dim=-1)
         any_scores = self.get_unconditional_logits(input_ids)[:, -1].to(scores.dtype).log_softmax(dim=-1)
         suppressed = (class_scores == -torch.inf) | (any_scores == -torch.inf)
+        if bool(suppressed.all(dim=-1).any()):
+            raise UsageError(
+                "the rank rule suppresses so many codes with and without the class that none is left to draw; take a "
+                "smaller k, or no guidance"
+            )
         guided = any_scores + self.guidance_scale * (class_scores - any_scores)
         return guided.masked_fill(suppressed, -torch.inf)
 
@@ -75,6 +80,23 @@ def sample(
     any_class = layout.prompts([None]) if settings.guidance != 1 else None
     options: dict[str, Any] = {"speculative": speculative} if speculative else {}
     set_seed(settings.seed)
+    # What a checkpoint says of decoding texts would change what is drawn, or cut it short.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        return layout.rasters(torch.cat(_batches(model, layout, prompts, any_class, settings, options, title)))
+    finally:
+        model.generation_config = own
+
+
+def _batches(
+    model: PreTrainedModel,
+    layout: ImageLayout,
+    prompts: Int[Tensor, "images 1"],
+    any_class: Int[Tensor, "1 1"] | None,
+    settings: SamplingSettings,
+    options: dict[str, Any],
+    title: str | None,
+) -> list[Tensor]:
     found = []
     with tqdm(total=len(prompts), desc=title, unit="image", disable=title is None) as bar:
         for batch in prompts.split(settings.batch_size):
@@ -100,7 +122,7 @@ def sample(
             assert isinstance(tokens, Tensor)
             found.append(tokens[:, 1:].cpu())
             bar.update(len(batch))
-    return layout.rasters(torch.cat(found))
+    return found
 
 
 def check_model(model: PreTrainedModel, layout: ImageLayout) -> None:

@@ -159,8 +159,14 @@ class ImageConvertSettings:
     """File with the classes' names, one a line, in their order; by default their numbers, 0 to 999."""
     heads: int | None = None
     """Attention heads, which weights do not tell; by default the width divided by 64, as published."""
+    raster: tuple[int, ...] = ()
+    """Height and width of the raster in codes, where it is not square."""
     overwrite: bool = False
     """Replace an earlier result in the output folder."""
+
+    def __post_init__(self) -> None:
+        if len(self.raster) not in (0, 2):
+            raise UsageError(f"raster holds {len(self.raster)} numbers; accepted: height and width, or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +198,7 @@ class ImageEvalSettings:
     batch_size: int = 25
     """Images drawn together."""
     seed: int = 0
-    """Of chance, and of the classifier's training."""
+    """Of chance; the same for every setting."""
     features: str | None = None
     """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
     small classifier that is trained on the real images."""
@@ -205,6 +211,8 @@ class ImageEvalSettings:
     """Model there that gives VQAScore; it must give log-probabilities."""
     quality_judges: tuple[str, ...] = ()
     """Models there that compare each image with the baseline's."""
+    judge_reasons: bool = False
+    """The models there reason before they answer: they get 4,096 tokens for a comparison and no temperature."""
     resize: bool = False
     """Scale real images to the codec's size and cut out their middle, rather than refuse other sizes."""
     device: str = "auto"

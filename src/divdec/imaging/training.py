@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from divdec.imaging.opened import for_codes, read_image_files
 from divdec.imaging.pictures import read_folder
 from divdec.imaging.settings import ImageTrainSettings
 from divdec.model.bundle import rewrite_steering
-from divdec.model.checkpoint import CheckpointReference
-from divdec.runs import RECORD, record, write_json
+from divdec.model.checkpoint import CheckpointReference, check_apart, digests
+from divdec.runs import RECORD, goes_on, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings
 
+VERB = "image train"
 ANY_CLASS_SHARE = 0.1
 """Of the images that are learned once more without their class, as Ho and Salimans (2022, section 5) do."""
 PAPER_SHARE = 0.1
@@ -51,56 +54,72 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
     steering = Steering.parse(settings.steering)
     target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)
     layout, codec = read_image_files(target)
-    steering.check_vocabulary(layout.codes)
+    for_codes(steering, layout).check_vocabulary(layout.codes)
+    base = None if settings.base is None else CheckpointReference.parse(settings.base).resolve(Path(), weights=True)
     folder = Path(settings.images).expanduser()
-    images, places, names = read_folder(folder, codec.channels, codec.size, settings.resize)
-    classes = [layout.find(name) for name in names]
+    check_apart(output.resolve(), [place.resolve() for place in (target, base, folder) if place and place.exists()])
+    images, places, names = read_folder(folder, codec.channels, codec.size, settings.resize, report)
+    classes = layout.find_all(names)
     forget = chosen_classes(settings, layout, classes)
     report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are forgotten")
-    codes = encode(images, codec, settings.encode_batch)
     of = [classes[place] for place in places]
-    sets = {}
-    (output / "data").mkdir(parents=True, exist_ok=True)
-    for name, wanted in (("forget", forget), ("retain", set(classes) - forget)):
-        rows = [row for row, place in enumerate(of) if place in wanted]
-        if not rows:
-            raise UsageError(f"no image of a class to {name}: an image folder holds both kinds of classes")
-        sets[name] = output / "data" / f"{name}.jsonl"
-        write_records(sets[name], learned(layout, name, codes[rows], [of[row] for row in rows], settings.seed).records)
-
-    from_retain = settings.base is not None if settings.init_forget_from is None else settings.init_forget_from
-    content = train_auxiliaries(
-        AuxiliarySettings(
-            base=settings.base or settings.target,
-            forget=str(sets["forget"]),
-            retain=str(sets["retain"]),
-            output=str(output / "pair"),
-            target=settings.target,
-            recipe=settings.recipe,
-            init_forget_from="retain" if from_retain in (True, "retain") else "base",
-            steering=settings.steering,
-            lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
-            epochs=settings.epochs,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            max_length=layout.length + 1,
-            precision=settings.precision,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            seed=settings.seed,
-            overwrite=settings.overwrite,
-        ),
-        report,
-    )
+    decided = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
+    fingerprint = settings_hash([decided, digest(images), of, digests(target), base and digests(base)])
+    resumed = goes_on(output, VERB, fingerprint, settings.overwrite)
+    sets = {name: output / "data" / f"{name}.jsonl" for name in ("forget", "retain")}
+    if not resumed:
+        (output / "data").mkdir(parents=True, exist_ok=True)
+        for file in sets.values():
+            file.unlink(missing_ok=True)
+        write_json(output / RECORD, record(VERB, settings, fingerprint=fingerprint) | {"status": "running"})
+    if not all(file.is_file() for file in sets.values()):
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        codes = encode(images, codec.to(str(device or "cpu")), settings.encode_batch)
+        for name, wanted in (("forget", forget), ("retain", set(classes) - forget)):
+            rows = [row for row, place in enumerate(of) if place in wanted]
+            found = learned(layout, name, codes[rows], [of[row] for row in rows], settings.seed)
+            write_records(sets[name], found.records)
+    del images
+    pair = read_record(output / "pair")
+    if resumed and pair is not None and pair.get("status") == "finished":
+        content = pair  # stopped after the pair was whole
+    else:
+        content = train_auxiliaries(_recipe(settings, layout, sets, output / "pair"), report)
     bundle = output / "pair" / BUNDLE
     if for_codes(steering, layout) != steering:
         rewrite_steering(bundle, for_codes(steering, layout))
     written = record(
-        "image train", settings,
+        VERB, settings, fingerprint=fingerprint,
         forgotten=sorted(layout.classes[place] for place in forget),
         auxiliaries=content["auxiliaries"], bundle=str(bundle),
     )  # fmt: skip
     write_json(output / RECORD, written)
     return written
+
+
+def _recipe(
+    settings: ImageTrainSettings, layout: ImageLayout, sets: Mapping[str, Path], output: Path
+) -> AuxiliarySettings:
+    from_retain = settings.base is not None if settings.init_forget_from is None else settings.init_forget_from
+    return AuxiliarySettings(
+        base=settings.base or settings.target,
+        forget=str(sets["forget"]),
+        retain=str(sets["retain"]),
+        output=str(output),
+        target=settings.target,
+        recipe=settings.recipe,
+        init_forget_from="retain" if from_retain in (True, "retain") else "base",
+        steering=settings.steering,
+        lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        gradient_accumulation=settings.gradient_accumulation,
+        max_length=layout.length + 1,
+        precision=settings.precision,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        seed=settings.seed,
+        overwrite=settings.overwrite,
+    )
 
 
 def chosen_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: Sequence[int]) -> set[int]:
@@ -138,6 +157,14 @@ def learned(layout: ImageLayout, name: str, codes: Codes, classes: Sequence[int]
         codes = torch.cat([codes, codes[again]])
         order += [None] * len(again)
     return layout.records(name, codes, order)
+
+
+def digest(images: Images) -> str:
+    """Of the pixels, image by image."""
+    found = hashlib.sha256()
+    for image in images:
+        found.update(image.numpy().tobytes())
+    return found.hexdigest()
 
 
 @torch.no_grad()
