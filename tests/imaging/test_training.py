@@ -118,7 +118,9 @@ def test_classes_named_as_no_folder_should_be(image_world, tmp_path):
 
 
 def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
-    settings = ImageSampleSettings(str(image_world.bundle), str(tmp_path / "out"), ("1", "digit 1"), count=2)
+    settings = ImageSampleSettings(
+        model=str(image_world.bundle), output=str(tmp_path / "out"), classes=("1", "digit 1"), count=2
+    )
     assert draw(settings)["images"] == 2
     with pytest.raises(UsageError, match="lie one within the other"):
         draw(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))

@@ -36,6 +36,12 @@ class SamplingSettings:
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
             raise UsageError(f"guidance is {self.guidance:g}; accepted: a number of at least 0")
 
+    def sampling(self) -> SamplingSettings:
+        """These alone, of settings that hold more."""
+        return SamplingSettings(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingSettings)}
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageTrainSettings:
@@ -92,8 +98,8 @@ class ImageTrainSettings:
             at_least(name, getattr(self, name), least)
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageSampleSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSampleSettings(SamplingSettings):
     """What is drawn, by which model; see `divdec.imaging.drawing`."""
 
     model: str
@@ -106,20 +112,8 @@ class ImageSampleSettings:
     """Images of each class."""
     steering: str | None = None
     """Another rule than the bundle's: linear:ALPHA or rank:K."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    top_k: int = 250
-    """Draw among so many of the likeliest codes."""
-    top_p: float = 1.0
-    """Draw among the likeliest codes that together have this probability."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 draws from the class alone."""
     speculative: str | None = None
     """Draft with q and let the target judge several codes at once: 'auto', or how many codes to draft."""
-    batch_size: int = 25
-    """Images drawn together."""
-    seed: int = 0
-    """Of chance; the same seed, classes, count and batch size give the same images."""
     device: str = "auto"
     """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -130,10 +124,10 @@ class ImageSampleSettings:
     """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("count", self.count, 1)
         if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):
             raise UsageError(f"speculative is {self.speculative!r}; accepted: 'auto', or a number of at least 1")
-        self.sampling()
 
     @property
     def drafted(self) -> int | bool | None:
@@ -141,10 +135,6 @@ class ImageSampleSettings:
         if self.speculative is None:
             return None
         return True if self.speculative == "auto" else int(self.speculative)
-
-    def sampling(self) -> SamplingSettings:
-        """How tokens are drawn."""
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.guidance, self.batch_size, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +159,8 @@ class ImageConvertSettings:
             raise UsageError(f"raster holds {len(self.raster)} numbers; accepted: height and width, or none")
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageEvalSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageEvalSettings(SamplingSettings):
     """What is measured, and by whom; see `divdec.imaging.evaluation`."""
 
     bundle: str
@@ -187,18 +177,6 @@ class ImageEvalSettings:
     """Image model that has never seen the forgotten classes, as a reference."""
     count: int = 10
     """Images of each class and setting."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    top_k: int = 250
-    """Draw among so many of the likeliest codes."""
-    top_p: float = 1.0
-    """Draw among the likeliest codes that together have this probability."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 draws from the class alone."""
-    batch_size: int = 25
-    """Images drawn together."""
-    seed: int = 0
-    """Of chance; the same for every setting."""
     features: str | None = None
     """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
     small classifier that is trained on the real images."""
@@ -225,6 +203,7 @@ class ImageEvalSettings:
     """Begin anew in the output folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.forget:
             raise UsageError("forget is empty; name the classes that are forgotten")
         if not self.settings:
@@ -234,11 +213,6 @@ class ImageEvalSettings:
         if self.judge_url is not None and self.content_judge is None and not self.quality_judges:
             raise UsageError("judge_url is given, but no model there: give --content-judge or --quality-judges")
         at_least("count", self.count, 2)
-        self.sampling()
-
-    def sampling(self) -> SamplingSettings:
-        """How tokens are drawn."""
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.guidance, self.batch_size, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
