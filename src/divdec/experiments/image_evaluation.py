@@ -105,7 +105,7 @@ def evaluate_images(
         clear(output)
         write_json(output / RECORD, record(VERB, settings, fingerprint=fingerprint) | {"status": "running"})
     exam = Exam(
-        layout, codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_classes,
+        layout, opened.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_classes,
         classifier, network, **_judges(settings, output),
     )  # fmt: skip
     measured = measure(exam, candidates, output, report)

@@ -71,10 +71,6 @@ class Found:
         """All tables, with captions."""
         return "\n".join(f"{caption}\n\n{one.markdown()}" for caption, one in self.tables.items())
 
-    def of(self, method: str) -> list[Setting]:
-        """The settings of a method."""
-        return [setting for setting in self.settings if setting.method == method]
-
 
 def measure(exam: Exam, candidates: Sequence[Candidate], output: Path, report: Callable[[str], None]) -> list[Setting]:
     """Draw what `output` does not hold yet, and have it judged.
@@ -89,11 +85,9 @@ def measure(exam: Exam, candidates: Sequence[Candidate], output: Path, report: C
     baseline: Images | None = None
     for number, candidate in enumerate(candidates, start=1):
         codes = drawn(exam, candidate, output, f"{number}/{len(candidates)} {candidate.method} {candidate.config}")
-        if number == 1 and exam.quality:
-            settings.append(exam.judge(candidate.method, candidate.config, codes))
+        settings.append(exam.judge(candidate.method, candidate.config, codes, baseline))
+        if baseline is None and exam.quality:
             baseline = decode(codes, exam.codec)
-        else:
-            settings.append(exam.judge(candidate.method, candidate.config, codes, baseline))
     report(f"{len(settings)} settings, {len(exam.asked)} images each")
     return settings
 
@@ -169,7 +163,7 @@ def write_found(
         shown.append(_samples(exam, f"{candidate.method} {candidate.config}".strip(), images, exam.asked))
     found = Found(settings, tables)
     write_text(output / "table.md", found.markdown)
-    write_json(output / "results.json", table(settings).json())
+    write_json(output / "results.json", as_json(settings))
     write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown, notes=notes)
     return found
 
@@ -179,5 +173,5 @@ def _samples(exam: Exam, title: str, images: Images, asked: Sequence[int]) -> Sa
 
 
 def as_json(settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """What was found, for `run.json`."""
+    """What was found, for `results.json` and `run.json`."""
     return table(settings).json()

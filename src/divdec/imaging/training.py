@@ -100,7 +100,6 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
 def _recipe(
     settings: ImageTrainSettings, layout: ImageLayout, sets: Mapping[str, Path], output: Path
 ) -> AuxiliarySettings:
-    from_retain = settings.base is not None if settings.init_forget_from is None else settings.init_forget_from
     return AuxiliarySettings(
         base=settings.base or settings.target,
         forget=str(sets["forget"]),
@@ -108,7 +107,7 @@ def _recipe(
         output=str(output),
         target=settings.target,
         recipe=settings.recipe,
-        init_forget_from="retain" if from_retain in (True, "retain") else "base",
+        init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
         steering=settings.steering,
         lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
         epochs=settings.epochs,
