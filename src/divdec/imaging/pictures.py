@@ -12,6 +12,7 @@ from torch import Tensor
 
 from divdec.errors import UsageError, first_line
 from divdec.imaging.codec import Images
+from divdec.imaging.png import png
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _MODES = {1: "L", 3: "RGB"}
@@ -63,12 +64,8 @@ def read_folder(
 
 def write_png(image: Float[Tensor, "channels image_height image_width"], file: Path) -> None:
     """Write one image, pixels from 0 to 1."""
-    from PIL import Image
-
-    values = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    array = values[0].numpy() if len(values) == 1 else values.permute(1, 2, 0).numpy()
     temporary = file.with_name(f".{file.name}.part")
-    Image.fromarray(array).save(temporary, format="PNG")
+    temporary.write_bytes(png(image))
     temporary.replace(file)
 
 
