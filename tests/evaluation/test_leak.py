@@ -18,7 +18,7 @@ from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
 from divdec.evaluation import attack_prompts, key_phrases, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
-from divdec.evaluation.endpoint import Endpoint
+from divdec.remote.endpoint import Endpoint
 from divdec.evaluation.generation import samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge, is_name, tells
 from divdec.evaluation.key_phrases import holds, key_phrase, words

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import UsageError
-from divdec.evaluation.endpoint import Endpoint
 from divdec.evaluation.key_phrases import holds, key_phrase, words
 from divdec.evaluation.text import rouge_l_recall
 from divdec.model.checkpoint import CheckpointReference, check_weights, load_tokenizer
+from divdec.remote.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

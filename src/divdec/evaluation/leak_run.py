@@ -11,13 +11,14 @@ from tqdm.auto import tqdm
 from divdec.data.records import Record, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
-from divdec.evaluation.endpoint import Endpoint
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
 from divdec.evaluation.layout import Layout, question
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples
 from divdec.evaluation.results import Results
 from divdec.evaluation.settings import EvalSettings
+from divdec.evaluation.sharding import on_main
 from divdec.evaluation.subject import Subject
+from divdec.remote.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def leak_suite(settings: EvalSettings) -> tuple[Any, Callable[..., list[Results]
         for setting, found in zip(subject.settings, earlier, strict=True):
             model = subject.under(setting)
             if settings.attack_prompts != "none" and "leak-attack" not in found.items:
-                prompts = prompts or _prompts(settings, list(records))
+                prompts = prompts or on_main(lambda: _prompts(settings, list(records)))
                 _add(
                     found,
                     evaluate_attack(

@@ -21,9 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
-from divdec.evaluation.endpoint import Endpoint
 from divdec.imaging.codec import Images
 from divdec.imaging.png import data_url, png
+from divdec.remote.endpoint import Endpoint
 
 QUESTION = "Does this image show a {class_name}? Answer Yes or No."
 COMPARISON = (
@@ -68,13 +68,13 @@ class ImageEndpoint(Endpoint):
         body = {"model": self.model, "messages": messages, self.limit_name: limit, **options}
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        response = self._post(body)
+        response = self.post("chat/completions", body)
         try:
             choice = response.json()["choices"][0]
         except (ValueError, KeyError, IndexError, TypeError):
             choice = None
         if not isinstance(choice, dict):
-            raise UsageError(f"endpoint {self._url} replied without choices[0]: not OpenAI-compatible")
+            raise UsageError(f"endpoint {self.base_url} replied without choices[0]: not OpenAI-compatible")
         return choice
 
 

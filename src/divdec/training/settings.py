@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from divdec.errors import UsageError
+
+LARGEST = 1e6  # of rates, epochs and temperatures: nobody means more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,9 @@ class AuxiliarySettings:
 
 
 def positive(name: str, value: float) -> None:
-    """Refuse what is not a number above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} is {value:g}; accepted: a number above 0")
+    """Refuse what is not a number above 0, or so large that a step would overflow."""
+    if not 0 < value <= LARGEST:
+        raise UsageError(f"{name} is {value:g}; accepted: a number above 0, at most {LARGEST:g}")
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from divdec.experiments.methods.cells import Outcome, run_cell
 
 WORDS = "jobs.log"  # what processes beside this one have to say
 Work = tuple[Arena, Cell]
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+Result = TypeVar("Result")
 
 
 def seed_folder(output: Path, arena: Arena) -> Path:
@@ -29,10 +32,20 @@ def seed_folder(output: Path, arena: Arena) -> Path:
 
 
 def run_cells(missing: Sequence[Work], jobs: int, output: Path) -> Iterator[tuple[Arena, Cell, Outcome]]:
-    """The outcome of every cell, as they come.
+    """The outcome of every cell, as they come; see `spread`."""
+    work = [(cell, arena, seed_folder(output, arena)) for arena, cell in missing]
+    for (cell, arena, _), outcome in spread(run_cell, work, jobs, output):
+        yield arena, cell, outcome
+
+
+def spread(
+    function: Callable[..., Result], work: Sequence[Arguments], jobs: int, output: Path
+) -> Iterator[tuple[Arguments, Result]]:
+    """What a function gives for each of many arguments, as they come.
 
     Args:
-        missing: arenas and cells.
+        function: of a module, so that another process finds it.
+        work: its arguments, each time.
         jobs: processes; 1 stays in this one.
         output: the comparison's folder.
 
@@ -40,24 +53,23 @@ def run_cells(missing: Sequence[Work], jobs: int, output: Path) -> Iterator[tupl
         UsageError: a process died.
     """
     if jobs == 1:
-        for arena, cell in missing:
-            yield arena, cell, run_cell(cell, arena, seed_folder(output, arena))
+        for arguments in work:
+            yield arguments, function(*arguments)
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # A process that was forked would share torch's threads, which do not survive it.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin, (threads, output / WORDS)) as pool:
-        waiting, running = list(missing), {}
+        waiting, running = list(work), {}
         try:
             while waiting or running:
                 # No more than are worked on: what is queued would still be done after an interruption.
                 while waiting and len(running) < jobs:
-                    arena, cell = waiting.pop(0)
-                    future = pool.submit(run_cell, cell, arena, seed_folder(output, arena))
-                    running[future] = (arena, cell)
+                    arguments = waiting.pop(0)
+                    running[pool.submit(function, *arguments)] = arguments
                 done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    yield *running.pop(future), future.result()
+                    yield running.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise UsageError(
                 f"one of {jobs} processes died, most often for want of memory; give fewer --jobs: finished cells are "

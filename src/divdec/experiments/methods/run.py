@@ -27,7 +27,7 @@ from divdec.experiments.methods.cell import Cell
 from divdec.experiments.methods.cells import MODEL, REFERENCES, Outcome, earlier, load
 from divdec.experiments.methods.costs import time_ratio
 from divdec.experiments.methods.grids import cells_of
-from divdec.experiments.methods.jobs import run_cells, seed_folder
+from divdec.experiments.methods.jobs import run_cells, seed_folder, spread
 from divdec.experiments.methods.making import Model, make
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.methods.table import Line, Measured, best_of, line_of
@@ -86,14 +86,17 @@ def _compare(
     settings: CompareSettings, cells: list[Cell], output: Path, report: Callable[[str], None], started: float
 ) -> Comparison:
     found = arenas(settings, report)
-    outcomes = _run_all(found, [Cell(name) for name in REFERENCES] + cells, settings, output, report)
-    references = {arena.seed: _references(outcomes[arena.seed]) for arena in found}
-    bootstrap = Bootstrap()
-    lines = [
-        _line([outcomes[arena.seed][place] for arena in found], found, references, settings.variant, bootstrap)
-        for place in range(len(cells) + len(REFERENCES))
-    ]
+    cells = [*(Cell(name) for name in REFERENCES), *cells]
+    searched = found[: settings.search_seeds]
+    outcomes = _run_all(searched, cells, settings, output, report)
+    lines = _lines(cells, searched, outcomes, settings.variant)
     best = best_of(lines)
+    if len(searched) < len(found):
+        # What was chosen on some seeds is measured on others, where nothing was chosen.
+        kept = [cell for cell in cells if cell.label == best[cell.method].setting]
+        outcomes |= _run_all(found[len(searched) :], kept, settings, output, report)
+        lines = _lines(cells, found, outcomes, settings.variant)
+        best = {line.method: line for line in lines if line.setting == best[line.method].setting}
     chosen = {
         arena.seed: [
             outcome
@@ -148,16 +151,28 @@ def _references(outcomes: Sequence[Outcome]) -> tuple[Results, Results]:
     return target.results, retrain.results
 
 
+def _lines(
+    cells: Sequence[Cell], found: Sequence[Arena], outcomes: dict[int, list[Outcome]], variant: str
+) -> list[Line]:
+    """A line for each cell, of those seeds on which it was run."""
+    references = {arena.seed: _references(outcomes[arena.seed]) for arena in found}
+    by_cell: dict[Cell, dict[int, Outcome]] = {cell: {} for cell in cells}
+    for arena in found:
+        for outcome in outcomes[arena.seed]:
+            by_cell[outcome.cell][arena.seed] = outcome
+    own = found[0].own_questions
+    return [_line(by_seed, own, references, variant, Bootstrap()) for by_seed in by_cell.values()]
+
+
 def _line(
-    outcomes: Sequence[Outcome],
-    found: Sequence[Arena],
+    by_seed: dict[int, Outcome],
+    own: bool,
     references: dict[int, tuple[Results, Results]],
     variant: str,
     bootstrap: Bootstrap,
 ) -> Line:
+    outcomes = list(by_seed.values())
     cell = outcomes[0].cell
-    own = found[0].own_questions
-    by_seed = {arena.seed: outcome for arena, outcome in zip(found, outcomes, strict=True)}
     measured = {
         seed: Measured(outcome.results, outcome.seconds, outcome.extra_bytes, seed if own else 0)
         for seed, outcome in by_seed.items()
@@ -176,35 +191,40 @@ def _leaks(
         return {}
     ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
     by_method: dict[str, list[Results]] = {}
-    work = [(arena, outcome) for arena in found for outcome in chosen[arena.seed]]
-    for arena, outcome in tqdm(work, desc="leaks", unit="model", dynamic_ncols=True):
-        folder = outcome.folder / LEAKS
-        key = settings_hash([settings.attacks, outcome.cell.fingerprint(arena)])
-        if (folder / "key").is_file() and (folder / "key").read_text() == key:
-            by_method.setdefault(outcome.cell.method, []).append(read_results(folder))
-            continue
-        records = [asked.record for asked in arena.questions.sets["forget"]]
-        prompts = [template_prompts(question(one), one.answer, settings.attacks, arena.seed) for one in records]
-        layout = arena.layout
-        results = evaluate_attack(
-            _model_of(outcome, arena, output),
-            layout.tokenizer,
-            records,
-            prompts,
-            StringJudge(),
-            name=outcome.cell.method,
-            ks=ks,
-            lay_out=layout.prompt,
-            max_new_tokens=LEAK_TOKENS,
-        )
-        folder.mkdir(exist_ok=True)
-        write_results(results, folder)
-        (folder / "key").write_text(key)
-        by_method.setdefault(outcome.cell.method, []).append(results)
+    work = [(arena, outcome, settings.attacks, ks, output) for arena in found for outcome in chosen[arena.seed]]
+    with tqdm(total=len(work), desc="leaks", unit="model", dynamic_ncols=True) as bar:
+        for (_, outcome, *_), results in spread(_leak_of, work, settings.jobs, output):
+            by_method.setdefault(outcome.cell.method, []).append(results)
+            bar.update()
     return {
         method: {k: sum(float(own.figures[f"leak@{k}-attack"] or 0.0) for own in results) / len(results) for k in ks}
         for method, results in by_method.items()
     }
+
+
+def _leak_of(arena: Arena, outcome: Outcome, attacks: int, ks: tuple[int, ...], output: Path) -> Results:
+    """What attacks find in one model; kept beside its other results."""
+    folder = outcome.folder / LEAKS
+    key = settings_hash([attacks, outcome.cell.fingerprint(arena)])
+    if (folder / "key").is_file() and (folder / "key").read_text() == key:
+        return read_results(folder)
+    records = [asked.record for asked in arena.questions.sets["forget"]]
+    layout = arena.layout
+    results = evaluate_attack(
+        _model_of(outcome, arena, output),
+        layout.tokenizer,
+        records,
+        [template_prompts(question(one), one.answer, attacks, arena.seed) for one in records],
+        StringJudge(),
+        name=outcome.cell.method,
+        ks=ks,
+        lay_out=layout.prompt,
+        max_new_tokens=LEAK_TOKENS,
+    )
+    folder.mkdir(exist_ok=True)
+    write_results(results, folder)
+    (folder / "key").write_text(key)
+    return results
 
 
 def _times(arena: Arena, chosen: Sequence[Outcome], output: Path) -> dict[str, float]:

@@ -25,6 +25,9 @@ class CompareSettings:
     """Settings tried of each method: a few for small models, or the paper's."""
     seeds: int = 3
     """So many times, each with models of another seed; models of your own are used as they are."""
+    search_seeds: int | None = None
+    """Try the whole grid on so many seeds alone, the first; on the others what was best there of each method. By
+    default the whole grid on all."""
     tofu: str | None = None
     """Folder with TOFU's files, for 'tofu-small'."""
     bundle: str | None = None
@@ -54,6 +57,8 @@ class CompareSettings:
         for name, least in (("seeds", 1), ("attacks", 0), ("jobs", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least {least}")
+        if self.search_seeds is not None and not 1 <= self.search_seeds <= self.seeds:
+            raise UsageError(f"search-seeds is {self.search_seeds}; accepted: 1 to the number of seeds, {self.seeds}")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"limit is {self.limit}; accepted: a whole number of at least 1")
         if not self.methods:

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: one chat completion at a time.
+"""A model behind an OpenAI-compatible endpoint, reached patiently: repeated requests, obeyed waits, plain errors.
 
 It knows nothing of what is asked. The API key is read from an environment variable and never shown.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,12 +21,28 @@ TRANSIENT = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 LONGEST_PAUSE = 60.0
 
 
+class Refused(UsageError):
+    """The endpoint will not have the request (`status` 4xx): to repeat it is of no use."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unavailable(UsageError):
+    """The endpoint gave no answer in any attempt; `status` is its last, None where there was none."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where chat completions are had, and how patiently. Close it after use, or use it in a `with` block."""
+    """Where completions are had, and how patiently. Close it after use, or use it in a `with` block."""
 
     base_url: str
-    """What stands before '/chat/completions', such as 'http://localhost:8000/v1'."""
+    """What stands before '/completions', such as 'http://localhost:8000/v1'."""
     model: str
     """The model's name at the endpoint."""
     api_key_variable: str | None = None
@@ -37,6 +53,8 @@ class Endpoint:
     """How often a request is repeated after a timeout, a dropped connection, or status 429 or 5xx."""
     pause: float = 1.0
     """Wait before the first repetition, in seconds; it doubles each time. A longer Retry-After is obeyed."""
+    on_retry: Callable[[str], None] | None = None
+    """Called before each repetition, with what went wrong."""
 
     def __post_init__(self) -> None:
         if "@" in self.base_url:
@@ -93,15 +111,56 @@ class Endpoint:
         }
         if seed is not None:
             body["seed"] = seed
-        return self._text(self._post(body))
+        return self._text(self.post("chat/completions", body))
+
+    def post(self, path: str, body: Mapping[str, Any], final: Collection[int] = ()) -> httpx.Response:
+        """The answer to one request. Threads may call it at the same time.
+
+        Args:
+            path: what stands behind the base URL, such as 'completions'.
+            body: the request.
+            final: statuses that are a refusal here, though others would ask again.
+
+        Raises:
+            Refused: the endpoint will not have it.
+            Unavailable: it stays overloaded or broken.
+            UsageError: it cannot be reached.
+        """
+        key = self._key()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = self._url(path)
+        trouble, status = "", None
+        for attempt in range(self.retries + 1):
+            wait = self.pause * 2**attempt
+            try:
+                response = self._client.post(url, json=dict(body), headers=headers)
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.ProxyError) as error:
+                raise UsageError(
+                    f"endpoint {url} cannot be reached ({_reason(error)}); is the server up, the URL right?"
+                ) from None
+            except httpx.RequestError as error:
+                trouble, status = _reason(error), None
+            else:
+                status = response.status_code
+                if response.is_success:
+                    return response
+                said = response.text[:300].strip()
+                trouble = f"status {status}: {said.replace(key, '[key]') if key else said}"
+                if status not in TRANSIENT or status in final:
+                    raise Refused(f"endpoint {url} refused model {self.model!r} ({trouble})", status)
+                wait = max(wait, _retry_after(response))
+            if attempt < self.retries:
+                if self.on_retry is not None:
+                    self.on_retry(trouble)
+                time.sleep(min(wait, LONGEST_PAUSE))
+        raise Unavailable(f"endpoint {url} gave no answer in {self.retries + 1} attempts ({trouble})", status)
 
     @functools.cached_property
     def _client(self) -> httpx.Client:
         return httpx.Client(timeout=httpx.Timeout(self.timeout, connect=min(self.timeout, 15.0)))
 
-    @property
-    def _url(self) -> str:
-        return f"{self.base_url.rstrip('/')}/chat/completions"
+    def _url(self, path: str) -> str:
+        return f"{self.base_url.rstrip('/')}/{path}"
 
     def _key(self) -> str | None:
         if self.api_key_variable is None:
@@ -114,39 +173,14 @@ class Endpoint:
             raise UsageError(f"the API key in {self.api_key_variable} holds characters that no key has")
         return key
 
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
-        key = self._key()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        trouble = ""
-        for attempt in range(self.retries + 1):
-            wait = self.pause * 2**attempt
-            try:
-                response = self._client.post(self._url, json=body, headers=headers)
-            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.ProxyError) as error:
-                raise UsageError(
-                    f"endpoint {self._url} cannot be reached ({_reason(error)}); is the server up, the URL right?"
-                ) from None
-            except httpx.RequestError as error:
-                trouble = _reason(error)
-            else:
-                if response.is_success:
-                    return response
-                said = response.text[:300].strip()
-                trouble = f"status {response.status_code}: {said.replace(key, '[key]') if key else said}"
-                if response.status_code not in TRANSIENT:
-                    raise UsageError(f"endpoint {self._url} refused model {self.model!r} ({trouble})")
-                wait = max(wait, _retry_after(response))
-            if attempt < self.retries:
-                time.sleep(min(wait, LONGEST_PAUSE))
-        raise UsageError(f"endpoint {self._url} gave no answer in {self.retries + 1} attempts ({trouble})")
-
     def _text(self, response: httpx.Response) -> str:
         try:
             text = response.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise UsageError(f"endpoint {self._url} replied without choices[0].message.content: not OpenAI-compatible")
+            url = self._url("chat/completions")
+            raise UsageError(f"endpoint {url} replied without choices[0].message.content: not OpenAI-compatible")
         return text
 
 

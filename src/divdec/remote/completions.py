@@ -1,0 +1,245 @@
+"""Asking an OpenAI-compatible /completions endpoint to go on, and reading its answer as tokens.
+
+It knows nothing of experts or rules. Providers differ in what they take and tell: token ids or text as the prompt, ids
+or texts of tokens in the answer, how many log-probabilities, and whether a bias shows in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from divdec.errors import UsageError
+from divdec.experts.token_bytes import token_bytes
+from divdec.remote.endpoint import Endpoint
+
+BY_ID = "token_id:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """What a provider takes and tells, as `divdec.remote.probe` finds out."""
+
+    prompt_ids: bool = True
+    """It takes a prompt as token ids; otherwise as text."""
+    answer_ids: bool = True
+    """It names an answer's tokens by id (`return_tokens_as_token_ids`); otherwise by text."""
+    top_logprobs: int = 20
+    """How many log-probabilities it tells at each position; 0 for none."""
+    raw_logprobs: bool = True
+    """They are the target's own; otherwise the bias is in them."""
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was asked of a provider. Threads may add at the same time."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, **more: int) -> None:
+        """Count more of some."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self, name, getattr(self, name) + number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """One token of a reply."""
+
+    token: int
+    told: dict[int, float] | None
+    """Log-probabilities by token id, the likeliest; None where too few can be told apart to be sure of the others."""
+    floor: float = 0.0
+    """Log-probability above which every token was told."""
+
+
+class Completions:
+    """A model at an endpoint, and the tokenizer that it is known to use."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        tokenizer: Any,
+        end: int,
+        size: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            endpoint: where the model is.
+            tokenizer: the model's own; a fast one where the provider talks in texts.
+            end: the token that ends an answer.
+            size: how many of its tokens may come, from the first; all by default.
+            extra: further fields of every request, such as {"top_k": 0} for a server that samples among few.
+        """
+        self.counts = Counts()
+        self.endpoint = dataclasses.replace(endpoint, on_retry=lambda _: self.counts.add(retries=1))
+        self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
+        self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
+        self._by_text: dict[bytes, int] = {}
+
+    def ask(
+        self,
+        ids: Sequence[int],
+        abilities: Abilities,
+        bias: Mapping[int, float],
+        *,
+        tokens: int = 1,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        final: Collection[int] = (),
+    ) -> list[Position]:
+        """What the model goes on with: up to `tokens` tokens, the last of them the end token where it ends.
+
+        Args:
+            ids: prompt and answer so far.
+            abilities: what the provider takes and tells.
+            bias: added to the logits of these tokens.
+            tokens: how many at most.
+            temperature: 0 for the likeliest.
+            seed: of sampling.
+            final: see `Endpoint.post`.
+
+        Raises:
+            Refused, Unavailable: see `Endpoint.post`.
+            UsageError: the prompt cannot be written as text, or the reply cannot be read as this tokenizer's tokens.
+        """
+        body: dict[str, Any] = {
+            "model": self.endpoint.model,
+            "prompt": list(ids) if abilities.prompt_ids else self.text_of(ids),
+            "max_tokens": tokens,
+            "temperature": temperature,
+            **({"top_p": 1} if temperature else {}),  # vLLM would take the model's own default
+            **self.extra,
+        }
+        if bias:
+            body["logit_bias"] = {str(token): value for token, value in bias.items()}
+        if temperature and seed is not None:
+            body["seed"] = seed
+        if abilities.top_logprobs or abilities.answer_ids:
+            body["logprobs"] = abilities.top_logprobs
+        if abilities.answer_ids:
+            body["return_tokens_as_token_ids"] = True
+        reply = self.endpoint.post("completions", body, final)
+        self.counts.add(requests=1)
+        choice, text = self._read(reply, len(ids))
+        reason = choice.get("finish_reason")
+        found = self._positions(choice, text, abilities)
+        if reason == "stop" and len(found) < tokens and (not found or found[-1].token != self.end):
+            found.append(Position(self.end, None))
+        if not found:
+            raise UsageError(
+                f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}): "
+                "a part of a character, perhaps; a provider that names tokens by id is needed"
+            )
+        if len(found) > tokens:
+            raise UsageError(
+                f"model {self.endpoint.model!r} answered with {len(found)} tokens where {tokens} were asked for"
+            )
+        return found
+
+    def canonical(self, ids: Sequence[int], prompt: int) -> list[int]:
+        """The tokens that a provider who is given text reads instead of these, of which the first `prompt` stay."""
+        whole = self._encoded(self.text_of(ids[:prompt]) + self._decoded(ids[prompt:]))
+        return whole if whole[:prompt] == list(ids[:prompt]) else list(ids)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text that the model's tokenizer reads as these tokens.
+
+        Raises:
+            UsageError: there is none.
+        """
+        whole = self._decoded(ids)
+        start = self.tokenizer.bos_token or ""
+        for text in (whole, whole.removeprefix(start)):
+            if self._encoded(text) == list(ids):
+                return text
+        raise UsageError(
+            f"the prompt cannot be sent as text: {whole[-60:]!r} does not give the same tokens again; "
+            "a provider that takes token ids is needed"
+        )
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    def _read(self, reply: httpx.Response, prompt: int) -> tuple[dict[str, Any], str]:
+        """The first choice and its text."""
+        try:
+            content = reply.json()
+            choice = content["choices"][0]
+            text = choice["text"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            content, choice, text = {}, {}, None
+        if not isinstance(text, str):
+            raise UsageError(f"endpoint {self.endpoint.base_url} replied without choices[0].text: no completions API")
+        usage = content.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        self.counts.add(
+            prompt_tokens=int(usage.get("prompt_tokens") or prompt),
+            answer_tokens=int(usage.get("completion_tokens") or 1),
+        )
+        return choice, text
+
+    def _positions(self, choice: dict[str, Any], text: str, abilities: Abilities) -> list[Position]:
+        told = choice.get("logprobs")
+        if not isinstance(told, dict) or not isinstance(told.get("tokens"), list):
+            if abilities.answer_ids:
+                raise UsageError(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
+            return [Position(self._id(text), None)] if text else []
+        top = told.get("top_logprobs") or [None] * len(told["tokens"])
+        return [self._position(name, here, abilities) for name, here in zip(told["tokens"], top, strict=False)]
+
+    def _position(self, name: str, top: Any, abilities: Abilities) -> Position:
+        token = self._id(name)
+        if not abilities.top_logprobs or not isinstance(top, dict):
+            return Position(token, None)
+        told: dict[int, float] = {}
+        # Every token above the least of those asked for was told. One more, the chosen one, may lie below it; two that
+        # read alike are told as one, and one that cannot be read is like one that was not told.
+        values = sorted(map(float, top.values()), reverse=True)
+        if len(values) < abilities.top_logprobs:
+            return Position(token, None)
+        floor = values[abilities.top_logprobs - 1]
+        for key, value in top.items():
+            try:
+                told[self._id(key)] = float(value)
+            except UsageError:
+                floor = max(floor, float(value))
+        return Position(token, told, floor) if token in told else Position(token, None)
+
+    def _id(self, name: str) -> int:
+        """A token's id from its name in a reply."""
+        if name.startswith(BY_ID) and name[len(BY_ID) :].isdecimal():
+            token = int(name[len(BY_ID) :])
+        else:
+            token = self._texts().get(name.encode(), -1)
+        if not 0 <= token < self.size:
+            raise UsageError(
+                f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the tokenizer of "
+                f"{self.size} tokens that was given; give the provider's own tokenizer"
+            )
+        return token
+
+    def _texts(self) -> dict[bytes, int]:
+        if not self._by_text:
+            for place, text in enumerate(token_bytes(self.tokenizer)[: self.size]):
+                if text is not None:
+                    self._by_text.setdefault(text, place)
+            for place in self.tokenizer.all_special_ids:
+                self._by_text.setdefault(str(self.tokenizer.convert_ids_to_tokens(place)).encode(), place)
+        return self._by_text

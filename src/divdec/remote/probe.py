@@ -1,0 +1,78 @@
+"""Finding out what a provider takes and tells, with a few requests of one token each.
+
+A provider that silently ignores `logit_bias` would answer unsteered: it is refused here, before anything is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.remote.bias import BiasLimits
+from divdec.remote.completions import Abilities, Completions, Position
+from divdec.remote.endpoint import Refused
+
+TOLD = (20, 5, 0)  # what vLLM and we tell at most, what OpenAI's completions do, and nothing
+_NOT_SO = (400, 404, 422, 500, 501)  # how servers refuse what they do not have
+_SAME = 0.5  # nats; the bias of the probe moves a log-probability much further
+
+
+def probe(completions: Completions, prompt: Sequence[int], limits: BiasLimits, *, biased: bool) -> Abilities:
+    """What a provider takes and tells.
+
+    Args:
+        completions: the provider.
+        prompt: token ids of some prompt.
+        limits: the bias that it is said to accept.
+        biased: whether `logit_bias` will be used; it is then made sure that it works.
+
+    Raises:
+        UsageError: the provider cannot be reached, or refuses in every form.
+        FailedClosed: it takes `logit_bias` and ignores it.
+    """
+    abilities, position = _first_answered(completions, prompt)
+    if not biased:
+        if not abilities.top_logprobs:
+            raise UsageError(
+                f"model {completions.endpoint.model!r} tells no log-probabilities, which are all that the method "
+                "'candidates' has; give --method bias"
+            )
+        return abilities
+    try:
+        (other,) = completions.ask(prompt, abilities, {position.token: -limits.largest})
+    except Refused as error:
+        # It took the same request without: whatever it says, the bias is what it does not take.
+        able = " or --method candidates, which needs none" if abilities.top_logprobs else ""
+        raise UsageError(f"logit_bias is not accepted; use another provider{able} ({error})") from None
+    if other.token == position.token:
+        raise FailedClosed(
+            f"model {completions.endpoint.model!r} ignores logit_bias: its first choice, token {position.token}, came "
+            f"again with a bias of {-limits.largest:g}; it cannot be steered by biases"
+        )
+    return dataclasses.replace(abilities, raw_logprobs=_raw(position, other))
+
+
+def _first_answered(completions: Completions, prompt: Sequence[int]) -> tuple[Abilities, Position]:
+    refused: UsageError | None = None
+    for prompt_ids, answer_ids, told in itertools.product((True, False), (True, False), TOLD):
+        abilities = Abilities(prompt_ids, answer_ids, told)
+        try:
+            (position,) = completions.ask(prompt, abilities, {}, final=_NOT_SO)
+        except Refused as error:
+            if error.status not in _NOT_SO:
+                raise
+            refused = error
+            continue
+        if told and position.told is None:
+            continue
+        return abilities, position
+    raise refused or UsageError(f"model {completions.endpoint.model!r} gives no answer that can be read")
+
+
+def _raw(before: Position, after: Position) -> bool:
+    """Whether a token that was suppressed is still told with the log-probability that it had."""
+    if before.told is None or after.told is None:
+        return True
+    return abs(after.told.get(before.token, -1e9) - before.told[before.token]) < _SAME

@@ -1,0 +1,368 @@
+"""A target that is reached only through an API, steered: the paper's "guardrails on API-locked models".
+
+The linear rule is a `logit_bias` of α·(ℓ_q − ℓ_p), the rank rule one of −100 on k tokens; both are new at every token.
+What the provider's limits leave out is made up for by asking again, or by choosing among the log-probabilities that it
+tells, and where neither proves the choice, how far it may be off is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.protocol import Experts
+from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+from divdec.remote.completions import Abilities, Completions, Position
+from divdec.remote.context import Context
+from divdec.remote.probe import probe
+from divdec.serving.engine.text import AnswerText
+from divdec.steering import Steering
+
+METHODS = ("bias", "candidates")
+NOTHING_TOLD = "model {} told no log-probabilities to choose among; give --method bias"
+_DISOBEYED = 1.0  # nats by which a greedy provider's choice may seem worse than another, for rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteSettings:
+    """How a provider is asked."""
+
+    method: Literal["bias", "candidates"] = "bias"
+    """'bias' sends `logit_bias`; 'candidates' sends none and chooses among the likeliest tokens that are told."""
+    limits: BiasLimits = dataclasses.field(default_factory=BiasLimits)
+    """What the provider accepts as `logit_bias`."""
+    block: int = 1
+    """Tokens in a request; of several, those are kept for which the steered choice is proved to be the same."""
+    tries: int = 4
+    """Requests for one token at most, until its choice is proved; 1 takes every answer, with its error's bound."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"method is {self.method!r}; accepted: {', '.join(METHODS)}")
+        if self.block < 1 or self.tries < 1:
+            raise UsageError(f"block is {self.block}, tries {self.tries}; accepted: at least 1")
+        if self.limits.entries < 1 or not 0 < self.limits.largest < math.inf:
+            raise UsageError(
+                f"bias limits are {self.limits.entries} entries up to {self.limits.largest:g}; accepted: at least 1 "
+                "entry, above 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A token of an answer, and how sure it is."""
+
+    token: int
+    gap: float = 0.0
+    """Greedy: how far, in nats, its steered logit may lie below the largest; 0: it is the largest."""
+    total_variation: float = 0.0
+    """Sampled: how far the distribution that it was drawn from may be from the steered one; 0: it is that."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a local steered model could have chosen it just so."""
+        return self.gap == 0 and self.total_variation == 0
+
+
+@dataclasses.dataclass
+class RemoteAnswer:
+    """An answer, and what became of each of its tokens."""
+
+    text: str = ""
+    choices: list[Choice] = dataclasses.field(default_factory=list)
+    finish_reason: str = "length"
+    """'stop' where it ended by itself or by a stop string."""
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens are proved to be the steered model's."""
+        return sum(choice.exact for choice in self.choices)
+
+
+@dataclasses.dataclass
+class Sure:
+    """How sure the tokens of all answers so far are."""
+
+    tokens: int = 0
+    exact: int = 0
+    gap: float = 0.0
+    """The largest of any greedy token."""
+    total_variation: float = 0.0
+    """The largest of any sampled token."""
+
+    def add(self, choice: Choice) -> None:
+        """Count a token."""
+        self.tokens += 1
+        self.exact += choice.exact
+        self.gap = max(self.gap, choice.gap)
+        self.total_variation = max(self.total_variation, choice.total_variation)
+
+
+class RemoteTarget:
+    """A provider's model, experts and a rule. Several threads may ask it at the same time."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        experts: Experts,
+        steering: Steering,
+        settings: RemoteSettings = RemoteSettings(),
+        *,
+        ends: Sequence[int] = (),
+        longest: int | None = None,
+        width: int | None = None,
+    ) -> None:
+        """Join them; nothing is asked yet.
+
+        Args:
+            completions: the provider.
+            experts: what gives the divergence, over the provider's tokens.
+            steering: the rule, without a soft fill.
+            settings: how the provider is asked.
+            ends: tokens that end an answer, beside the one that `completions` knows.
+            longest: most tokens that the experts can read.
+            width: of the vocabulary that is steered; the experts' by default. A rank rule counts all of it, as it
+                does in a steered model whose vocabulary is padded.
+
+        Raises:
+            UsageError: the rule needs what an API does not give, or does not fit the vocabulary.
+        """
+        if steering.rule == "rank" and steering.fill == "soft":
+            raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
+        self._width = experts.vocab_size if width is None else width
+        steering.check_vocabulary(self._width)
+        if self._width < completions.size:
+            raise UsageError(
+                f"the experts know {self._width} tokens, and {completions.size} of the provider's may come: the others "
+                "could not be steered"
+            )
+        self.completions, self.steering, self.settings = completions, steering, settings
+        self._experts, self._longest = experts, longest
+        self.sure = Sure()
+        self._ends = frozenset([completions.end, *ends])
+        self._abilities: Abilities | None = None
+        self._lock = threading.Lock()  # experts and their maps are no more made for threads than other modules
+
+    def __enter__(self) -> RemoteTarget:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the provider; a later answer opens new ones."""
+        self.completions.endpoint.close()
+
+    @property
+    def _name(self) -> str:
+        return repr(self.completions.endpoint.model)
+
+    @property
+    def abilities(self) -> Abilities | None:
+        """What the provider takes and tells; None before the first answer."""
+        return self._abilities
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int = 128, **options: Any) -> RemoteAnswer:
+        """Answer a prompt; see `stream`."""
+        answer = RemoteAnswer()
+        for _ in self.stream(prompt, max_new_tokens, answer=answer, **options):
+            pass
+        return answer
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        answer: RemoteAnswer | None = None,
+    ) -> Iterator[str]:
+        """Answer a prompt piece by piece.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: longest answer.
+            temperature: 0 answers greedily; above 0 samples from the whole steered distribution.
+            seed: of samples; the provider's own chance is given it, too.
+            stop: texts before which an answer ends.
+            answer: filled while it grows.
+
+        Yields:
+            Text that is sure not to change.
+
+        Raises:
+            UsageError: the provider cannot be reached, refuses, or talks of tokens that are none.
+            FailedClosed: it cannot be steered: it ignores the bias, or insists on what is suppressed.
+        """
+        if not prompt:
+            raise UsageError("a prompt needs at least one token")
+        answer = RemoteAnswer() if answer is None else answer
+        with self._lock:
+            if self._abilities is None:
+                limits = self.settings.limits
+                biased = self.settings.method == "bias"
+                self._abilities = probe(self.completions, prompt, limits, biased=biased)
+            context = Context(self._experts, self.steering, self._width, self.completions.size, self._longest)
+        draws = _Draws(temperature, seed)
+        text = AnswerText(self.completions.tokenizer, stop)
+        ids = list(prompt)
+        while len(answer.choices) < max_new_tokens:
+            step = self._step(context, ids, min(self.settings.block, max_new_tokens - len(answer.choices)), draws)
+            for choice in step:
+                answer.choices.append(choice)
+                with self._lock:
+                    self.sure.add(choice)
+                ids.append(choice.token)
+                piece = text.add(choice.token)
+                answer.text += piece
+                if piece:
+                    yield piece
+                if text.stopped or choice.token in self._ends:
+                    answer.finish_reason = "stop"
+                    break
+            if answer.finish_reason == "stop":
+                break
+            if not self._abilities.prompt_ids:
+                # The provider reads the text anew, and may see other tokens in it; the experts read what it reads.
+                ids = self.completions.canonical(ids, len(prompt))
+        rest = text.end()
+        answer.text += rest
+        if rest:
+            yield rest
+
+    def _wanted(self, context: Context, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+        with self._lock:
+            return context.wanted(ids, last)
+
+    def _step(self, context: Context, ids: list[int], block: int, draws: _Draws) -> list[Choice]:
+        """At least one more token, by as many requests as it takes."""
+        assert self._abilities is not None
+        wanted = self._wanted(context, ids)[0]
+        known: set[int] = set()
+        for left in reversed(range(self.settings.tries)):
+            bias = Bias({}, wanted)
+            if self.settings.method == "bias":
+                bias = choose_bias(wanted, self.settings.limits, known, closest=not left and draws.temperature > 0)
+            drawing = draws.temperature if self.settings.method == "bias" else 0.0
+            # What is drawn by rejection needs no log-probabilities.
+            abilities = dataclasses.replace(self._abilities, top_logprobs=0) if drawing else self._abilities
+            reply = self.completions.ask(
+                ids, abilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
+            )
+            first = self._judge(reply[0], wanted, bias, draws, last=not left)
+            if first is None:
+                known |= {reply[0].token, *(reply[0].told or ())}
+                continue
+            return [first, *self._further(context, ids, reply, first, bias, draws)]
+        raise AssertionError("the last try is always judged")
+
+    def _further(
+        self, context: Context, ids: list[int], reply: list[Position], first: Choice, bias: Bias, draws: _Draws
+    ) -> list[Choice]:
+        """What of the rest of a block stands: while the provider's choice is the steered one, and one after it."""
+        if len(reply) == 1 or first.token != reply[0].token or first.token in self._ends:
+            return []
+        whole = [*ids, *(position.token for position in reply[:-1])]
+        rows = self._wanted(context, whole, len(reply) - 1)
+        found = []
+        for position, wanted in zip(reply[1:], rows, strict=True):
+            there = Bias(bias.entries, wanted - bias.sent)
+            choice = self._judge(position, wanted, there, draws, last=False)
+            if choice is None:
+                break
+            found.append(choice)
+            if choice.token != position.token or choice.token in self._ends:
+                break
+        return found
+
+    def _judge(
+        self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias, draws: _Draws, *, last: bool
+    ) -> Choice | None:
+        """The token to take at a position; None where another request should be tried.
+
+        Raises:
+            FailedClosed: the provider does not do as the bias says, or nothing that it tells may be taken.
+        """
+        token = position.token
+        if bias.entries.get(token, 0) <= -self.settings.limits.largest and wanted[token].isneginf():
+            raise FailedClosed(
+                f"model {self._name} answered with token {token}, which was suppressed by a bias of "
+                f"{-self.settings.limits.largest:g}; it does not do as logit_bias says"
+            )
+        if draws.temperature == 0:
+            choice = self._greedy(position, wanted, bias)
+        elif self.settings.method == "candidates":
+            choice = self._drawn(position, wanted, bias, draws)
+        elif draws.uniform() < bias.acceptance(token, draws.temperature):
+            return Choice(token)
+        else:
+            choice = Choice(token, total_variation=bias.total_variation(draws.temperature))
+        if wanted[choice.token].isneginf() and last:
+            raise FailedClosed(
+                f"model {self._name} insists on tokens that are to be suppressed here, of which "
+                f"{self.settings.limits.entries} at most can be told to it; raise --bias-entries or --tries"
+            )
+        return choice if choice.exact or last else None
+
+    def _greedy(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias) -> Choice:
+        """The best token that is known, and how much better an unknown one could be."""
+        by_bias = Choice(position.token, gap=bias.gap(position.token))
+        told = self._candidates(position, bias)
+        if told is None and self.settings.method == "candidates":
+            raise UsageError(NOTHING_TOLD.format(self._name))
+        if told is None or by_bias.exact:
+            return by_bias
+        by_told = Choice(*told.first(wanted))
+        return by_told if by_told.gap <= by_bias.gap else by_bias
+
+    def _drawn(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias, draws: _Draws) -> Choice:
+        told = self._candidates(position, bias)
+        if told is None:
+            raise UsageError(NOTHING_TOLD.format(self._name))
+        token, distance = told.draw(wanted, draws.temperature, draws.uniform())
+        return Choice(token, total_variation=distance)
+
+    def _candidates(self, position: Position, bias: Bias) -> Candidates | None:
+        """The log-probabilities of a greedy position as the target's own, and what they say of other tokens."""
+        assert self._abilities is not None
+        if position.told is None:
+            return None
+        sent = bias.sent
+        ids = torch.tensor(list(position.told))
+        logprobs = torch.tensor(list(position.told.values()), dtype=torch.float64)
+        ceiling = torch.full_like(sent, position.floor)
+        if not self._abilities.raw_logprobs:
+            return Candidates(ids, logprobs - sent[ids], ceiling - sent)
+        # No other token was better under the bias.
+        score = position.told[position.token] + sent[position.token]
+        if (logprobs + sent[ids]).max() > score + _DISOBEYED:
+            raise FailedClosed(
+                f"model {self._name} did not choose the token that its log-probabilities and "
+                "logit_bias make the likeliest; it cannot be steered"
+            )
+        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent))
+
+
+class _Draws:
+    """The chance of one answer."""
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self.temperature = temperature
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def uniform(self) -> Float[Tensor, ""]:
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
+
+    def seed(self) -> int | None:
+        """Another one for each request."""
+        return int(torch.randint(2**31, (), generator=self._generator)) if self.temperature else None

@@ -1,0 +1,138 @@
+"""What a limited bias proves, against the distributions themselves."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec.errors import FailedClosed
+from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+
+VOCAB = 24
+
+
+def problem(seed, spread=3.0):
+    """Target logits, what is wanted, and a generator."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
+    return logits, spread * torch.randn(VOCAB, generator=generator, dtype=torch.float64), generator
+
+
+SEEDS = st.integers(0, 10_000)
+ENTRIES = st.integers(1, VOCAB + 2)
+
+
+@given(SEEDS, ENTRIES, st.booleans(), st.sampled_from((100.0, 2.0)))
+def test_what_is_sent_and_what_is_missing_are_what_is_wanted(seed, entries, closest, largest):
+    _, wanted, _ = problem(seed)
+    bias = choose_bias(wanted, BiasLimits(entries, largest), {3, 5}, closest=closest)
+    assert len(bias.entries) <= entries
+    assert all(abs(value) <= largest for value in bias.entries.values())
+    difference = bias.sent + bias.missing - wanted
+    torch.testing.assert_close(difference, difference[:1].expand_as(difference))  # a constant changes no softmax
+
+
+@given(SEEDS, ENTRIES)
+def test_nothing_left_out_wants_more_than_it_gets(seed, entries):
+    _, wanted, _ = problem(seed)
+    bias = choose_bias(wanted, BiasLimits(entries), {0, 7})
+    assert bias.missing.max() <= 1e-12
+    assert all(bias.gap(token) == pytest.approx(0, abs=1e-12) for token in bias.entries)
+
+
+@given(SEEDS, ENTRIES, st.booleans())
+def test_the_gap_bounds_how_far_the_first_choice_is_off(seed, entries, closest):
+    logits, wanted, _ = problem(seed)
+    bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
+    chosen = int((logits + bias.sent).argmax())
+    steered = logits + wanted
+    assert steered.max() - steered[chosen] <= bias.gap(chosen) + 1e-9
+    if bias.gap(chosen) == 0:
+        assert chosen == int(steered.argmax())
+
+
+@given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
+def test_what_is_drawn_and_kept_follows_the_steered_distribution(seed, entries, temperature, closest):
+    logits, wanted, _ = problem(seed)
+    bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
+    drawn = ((logits + bias.sent) / temperature).softmax(0)
+    kept = drawn * torch.tensor([bias.acceptance(token, temperature) for token in range(VOCAB)], dtype=torch.float64)
+    torch.testing.assert_close(kept / kept.sum(), ((logits + wanted) / temperature).softmax(0))
+
+
+@given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
+def test_the_total_variation_is_bounded(seed, entries, temperature, closest):
+    logits, wanted, _ = problem(seed, spread=0.5)
+    bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
+    drawn, steered = (((logits + part) / temperature).softmax(0) for part in (bias.sent, wanted))
+    assert (drawn - steered).abs().sum() / 2 <= bias.total_variation(temperature) + 1e-12
+
+
+def test_the_bound_is_reached():
+    # Two tokens that are missing 1 in either direction: the worst target gives the first the weight 1/(1 + e).
+    bias = Bias({}, torch.tensor([1.0, -1.0], dtype=torch.float64))
+    share = 1 / (1 + math.e)
+    drawn = torch.tensor([share, 1 - share], dtype=torch.float64)
+    steered = (drawn.log() + bias.missing).softmax(0)
+    assert float(steered[0] - drawn[0]) == pytest.approx(bias.total_variation(1.0), abs=1e-12)
+
+
+@given(SEEDS, st.integers(1, VOCAB - 1))
+def test_closest_leaves_out_the_neighbours_that_differ_least(seed, entries):
+    _, wanted, _ = problem(seed)
+    bias = choose_bias(wanted, BiasLimits(entries), closest=True)
+    values, left_out = wanted.sort().values, VOCAB - entries
+    best = min(float(values[start + left_out - 1] - values[start]) for start in range(entries + 1))
+    assert float(bias.missing.max() - bias.missing.min()) == pytest.approx(best, abs=1e-9)
+
+
+def test_a_rank_rule_that_fits_is_sent_whole():
+    wanted = torch.zeros(VOCAB, dtype=torch.float64)
+    wanted[[2, 9, 11]] = -math.inf
+    bias = choose_bias(wanted, BiasLimits(3))
+    assert bias.entries == {2: -100.0, 9: -100.0, 11: -100.0}
+    assert bias.gap(5) == 0
+    assert bias.acceptance(5, 1.0) == 1
+
+
+def test_a_rank_rule_that_does_not_fit_sends_what_the_target_likes_first():
+    wanted = torch.zeros(VOCAB, dtype=torch.float64)
+    wanted[[2, 9, 11]] = -math.inf
+    bias = choose_bias(wanted, BiasLimits(1), {11, 20})
+    assert bias.entries == {11: -100.0}
+    assert bias.gap(2) == math.inf
+    assert bias.acceptance(2, 1.0) == 0
+
+
+def test_what_is_not_a_number_is_not_sent():
+    wanted = torch.zeros(VOCAB, dtype=torch.float64)
+    wanted[4] = math.nan
+    with pytest.raises(FailedClosed, match="not finite"):
+        choose_bias(wanted, BiasLimits())
+
+
+def told(logits, number):
+    logprobs = logits.log_softmax(0)
+    values, ids = logprobs.topk(number)
+    return Candidates(ids, values, torch.full_like(logits, float(values[-1])))
+
+
+@given(SEEDS, st.integers(1, VOCAB))
+def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
+    logits, wanted, _ = problem(seed)
+    token, gap = told(logits, number).first(wanted)
+    steered = logits + wanted
+    assert steered.max() - steered[token] <= gap + 1e-9
+    if gap == 0:
+        assert token == int(steered.argmax())
+
+
+@given(SEEDS, st.integers(1, VOCAB), st.sampled_from((0.5, 1.0)))
+def test_a_draw_from_the_candidates_is_as_close_as_told(seed, number, temperature):
+    logits, wanted, _ = problem(seed)
+    candidates = told(logits, number)
+    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
+    steered = ((logits + wanted) / temperature).softmax(0)
+    assert 1 - steered[candidates.ids].sum() <= distance + 1e-9

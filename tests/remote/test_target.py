@@ -1,0 +1,347 @@
+"""A steered remote target, against the same model steered in this process."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.remote.bias import BiasLimits
+from divdec.remote.completions import Completions
+from divdec.remote.endpoint import Endpoint
+from divdec.remote.sources import of_bundle, open_sources
+from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
+from divdec.steering import Steering
+
+TOKENS = 10
+
+
+@pytest.fixture
+def remote(opened):
+    def make(url, bundle, steering="linear:1.5", tries=60, **settings):
+        parts = open_sources(of_bundle(str(bundle))[0])
+        endpoint = Endpoint(f"{url}/v1", "plain", retries=2, pause=0.01)
+        completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
+        settings = RemoteSettings(tries=tries, **settings)
+        return opened(
+            RemoteTarget(
+                completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends, longest=parts.longest
+            )
+        )
+
+    return make
+
+
+def greedy(local, steering, prompt, tokens=TOKENS):
+    local.steering = steering
+    answer = local.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)
+    return answer[0, len(prompt) :].tolist()
+
+
+def tokens_of(answer):
+    return [choice.token for choice in answer.choices]
+
+
+def no_logprobs(body):
+    return (400, "logprobs are not offered") if body.get("logprobs") is not None else None
+
+
+def text_only(body):
+    """As llama.cpp's server is: no ids in either direction."""
+    if isinstance(body["prompt"], list) or "return_tokens_as_token_ids" in body:
+        return 422, "prompt must be a text"
+    return None
+
+
+@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20", "linear:0.5"])
+@pytest.mark.parametrize("block", [1, 8])
+def test_greedy_answers_are_the_local_models(remote, url, bundle, local, prompts, steering, block):
+    target = remote(url, bundle, steering, block=block)
+    for prompt in prompts[:3]:
+        answer = target.generate(prompt, TOKENS)
+        assert tokens_of(answer) == greedy(local, steering, prompt)
+        assert answer.exact_tokens == len(answer.choices)
+    assert target.abilities.prompt_ids
+    assert target.abilities.answer_ids
+    assert target.abilities.raw_logprobs
+    assert target.sure.exact == target.sure.tokens > TOKENS
+
+
+def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
+    requests = []
+    for block in (1, 8):
+        target = remote(url, bundle, "linear:0.5", block=block)
+        target.generate(prompts[0], 16)
+        requests.append(target.completions.counts.requests)
+    assert requests[1] < requests[0]
+
+
+@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
+def test_a_provider_that_tells_no_logprobs(remote, provider, bundle, local, prompts, steering):
+    target = remote(provider(request=no_logprobs).url, bundle, steering, limits=BiasLimits(600), tries=2)
+    answer = target.generate(prompts[0], TOKENS)
+    assert target.abilities.top_logprobs == 0
+    assert not target.abilities.answer_ids  # without log-probabilities nobody names tokens
+    assert tokens_of(answer) == greedy(local, steering, prompts[0])
+    assert answer.exact_tokens == len(answer.choices)  # all 512 tokens have an entry
+
+
+def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(remote, provider, bundle, local, prompts):
+    there = provider(request=no_logprobs)
+    target = remote(there.url, bundle, "linear:0.5", limits=BiasLimits(60), tries=60)
+    answer = target.generate(prompts[1], 6)
+    assert tokens_of(answer) == greedy(local, "linear:0.5", prompts[1], 6)
+    assert answer.exact_tokens == len(answer.choices)
+    assert target.completions.counts.requests > 2 + len(answer.choices)
+    assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
+
+
+def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, prompts):
+    target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
+    answer = target.generate(prompts[0], TOKENS)
+    assert target.completions.counts.requests == 2 + len(answer.choices)
+    assert answer.exact_tokens < len(answer.choices)
+    assert 0 < target.sure.gap < math.inf
+    # Each token's steered logit lies within what was told of the best.
+    local.steering = "linear:1.5"
+    ids = [*prompts[0], *tokens_of(answer)]
+    with torch.no_grad():
+        logits = local(torch.tensor([ids])).logits[0, len(prompts[0]) - 1 : -1].double()
+    for scores, choice in zip(logits, answer.choices, strict=True):
+        assert float(scores.max() - scores[choice.token]) <= choice.gap + 1e-4
+
+
+@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
+def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, steering):
+    target = remote(provider(request=text_only).url, bundle, steering)
+    answer = target.generate(prompts[2], TOKENS)
+    assert not target.abilities.prompt_ids
+    assert not target.abilities.answer_ids
+    assert target.abilities.top_logprobs == 20
+    assert tokens_of(answer) == greedy(local, steering, prompts[2])
+
+
+def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, models):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(models / "target")
+
+    def show(content, body):
+        # As servers that tell log-probabilities after their samplers.
+        with torch.no_grad():
+            logits = plain(torch.tensor([body["prompt"]])).logits[0, -1].double()
+        for token, value in body.get("logit_bias", {}).items():
+            logits[int(token)] += value
+        values, ids = logits.log_softmax(0).topk(body["logprobs"])
+        names = [f"token_id:{token}" for token in ids.tolist()]
+        content["choices"][0]["logprobs"]["top_logprobs"] = [dict(zip(names, values.tolist(), strict=True))]
+
+    for steering in ("linear:1.5", "rank:20"):
+        target = remote(provider(reply=show).url, bundle, steering)
+        answer = target.generate(prompts[0], TOKENS)
+        assert not target.abilities.raw_logprobs
+        assert tokens_of(answer) == greedy(local, steering, prompts[0])
+        assert answer.exact_tokens == len(answer.choices)
+
+
+def test_candidates_need_no_bias(remote, provider, bundle, local, prompts):
+    there = provider(request=lambda body: (400, "no logit_bias here") if "logit_bias" in body else None)
+    target = remote(there.url, bundle, "linear:0.5", method="candidates")
+    answer = target.generate(prompts[0], TOKENS)
+    expected = greedy(local, "linear:0.5", prompts[0])
+    sure = answer.exact_tokens if answer.exact_tokens < len(answer.choices) else len(expected)
+    assert tokens_of(answer)[:sure] == expected[:sure]
+    assert sure > 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "steering"),
+    [
+        pytest.param(600, "linear:1.5", marks=pytest.mark.slow),
+        (100, "linear:1.0"),
+        pytest.param(40, "rank:20", marks=pytest.mark.slow),
+    ],
+)
+def test_samples_follow_the_steered_distribution(remote, url, bundle, local, prompts, entries, steering):
+    from scipy.stats import chisquare
+
+    target = remote(url, bundle, steering, limits=BiasLimits(entries), tries=200)
+    temperature, number = 0.8, 200
+    drawn = torch.zeros(512, dtype=torch.float64)
+    for seed in range(number):
+        answer = target.generate(prompts[0], 1, temperature=temperature, seed=seed)
+        assert answer.exact_tokens == 1
+        drawn[tokens_of(answer)[0]] += 1
+    local.steering = steering
+    with torch.no_grad():
+        expected = (local(torch.tensor([prompts[0]])).logits[0, -1].double() / temperature).softmax(0) * number
+    likely = expected >= 5
+    found = torch.cat([drawn[likely], drawn[~likely].sum()[None]])
+    wanted = torch.cat([expected[likely], expected[~likely].sum()[None]])
+    assert len(found) > 3
+    assert chisquare(found, wanted * (found.sum() / wanted.sum())).pvalue > 1e-3
+
+
+def test_a_seed_gives_one_answer(remote, url, bundle, prompts):
+    target = remote(url, bundle)
+    answers = [tokens_of(target.generate(prompts[0], TOKENS, temperature=1.0, seed=7)) for _ in range(2)]
+    assert answers[0] == answers[1]
+
+
+def test_threads_get_what_each_alone_gets(remote, url, bundle, local, prompts):
+    target = remote(url, bundle, block=4)
+    found = {}
+
+    def ask(place):
+        found[place] = tokens_of(target.generate(prompts[place], TOKENS))
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {place: greedy(local, "linear:1.5", prompts[place]) for place in range(4)}
+
+
+def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
+    target = remote(url, bundle)
+    whole = target.generate(prompts[0], TOKENS)
+    assert whole.text == tokenizer.decode(tokens_of(whole), skip_special_tokens=True)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    answer = RemoteAnswer()
+    pieces = list(target.stream(prompts[0], TOKENS, stop=[stop], answer=answer))
+    assert "".join(pieces) == answer.text == whole.text[: whole.text.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert len(answer.choices) < len(whole.choices) + 1
+
+
+def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, world, prompts, local):
+    from divdec.experiments.small_models import train_tokenizer
+    from divdec.remote.sources import Sources
+    from served import trained
+
+    other = train_tokenizer(world.corpus[:200], 300)
+    for seed, name in enumerate(("retain", "forget")):
+        trained(other, world.corpus[seed::2], seed, 32, 2).save_pretrained(tmp_path / name)
+        other.save_pretrained(tmp_path / name)
+    parts = open_sources(Sources(str(bundle), str(tmp_path / "retain"), str(tmp_path / "forget"), bridge=True))
+    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.ends[0], parts.vocab_size)
+    target = opened(RemoteTarget(completions, parts.experts, Steering.parse("rank:20"), RemoteSettings(block=4)))
+
+    from divdec import DivergenceForCausalLM
+
+    steered = DivergenceForCausalLM.from_experts(local.target, parts.experts, "rank:20")
+    answer = steered.generate(torch.tensor([prompts[3]]), max_new_tokens=TOKENS, do_sample=False)
+    assert tokens_of(target.generate(prompts[3], TOKENS)) == answer[0, len(prompts[3]) :].tolist()
+
+
+class TestNeverUnsteered:
+    def test_a_provider_that_ignores_the_bias(self, remote, provider, bundle, prompts):
+        def ignore(body):
+            body.pop("logit_bias", None)
+
+        with pytest.raises(FailedClosed, match="ignores logit_bias"):
+            remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
+
+    def test_a_provider_that_forgets_the_bias_later(self, remote, provider, bundle, local, prompts):
+        asked = []
+
+        def forget(body):
+            asked.append(body)
+            if len(asked) > 4:
+                body.pop("logit_bias", None)
+
+        answer = RemoteAnswer()
+        # The experts push down what the plain target says, so that the loss of the bias shows.
+        with pytest.raises(FailedClosed, match=r"cannot be steered|does not do as"):
+            for _ in remote(provider(request=forget).url, bundle, "rank:400", limits=BiasLimits(500)).stream(
+                prompts[0], 40, answer=answer
+            ):
+                pass
+        kept = [choice.token for choice in answer.choices]
+        assert kept == greedy(local, "rank:400", prompts[0], 40)[: len(kept)]
+
+    def test_a_provider_that_says_what_is_suppressed(self, remote, provider, bundle, prompts):
+        asked = []
+
+        def insist(content, body):
+            asked.append(body)
+            if len(asked) > 3:
+                token = next(iter(body["logit_bias"]))
+                told = content["choices"][0]["logprobs"]
+                told["tokens"], told["token_logprobs"] = [f"token_id:{token}"], [-0.1]
+
+        with pytest.raises(FailedClosed, match="suppressed by a bias"):
+            remote(provider(reply=insist).url, bundle, "rank:20").generate(prompts[0], TOKENS)
+
+    def test_more_is_suppressed_than_the_provider_can_be_told(self, remote, provider, bundle, prompts, local):
+        # Two entries for 200 tokens; tries run out before a token is found that may be said.
+        target = remote(provider(request=no_logprobs).url, bundle, "rank:400", limits=BiasLimits(2), tries=3)
+        with pytest.raises(FailedClosed, match="bias-entries"):
+            target.generate(prompts[0], 40)
+
+    def test_experts_that_overflow(self, remote, url, bundle, prompts):
+        target = remote(url, bundle)
+        with torch.no_grad():
+            next(target._experts.retain.parameters()).fill_(float("nan"))
+        with pytest.raises(FailedClosed, match="not finite"):
+            target.generate(prompts[0], TOKENS)
+
+    def test_tokens_that_the_tokenizer_does_not_have(self, remote, provider, bundle, prompts):
+        def strange(content, body):
+            content["choices"][0]["logprobs"]["tokens"] = ["token_id:99999"]
+
+        with pytest.raises(UsageError, match="no token of the tokenizer"):
+            remote(provider(reply=strange).url, bundle).generate(prompts[0], TOKENS)
+
+    def test_more_tokens_than_were_asked_for(self, remote, provider, bundle, prompts):
+        def more(body):
+            body["max_tokens"] += 1
+
+        with pytest.raises(UsageError, match="2 tokens where 1 were asked for"):
+            remote(provider(request=more).url, bundle).generate(prompts[0], TOKENS)
+
+    def test_a_soft_fill_needs_the_targets_logits(self, remote, url, bundle):
+        with pytest.raises(UsageError, match="soft fill"):
+            remote(url, bundle, "rank:20:soft")
+
+    def test_a_tokenizer_with_more_tokens_than_the_experts_know(self, url, bundle, tokenizer):
+        experts = open_sources(of_bundle(str(bundle))[0]).experts
+        completions = Completions(Endpoint(f"{url}/v1", "plain"), tokenizer, 0)
+        with pytest.raises(UsageError, match="could not be steered"):
+            RemoteTarget(completions, experts, Steering(), width=100)
+
+
+def test_a_provider_that_rejects_the_bias(remote, provider, bundle, prompts):
+    there = provider(request=lambda body: (400, "logit_bias is not supported") if "logit_bias" in body else None)
+    with pytest.raises(UsageError, match=r"logit_bias is not accepted; .*--method candidates"):
+        remote(there.url, bundle).generate(prompts[0], TOKENS)
+
+
+def test_a_provider_that_is_busy_at_times(remote, provider, bundle, local, prompts):
+    asked = []
+
+    def busy(body):
+        asked.append(body)
+        return (429, "slow down") if len(asked) % 3 == 0 else None
+
+    target = remote(provider(request=busy).url, bundle)
+    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert target.completions.counts.retries >= 2
+
+
+def test_a_provider_that_goes_away(remote, provider, bundle, prompts):
+    there = provider()
+    target = remote(there.url, bundle)
+    stream = target.stream(prompts[0], 40)
+    next(stream)
+    there.server.should_exit = True
+    with pytest.raises(UsageError, match=r"cannot be reached|gave no answer"):
+        for _ in stream:
+            pass
+
+
+def test_no_server(remote, bundle, prompts):
+    with pytest.raises(UsageError, match="cannot be reached"):
+        remote("http://127.0.0.1:9", bundle).generate(prompts[0], TOKENS)

@@ -1,0 +1,114 @@
+"""`divdec remote`: answers, what is kept of a stopped run, and one line for what cannot be used."""
+
+import json
+
+import pytest
+import torch
+
+from divdec.cli import main
+
+TEXTS = ("Question: Who is", "The author was born")
+
+
+@pytest.fixture
+def verb(url, bundle):
+    def run(*given, at=url):
+        endpoint = ["--endpoint", f"{at}/v1", "--model", "plain", "--retries", "0"]
+        return main(["remote", "--bundle", str(bundle), *endpoint, "--tries", "60", *given])
+
+    return run
+
+
+@pytest.fixture
+def expected(local, tokenizer):
+    """What the steered model itself answers."""
+
+    def answer(text, tokens=6):
+        local.steering = "linear:1.5"
+        ids = torch.tensor([tokenizer(text).input_ids])
+        found = local.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        return tokenizer.decode(found, skip_special_tokens=True)
+
+    return answer
+
+
+def test_answers_are_the_steered_models(verb, expected, capsys):
+    assert verb("--prompt", *TEXTS, "--max-new-tokens", "6", "--json") == 0
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert [row["text"] for row in rows] == [expected(text) for text in TEXTS]
+    assert all(row["exact_tokens"] == len(row["tokens"]) and row["steering"] == "linear:1.5" for row in rows)
+    assert "proved to be the steered model's" in printed.err
+
+
+def test_one_prompt_streams(verb, expected, capsys):
+    assert verb("--prompt", TEXTS[0], "--max-new-tokens", "6", "--block", "4") == 0
+    assert capsys.readouterr().out == expected(TEXTS[0]) + "\n"
+
+
+def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, tokenizer, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    given = ["--prompt", *TEXTS, "--max-new-tokens", "6", "--json", "--output", str(output), "--concurrency", "1"]
+    first, second = (tokenizer(text).input_ids for text in TEXTS)
+
+    def fail(body):
+        return (503, "gone") if broken and body["prompt"][: len(second)] == second else None
+
+    broken = True
+    there = provider(request=fail)
+    assert verb(*given, at=there.url) == 2
+    assert not output.exists()
+    kept = (tmp_path / "answers.jsonl.partial").read_text().splitlines()
+    assert len(kept) == 2  # the settings, and one answer
+    broken = False
+    there.seen.clear()
+    assert verb(*given, at=there.url) == 0
+    assert not any(body["prompt"][: len(first)] == first for _, body in there.seen)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert rows[0] == json.loads(kept[1])["row"]
+    assert [row["text"] for row in rows] == [expected(text) for text in TEXTS]
+    assert not (tmp_path / "answers.jsonl.partial").exists()
+
+
+def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
+    (tmp_path / "answers.txt.partial").write_text('{"settings": "others"}\n')
+    assert verb("--prompt", "x", "--output", str(tmp_path / "answers.txt")) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--extra", "[1]"], "accepted: a JSON object"),
+        (["--block", "0"], "block is 0"),
+        (["--bias-entries", "0"], "bias limits are 0 entries"),
+        (["--steering", "rank:20:soft"], "soft fill"),
+        (["--steering", "linear:x"], "not a number"),
+        (["--retain", "elsewhere"], "a bundle names its experts"),
+        (["--tokenizer", "elsewhere"], "give either --bundle"),
+        (["--key-variable", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
+        (["--temperature", "-1"], "temperature at least 0"),
+    ],
+)
+def test_bad_input_is_one_line(verb, capsys, given, says):
+    assert verb("--prompt", "x", "--max-new-tokens", "2", *given) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert says in lines[-1] or any(says in line for line in lines)
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_no_network_is_one_line(verb, capsys):
+    assert verb("--prompt", "x", at="http://127.0.0.1:9") == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_a_provider_without_logit_bias_is_one_line(verb, provider, capsys):
+    there = provider(request=lambda body: (400, "unknown field logit_bias") if "logit_bias" in body else None)
+    assert verb("--prompt", "x", at=there.url) == 2
+    assert "logit_bias is not accepted" in capsys.readouterr().err
+
+
+def test_help_loads_no_torch():
+    from conftest import loads_torch
+
+    assert not loads_torch(["remote", "--help"])

@@ -1,0 +1,72 @@
+"""A plain target behind vLLM's own server, steered from outside: greedy answers are the local steered model's."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from divdec.remote.completions import Completions
+from divdec.remote.endpoint import Endpoint
+from divdec.remote.sources import of_bundle, open_sources
+from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.steering import Steering
+from vllm_reference import KEY, Reference, environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle):
+    return make_bundle()
+
+
+@pytest.fixture(scope="module")
+def url(models, tmp_path_factory):
+    """vLLM's own server on the target's checkpoint, without anything of ours."""
+    log = tmp_path_factory.mktemp("plain") / "log.txt"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "target"),
+        "--served-model-name", "plain", "--port", str(port), "--host", "127.0.0.1", "--api-key", KEY,
+        "--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", "0.3",
+    ]  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        try:
+            for _ in range(600):
+                assert process.poll() is None, log.read_text()[-4000:]
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                        break
+                time.sleep(1)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+@pytest.mark.parametrize(("steering", "block"), [("rank:20", 1), ("rank:20", 8), ("linear:1.5", 1), ("linear:1.5", 8)])
+def test_greedy_answers_are_the_local_models(url, bundle, prompts, monkeypatch, steering, block):
+    monkeypatch.setitem(os.environ, "DIVDEC_TEST_KEY", KEY)
+    reference = Reference(bundle)
+    reference.model.steering = steering
+    parts = open_sources(of_bundle(str(bundle))[0])
+    endpoint = Endpoint(url, "plain", "DIVDEC_TEST_KEY")
+    completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
+    settings = RemoteSettings(block=block, tries=60)
+    with RemoteTarget(completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends) as target:
+        for ids in prompts[:4]:
+            answer = target.generate(ids, 16)
+            assert [choice.token for choice in answer.choices] == reference.greedy(ids)
+            assert answer.exact_tokens == len(answer.choices)
+        assert target.abilities.prompt_ids
+        assert target.abilities.answer_ids
+        assert target.abilities.top_logprobs == 20
+        assert target.abilities.raw_logprobs
