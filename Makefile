@@ -14,7 +14,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo demo-image test check format test-slow test-lm-eval test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo demo-image test check format test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,11 @@ test-slow: install
 test-lm-eval: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]' 'lm-eval[api]'
 	$(PYTEST) tests/evaluation/test_harness.py
+
+# The playground in the system's own chromium (apt-get install chromium); where there is none the tests say so.
+test-browser: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(PYTEST) -m browser tests/playground
 
 test-gpu: install
 	$(PYTEST) -m gpu

@@ -35,6 +35,7 @@ from divdec.experts.ngram_folder import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.model.vocabularies import vocabulary_sha256
+from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 
@@ -209,21 +210,22 @@ def main():
 
 
 def _plot(results, kinds, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for kind, marker in zip(kinds, "osD^vPX<>*"):
-        rows = [row for setting, row in results[kind]["settings"].items() if setting.startswith("linear")]
-        axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), marker=marker, ms=4, lw=1,
-                  ls="--" if kind.endswith("healed") else "-", label=kind)  # fmt: skip
-    axes.set(xlabel="share of the target's retain accuracy kept (more is better)", xlim=(0.88, 1.01), ylim=(0, 1.3),
-             ylabel="gap closed (1: as the retrained model)")  # fmt: skip
-    axes.axhline(1, color="grey", lw=0.8, ls=":")
-    axes.legend(title=f"{results['world']}, linear rule", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path)
+    with style("divdec-auxiliaries"):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for place, (kind, marker) in enumerate(zip(kinds, "osD^vPX<>*")):
+            rows = [row for setting, row in results[kind]["settings"].items() if setting.startswith("linear")]
+            axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), marker=marker, ms=4,
+                      lw=1, ls="--" if kind.endswith("healed") else "-", color=LOOKS[place % len(LOOKS)].colour,
+                      label=kind)  # fmt: skip
+        axes.set(xlabel="share of the target's retain accuracy kept (higher is better)", xlim=(0.88, 1.01),
+                 ylim=(0, 1.3), ylabel="gap closed (1: as the retrained model)")  # fmt: skip
+        axes.axhline(1, color=RETRAIN.colour, lw=0.8, ls=":")
+        title = f"{results['world']}, linear rule"
+        axes.legend(title=title, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        write_figure(Path(path), figure, title="Auxiliaries compared", description=title, sources=())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from divdec.data.world_tofu import write_tofu
 from divdec.evaluation import tofu
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.experiments.methods import costs, grids
+from divdec.experiments.methods import costs, grids, run
+from divdec.experiments.methods.arena import arenas
 from divdec.experiments.methods.cell import Cell
 from divdec.experiments.methods.grids import GRIDS, cells_of, titles
 from divdec.experiments.methods.present import write
@@ -172,6 +173,24 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
         compare_methods(settings, report=told.append)
     with pytest.raises(UsageError, match=r"comparison on other work \(limit differ\)"):
         compare_methods(settings_of(place, output, methods=few, limit=5), report=told.append)
+
+
+def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(place, few, tmp_path, monkeypatch):
+    def twice(settings, report):
+        # Models of one's own have one seed; the same models stand for another.
+        return [dataclasses.replace(arena, seed=seed) for arena in arenas(settings, report) for seed in (0, 1)]
+
+    monkeypatch.setattr(run, "arenas", twice)
+    settings = settings_of(
+        place, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
+    )
+    found = compare_methods(settings, report=lambda line: None)
+    seeds = {(line.method, line.setting): set(line.seeds) for line in found.lines}
+    assert seeds["linear", "linear:0"] == {0}
+    assert seeds["linear", "linear:1"] == seeds["rank", "rank:5"] == seeds["target", ""] == {0, 1}
+    assert found.best["linear"].setting == "linear:1"
+    with pytest.raises(UsageError, match="search-seeds is 3; accepted: 1 to the number of seeds, 2"):
+        settings_of(place, tmp_path, seeds=2, search_seeds=3)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from divdec.evaluation.privacy import attack_auc
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.report.collect import collect, find, setting_of
 from divdec.report.evaluation import content_of, write_report
-from divdec.report.evaluation_plots import shortened
 from divdec.report.examples import question_of
 from divdec.report.measures import MEASURES
+from divdec.report.plots.points import shortened
 from divdec.report.views import roc_points
 
 FEW = Bootstrap(draws=50)

@@ -13,6 +13,7 @@ from PIL import Image
 from divdec.imaging.distances import Distances
 from divdec.imaging.tables import Setting, table
 from divdec.report.images import Samples, shown, write_images
+from divdec.report.plots.palette import themed
 
 CLASSES = ("cat", "dog <b>", "emu")
 ASKED = [0, 1, 2, 0, 1, 0]
@@ -129,7 +130,7 @@ def test_the_plot_has_every_setting(text):
     ]  # fmt: skip
     assert found[:6] == ["0", "20", "40", "60", "80", "100"]
     assert "probability of the class asked for, %" in found
-    assert svg in text
+    assert themed(svg) in text
 
 
 def test_accuracy_is_drawn_where_there_is_no_content():

@@ -1,12 +1,16 @@
-"""`divdec train` on two processes, as torchrun and accelerate launch start them."""
+"""Training and distillation on two processes, as torchrun and accelerate launch start them, and under FSDP."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from divdec.cli import main
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -49,3 +53,67 @@ def test_two_processes_learn_what_one_does(launcher, world, checkpoints, tmp_pat
         assert two["loss_after"] == pytest.approx(one["loss_after"], rel=0.1)
         assert two["loss_after"] < two["loss_before"]
     assert torch.distributed.is_available()
+
+
+FSDP = Path(__file__).with_name("sharded_fsdp.py")
+
+
+def write_sets(folder, world):
+    # As many as fill every batch: accelerate fills the last one up with others.
+    for name, questions in (("forget", world.forget[:16]), ("retain", world.retain[:16])):
+        rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+
+
+def commands(folder, bundle, checkpoints, output, batch_size):
+    sets = ["--forget", folder / "forget.jsonl", "--retain", folder / "retain.jsonl", "--batch-size", batch_size]
+    rate = ["--lr", "1e-3", "--epochs", "2"]
+    train = ["train", "--base", checkpoints / "forget", *sets, *rate, "--output", output / "pair"]
+    distill = ["distill", bundle, *sets, *rate, "--evaluate-each-epoch", "--output"]
+    return [
+        list(map(str, command))
+        for command in (train, [*distill, output / "student"], [*distill, output / "adapted", "--lora-rank", "2"])
+    ]
+
+
+def under_fsdp(folder, version, commands):
+    given = folder / f"fsdp{version}.json"
+    given.write_text(json.dumps({"version": version, "commands": commands}))
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", FSDP, given],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(given.with_suffix(f".{rank}").read_text()) for rank in (0, 1)], run.stderr
+
+
+@pytest.mark.slow
+def test_pieces_of_two_processes_learn_what_one_does(world, bundle, checkpoints, tmp_path):
+    """Training and distillation, with and without adapters, under FSDP: the weights are those of one process."""
+    write_sets(tmp_path, world)
+    for command in commands(tmp_path, bundle, checkpoints, tmp_path / "one", 8):
+        assert main(command) == 0
+    reports, _ = under_fsdp(tmp_path, "2", commands(tmp_path, bundle, checkpoints, tmp_path / "two", 4))
+    for report in reports:
+        assert report == {"codes": [0, 0, 0], "steps": 20, "pieces": True}
+    for name in ("pair/retain_auxiliary", "pair/forget_auxiliary", "student", "adapted"):
+        one, two = (load_file(tmp_path / number / name / "model.safetensors") for number in ("one", "two"))
+        assert one.keys() == two.keys()
+        for weight, values in one.items():
+            torch.testing.assert_close(two[weight], values, rtol=0, atol=1e-4, msg=f"{name}: {weight}")
+    for name in ("student", "adapted"):
+        one, two = (json.loads((tmp_path / number / name / "run.json").read_text()) for number in ("one", "two"))
+        for when in ("before", "after"):
+            assert two[when]["forget"] == pytest.approx(one[when]["forget"], rel=1e-3)
+        assert [row["forget"]["kl"] for row in two["epochs"]] == pytest.approx(
+            [row["forget"]["kl"] for row in one["epochs"]], rel=1e-3
+        )
+
+
+@pytest.mark.slow
+def test_the_first_fsdp_is_refused(world, bundle, checkpoints, tmp_path):
+    write_sets(tmp_path, world)
+    command = commands(tmp_path, bundle, checkpoints, tmp_path / "out", 4)[1]
+    reports, said = under_fsdp(tmp_path, "1", [command])
+    assert [report["codes"] for report in reports] == [[2], [2]]
+    assert "--fsdp_version 2" in said

@@ -22,6 +22,8 @@ VERBS = (
     ("generate", "divdec.cli.generate", "answer prompts with a bundle, as text or JSON lines"),
     ("chat", "divdec.cli.chat", "talk to a bundle in the terminal and see what the experts push down"),
     ("serve", "divdec.cli.serve", "serve bundles over HTTP as the OpenAI API does"),
+    ("playground", "divdec.cli.playground", "see it in a browser: tokens coloured by what the experts did to them"),
+    ("remote", "divdec.cli.remote", "steer a model that is reached only through an API"),
     ("ngram", "divdec.cli.ngram", "count n-grams as experts that cost nothing, for verbatim text"),
     ("forget", "divdec.cli.forget", "take texts down from running models: a registry of requests"),
     ("calibrate", "divdec.cli.calibrate", "choose a bundle's rule and strength without a retrained model"),
@@ -32,7 +34,10 @@ VERBS = (
     ("eval", "divdec.cli.eval", "measure models on TOFU, MUSE or for leaks, item by item"),
     ("score", "divdec.cli.score", "aggregate results of TOFU or MUSE, with intervals"),
     ("image", "divdec.cli.image", "the same for image models: train, draw, measure, convert"),
+    ("cost", "divdec.cli.cost", "what steering will cost, and whether to steer, speculate, distil or count n-grams"),
+    ("bench", "divdec.cli.bench", "measure what steering costs in compute and latency on this machine"),
     ("report", "divdec.cli.report", "put results on one HTML page: tables, plots, answers side by side"),
+    ("plot", "divdec.cli.plot", "draw the paper's figures from runs or published result files"),
     ("doctor", "divdec.cli.doctor", "show versions, devices and extras, and whether a bundle loads"),
 )
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.

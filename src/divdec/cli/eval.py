@@ -30,12 +30,16 @@ def run(settings: Settings) -> None:
 
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.run import evaluate
+    from divdec.evaluation.sharding import is_main, sharded
 
     quiet()
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(EvalSettings)}
-    found = evaluate(
-        EvalSettings(**given), device_map(settings.device), report=lambda line: print(line, file=sys.stderr)
-    )
+    with sharded():
+        found = evaluate(
+            EvalSettings(**given), device_map(settings.device), report=lambda line: print(line, file=sys.stderr)
+        )
+        if not is_main():
+            return
     if settings.json:
         for results in found:
             print(json.dumps({"name": results.name, **results.about, "figures": results.figures}))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import check_fits, load
+from divdec.cli.loading import check_fits, hold_experts, load, report_transfer
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.cli.speculation import report, speculation
 from divdec.errors import UsageError
@@ -28,6 +28,7 @@ def run(settings: Settings) -> None:
     """Answer every prompt."""
     from divdec.data.prompts import prompts_from_lines, read_prompts
 
+    hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
@@ -46,6 +47,7 @@ def run(settings: Settings) -> None:
 
         write_text(output, "".join(f"{line}\n" for line in answered))
     report(speculative)
+    report_transfer(model)
 
 
 def _answers(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from divdec.errors import UsageError, first_line
+from divdec.evaluation.sharding import own, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,15 +52,13 @@ class Fluency:
             max_length: tokens that are looked at (32 for TOFU, 512 for MUSE).
             batch_size: texts in a pass.
         """
-        found: list[float] = []
-        for start in range(0, len(texts), batch_size):
-            batch = self.tokenizer(
-                list(texts[start : start + batch_size]),
-                return_tensors="pt",
-                padding=True,
-                truncation=True,
-                max_length=max_length,
-            )
-            accepted = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            found += self.model(**accepted).logits.softmax(dim=-1)[:, CLEAN].tolist()
-        return found
+        starts = range(0, len(texts), batch_size)
+        found = together(
+            lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}
+        )
+        return [value for start in starts for value in found[start]]
+
+    def _batch(self, texts: Sequence[str], max_length: int) -> list[float]:
+        batch = self.tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
+        accepted = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return self.model(**accepted).logits.softmax(dim=-1)[:, CLEAN].tolist()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -14,6 +15,7 @@ from tqdm.auto import tqdm
 from divdec.data.formatting import Format, encode_prompts, padding_id
 from divdec.data.records import Record
 from divdec.errors import UsageError
+from divdec.evaluation.sharding import is_main, number_of_processes, own, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,27 +121,37 @@ def _continued(
     batch_size: int,
     title: str | None,
     options: dict[str, Any],
+    seed: int | None = None,
 ) -> list[list[int]]:
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     padding = padding_id(tokenizer)
-    found: dict[int, list[int]] = {}
-    with (
-        torch.inference_mode(),
-        tqdm(total=len(order), desc=title, unit="answer", disable=title is None, dynamic_ncols=True) as bar,
-    ):
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
-            input_ids, attention_mask = left_padded([prompts[place] for place in places], padding)
-            output = model.generate(  # pyright: ignore[reportCallIssue]
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                max_new_tokens=max_new_tokens,
-                pad_token_id=padding,
-                tokenizer=tokenizer if options.get("stop_strings") else None,
-                **{"do_sample": False, **options},
-            )
-            found.update(zip(places, output[:, input_ids.shape[1] :].tolist(), strict=True))
-            bar.update(len(places))
+    hidden = title is None or not is_main()
+
+    def of_this_process() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        with (
+            torch.inference_mode(),
+            tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True) as bar,
+        ):
+            for start in own(range(0, len(order), batch_size)):
+                if seed is not None:
+                    # A batch's draws do not depend on which were drawn before it, and by whom.
+                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
+                places = order[start : start + batch_size]
+                input_ids, attention_mask = left_padded([prompts[place] for place in places], padding)
+                output = model.generate(  # pyright: ignore[reportCallIssue]
+                    input_ids=input_ids.to(model.device),
+                    attention_mask=attention_mask.to(model.device),
+                    max_new_tokens=max_new_tokens,
+                    pad_token_id=padding,
+                    tokenizer=tokenizer if options.get("stop_strings") else None,
+                    **{"do_sample": False, **options},
+                )
+                found.update(zip(places, output[:, input_ids.shape[1] :].tolist(), strict=True))
+                bar.update(len(places) * number_of_processes())
+        return found
+
+    found = together(of_this_process)
     return [found[place] for place in range(len(prompts))]
 
 
@@ -185,16 +197,8 @@ def samples(
     # top_k and min_p of 0: a checkpoint's own generation settings would cut the distribution down unasked.
     options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        found = continuations(
-            model,
-            tokenizer,
-            [prompt for prompt in prompts for _ in range(count)],
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            title=title,
-            **options,
-        )
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        found = _continued(model, tokenizer, repeated, max_new_tokens, batch_size, title, options, seed)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
 

@@ -20,6 +20,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.key_phrases import key_phrase
 from divdec.evaluation.results import Results
+from divdec.evaluation.sharding import is_main, on_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,7 +131,8 @@ def evaluate_attack(
     limit = max(chosen)
     transcripts = [_Transcript(record) for record in records]
     lay_out = lay_out or (lambda record: encode_prompt(record, tokenizer))
-    with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=title is None, dynamic_ncols=True) as bar:
+    hidden = title is None or not is_main()
+    with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
         asking = list(range(len(records)))
         while asking:
             # Full batches even when few questions are left, and enough answers at once for the judge.
@@ -274,7 +276,9 @@ class _Transcript:
 
     def add(self, turns: Sequence[tuple[str, str]], judge: Judge, stop: bool) -> None:
         """Judge answers and keep them; with `stop`, none after the first leak, however many were made at once."""
-        verdicts = judge.leaks(self.about["question"], self.about["truth"], [answer for _, answer in turns])
+        # By one process for all: what is asked next depends on it, and not every judge repeats itself.
+        answers = [answer for _, answer in turns]
+        verdicts = on_main(lambda: judge.leaks(self.about["question"], self.about["truth"], answers))
         for (prompt, answer), leaked in zip(turns, verdicts, strict=True):
             self.attempts.append({"prompt": prompt, "answer": answer, "leaked": leaked})
             if stop and leaked:

@@ -19,6 +19,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example
+from divdec.evaluation.sharding import is_main, number_of_processes, own
 from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 
@@ -50,7 +51,7 @@ def passes(
     batch_size: int,
     title: str | None = None,
 ) -> Iterator[Pass]:
-    """Run the models over every example.
+    """Run the models over every example, or over this process's share of them (`divdec.evaluation.sharding`).
 
     Args:
         examples: prompt and labelled answer each.
@@ -64,19 +65,24 @@ def passes(
     if new_cache is not None and _selectable(new_cache()):
         shared = [group for group in _by_prompt(examples) if len(group[1]) > 1 and group[0]]
     apart = set(range(len(examples))).difference(*(places for _, places in shared))
-    with tqdm(total=len(examples), desc=title, unit="item", disable=title is None, dynamic_ncols=True) as bar:
-        for places in _batches(apart, lambda place: len(examples[place].input_ids), batch_size):
+    hidden = title is None or not is_main()
+    with tqdm(total=len(examples), desc=title, unit="item", disable=hidden, dynamic_ncols=True) as bar:
+        for places in own(_batches(apart, lambda place: len(examples[place].input_ids), batch_size)):
             yield _pass(places, [examples[place] for place in places], forward)
-            bar.update(len(places))
+            bar.update(len(places) * number_of_processes())
         # Prompts that are read together are of one length. Padding them on the left would not do: where positions begin
         # and what shifts them is each architecture's own.
         shared.sort(key=lambda group: len(group[0]))
-        for _, alike in itertools.groupby(shared, key=lambda group: len(group[0])):
-            for chosen in _batches(alike, lambda group: 0, batch_size):
-                assert new_cache is not None
-                for found in _after_prompts(examples, chosen, forward, new_cache(), batch_size):
-                    yield found
-                    bar.update(len(found.items))
+        together = (
+            chosen
+            for _, alike in itertools.groupby(shared, key=lambda group: len(group[0]))
+            for chosen in _batches(alike, lambda group: 0, batch_size)
+        )
+        for chosen in own(together):
+            assert new_cache is not None
+            for found in _after_prompts(examples, chosen, forward, new_cache(), batch_size):
+                yield found
+                bar.update(len(found.items) * number_of_processes())
 
 
 def _by_prompt(examples: Sequence[Example]) -> list[Group]:

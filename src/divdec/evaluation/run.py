@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY, Results, read_results, write_results
 from divdec.evaluation.settings import EvalSettings
+from divdec.evaluation.sharding import is_main, number_of_processes, on_main
 from divdec.evaluation.subject import Subject
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
@@ -49,6 +50,9 @@ def evaluate(
 ) -> list[Results]:
     """Measure every model under every setting, and write the results as they come.
 
+    Within `divdec.evaluation.sharding.sharded` the processes that torchrun has started share the work; one of them
+    writes, and all return the same.
+
     Args:
         settings: what is measured, on what, and where the results go.
         device_map: where the models run.
@@ -61,16 +65,20 @@ def evaluate(
         UsageError: something given cannot be used; results written so far are kept, and the same call goes on.
     """
     started = time.perf_counter()
+    if number_of_processes() > 1 and device_map == "auto":
+        raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
     places = [_Place.of(name, settings, output, step) for step, name in enumerate(settings.models, start=1)]
     if len({place.name for place in places}) < len(places):
         raise UsageError(f"two models share a name, which their results would share: {', '.join(settings.models)}")
     suite = _suite(settings)
-    resumed = _open_output(output, settings, [place.fingerprint for place in places], suite.fingerprint)
+    fingerprints = [place.fingerprint for place in places]
+    resumed = on_main(lambda: _open_output(output, settings, fingerprints, suite.fingerprint))
     found: list[Results] = []
     for place in places:
-        report(f"{place.name}: {', '.join(map(str, place.steering)) if place.steering[0] else 'not steered'}")
-        earlier = [_earlier(folder) if resumed else None for folder in place.folders]
+        if is_main():
+            report(f"{place.name}: {', '.join(map(str, place.steering)) if place.steering[0] else 'not steered'}")
+        earlier = on_main(lambda place=place: [_earlier(folder) if resumed else None for folder in place.folders])
         done = [results or Results("", settings.suite, split=suite.split) for results in earlier]
         for results, folder, steering in zip(done, place.folders, place.steering, strict=True):
             results.name = folder.name
@@ -81,7 +89,8 @@ def evaluate(
         found += suite.measure(subject, done, place.save(settings.openunlearning))
     seconds = round(time.perf_counter() - started, 1)
     figures = {results.name: results.figures for results in found}
-    write_json(output / RECORD, record("eval", settings, seconds=seconds, figures=figures))
+    if is_main():
+        write_json(output / RECORD, record("eval", settings, seconds=seconds, figures=figures))
     return found
 
 
@@ -125,6 +134,8 @@ class _Place:
 
     def save(self, openunlearning: bool) -> Save:
         def save(found: Sequence[Results]) -> None:
+            if not is_main():
+                return
             for results, folder in zip(found, self.folders, strict=True):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_results(results, folder, openunlearning=openunlearning)

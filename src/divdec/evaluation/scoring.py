@@ -18,6 +18,7 @@ from torch import Tensor
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
 from divdec.evaluation.passes import Forward, Pass, passes
+from divdec.evaluation.sharding import together
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering, sweep
@@ -87,10 +88,15 @@ def score(
         UsageError: an answer has probability 0 or NaN; names the item.
     """
     forward, cache = _running(model)
-    scores: dict[int, ItemScore] = {}
-    with torch.inference_mode():
-        for found in passes(_checked(examples), forward, cache, batch_size=batch_size, title=title):
-            scores |= _read(found, (found.output,), lambda logits: [logits], moments)[0]
+
+    def own() -> dict[int, ItemScore]:
+        scores: dict[int, ItemScore] = {}
+        with torch.inference_mode():
+            for found in passes(_checked(examples), forward, cache, batch_size=batch_size, title=title):
+                scores |= _read(found, (found.output,), lambda logits: [logits], moments)[0]
+        return scores
+
+    scores = together(own)
     return [scores[place] for place in range(len(examples))]
 
 
@@ -125,16 +131,22 @@ def score_settings(
     if len(ranked) > 1:
         raise UsageError("rank settings that are scored together must have one eligible vocabulary")
     eligible = next(iter(ranked.values())).eligible(model.vocab_size) if ranked else None
-    scores: list[dict[int, ItemScore]] = [{} for _ in settings]
-    with torch.inference_mode():
-        for found in passes(_checked(examples), model.components, model.new_cache, batch_size=batch_size, title=title):
-            # Only the places that say how likely a labelled token is are steered.
-            by_setting = _read(
-                found, found.output, lambda target, added: sweep(settings, target, added, eligible), moments
-            )
-            for items, more in zip(scores, by_setting, strict=True):
-                items |= more
-    return [[items[place] for place in range(len(examples))] for items in scores]
+    forward, new = model.components, model.new_cache
+
+    def own() -> dict[tuple[int, int], ItemScore]:
+        scores: dict[tuple[int, int], ItemScore] = {}
+        with torch.inference_mode():
+            for found in passes(_checked(examples), forward, new, batch_size=batch_size, title=title):
+                # Only the places that say how likely a labelled token is are steered.
+                by_setting = _read(
+                    found, found.output, lambda target, added: sweep(settings, target, added, eligible), moments
+                )
+                for number, items in enumerate(by_setting):
+                    scores |= {(number, place): item for place, item in items.items()}
+        return scores
+
+    scores = together(own)
+    return [[scores[number, place] for place in range(len(examples))] for number in range(len(settings))]
 
 
 def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | None]:

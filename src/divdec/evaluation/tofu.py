@@ -18,6 +18,7 @@ from divdec.evaluation.layout import Layout, decoded
 from divdec.evaluation.memorization import exact_memorization, extraction_strength
 from divdec.evaluation.results import Items, Results
 from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.sharding import own, together
 from divdec.evaluation.text import rouge
 from divdec.evaluation.tofu_data import Question, TofuData
 from divdec.evaluation.tofu_figures import ATTACKS, derive
@@ -173,10 +174,13 @@ class _Run:
                 continue
             model = self.subject.under(setting)
             for name in ("forget", "holdout"):
-                scores: Items = {}
-                for index, question in enumerate(self.data.sets[name]):
-                    scores[str(index)] = {"score": attacks.gradient_norm(model, self.layout.encode(question.record))}
-                found.items[f"mia_gradnorm.{name}"] = scores
+                examples = self.layout.encode_all([question.record for question in self.data.sets[name]])
+                norms = together(
+                    lambda model=model, examples=examples: {
+                        index: attacks.gradient_norm(model, example) for index, example in own(enumerate(examples))
+                    }
+                )
+                found.items[f"mia_gradnorm.{name}"] = {str(index): {"score": norms[index]} for index in sorted(norms)}
 
     def reference(self, model: PreTrainedModel) -> None:
         """How much less likely the answers are than a model that has not seen them finds them."""

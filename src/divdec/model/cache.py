@@ -8,14 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from divdec.errors import FailedClosed
-from divdec.experts.columns import columns_of
-from divdec.experts.fixed_cache import FixedCache, FixedLayer
+from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import length_of, lengths_of
-from divdec.experts.read_ahead import ReadAhead
-from divdec.experts.token_cache import TokenLayer
+from divdec.experts.shifting import can_shift, take_columns
 
 
 class DivergenceCache(Cache):
@@ -77,7 +74,7 @@ class DivergenceCache(Cache):
     @property
     def can_shift_rows(self) -> bool:
         """Whether a different number of tokens can be removed from each row."""
-        return all(_can_shift(layer) for layer in self.layers)
+        return all(can_shift(layer) for layer in self.layers)
 
     def shift_rows(self, shifts: Int[Tensor, " batch"], padding: int) -> None:
         """Move each row's tokens to the right, over its last ones, which are lost; the rows still end together.
@@ -97,7 +94,7 @@ class DivergenceCache(Cache):
         columns = torch.arange(padding, length, device=shifts.device)[None] - shifts[:, None]
         columns = columns.clamp(min=0)
         for layer in self.layers:
-            _take_columns(layer, columns)
+            take_columns(layer, columns)
 
 
 def _can_roll_back(layer: Any) -> bool:
@@ -107,18 +104,3 @@ def _can_roll_back(layer: Any) -> bool:
     if window is not None:
         return layer.get_seq_length() < window
     return getattr(layer, "is_croppable", True)
-
-
-def _can_shift(layer: Any) -> bool:
-    # A window's first column is not the sequence's; states that sum up the past have no columns.
-    return type(layer) is DynamicLayer or isinstance(layer, FixedLayer | TokenLayer | ReadAhead)
-
-
-def _take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
-    if isinstance(layer, TokenLayer):
-        if layer.tokens is not None:
-            layer.tokens = layer.tokens.gather(1, columns.to(layer.tokens.device))
-    elif isinstance(layer, FixedLayer):
-        layer.take_columns(columns)
-    elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
-        layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)

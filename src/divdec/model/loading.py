@@ -6,6 +6,7 @@ It fails closed: whatever is missing, changed or does not fit is an error, never
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ from divdec.model.checkpoint import (
     load_tokenizer,
 )
 from divdec.model.configuration import AUXILIARIES, PARTS, DivergenceConfig
-from divdec.model.vocabularies import check_same_vocabulary, vocabulary_sha256
+from divdec.model.vocabularies import check_same_vocabulary, vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.experts.placed import Placement
     from divdec.experts.protocol import Experts
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
@@ -51,13 +53,14 @@ WITHOUT_EFFECT = (
 
 
 def load_parts(
-    name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
+    name_or_path: str | os.PathLike[str], *, verify: bool = True, placement: Placement | None = None, **kwargs: Any
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts]:
     """Load what a bundle names: its configuration, target and experts.
 
     Args:
         name_or_path: a bundle's folder or hub id.
         verify: compare local files with the bundle's digests.
+        placement: where the experts are to run.
         **kwargs: see `DivergenceForCausalLM.from_pretrained`.
 
     Raises:
@@ -81,10 +84,15 @@ def load_parts(
     if type(config.vocab_size) is not int or config.vocab_size < 1:
         raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
     Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
-    places = places_of(folder, config, verify, local_files_only)
-    models = {part: _load_part(part, place, kwargs) for part, place in places.items()}
-    target = models["target"]
-    experts = _experts(folder, config, places, models, verify)
+    if placement is not None and placement.where == "processes":
+        from divdec.model.placement import Apart
+
+        target, experts = Apart(folder, config, placement, verify, local_files_only, kwargs).load()
+    else:
+        places = places_of(folder, config, verify, local_files_only)
+        models = {part: load_part(part, place, kwargs) for part, place in places.items()}
+        target = models["target"]
+        experts = load_experts(folder, config, places, models, verify)
     narrowest = min(logit_width(target), experts.vocab_size)
     if narrowest != config.vocab_size:
         raise UsageError(
@@ -129,8 +137,14 @@ def read_config(folder: Path) -> DivergenceConfig:
     return config
 
 
-def places_of(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
-    """Where the checkpoints lie that a bundle names."""
+def places_of(
+    folder: Path,
+    config: DivergenceConfig,
+    verify: bool,
+    local_files_only: bool,
+    wanted: Sequence[str] = PARTS,
+) -> dict[str, Path]:
+    """Where the checkpoints lie that a bundle names, or those of them that are wanted here."""
     counted = config.ngram is not None or config.registry is not None
     named = [part for part in AUXILIARIES if getattr(config, part) is not None]
     parts = PARTS if named or not counted else ("target",)  # a single auxiliary is missed by name
@@ -139,16 +153,18 @@ def places_of(folder: Path, config: DivergenceConfig, verify: bool, local_files_
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
     places = {}
     for part, reference in references.items():
+        if part not in wanted:
+            continue
         places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
         check_weights(places[part])
         if verify:
             reference.verify(places[part], part)
-    if named and places["retain_auxiliary"] == places["forget_auxiliary"]:
+    if set(AUXILIARIES) <= places.keys() and places["retain_auxiliary"] == places["forget_auxiliary"]:
         raise UsageError(f"{folder}: both auxiliaries are {places['retain_auxiliary']}; nothing would be forgotten")
     return places
 
 
-def _experts(
+def load_experts(
     folder: Path,
     config: DivergenceConfig,
     places: dict[str, Path],
@@ -190,12 +206,14 @@ def bridged(config: DivergenceConfig, places: dict[str, Path], models: dict[str,
 
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
     check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, places)
+    # Where another process holds the target, its configuration tells.
+    width = logit_width(models["target"]) if "target" in models else vocabulary_width(load_config(places["target"]))
     return BridgedPair(
         models["retain_auxiliary"],
         models["forget_auxiliary"],
         target_tokenizer=tokenizers["target"],
         auxiliary_tokenizer=tokenizers["retain_auxiliary"],
-        target_width=logit_width(models["target"]),
+        target_width=width,
         heal=bool((config.bridge or {}).get("heal", False)),
     )
 
@@ -262,7 +280,17 @@ def weight_of(reference: dict[str, Any], name: str) -> float:
     return float(weight)
 
 
-def _load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
+def load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """One model of a bundle.
+
+    Args:
+        part: its name, for messages and for options that differ by part.
+        folder: where it lies.
+        kwargs: what `AutoModelForCausalLM.from_pretrained` takes, those of `PER_PART` perhaps by part.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
     options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
     try:
         return load_model(folder, **options)

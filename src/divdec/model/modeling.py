@@ -21,6 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.forward import logits_of, new_cache
 from divdec.experts.neural import NeuralPair, check_part, logit_width
+from divdec.experts.placed import Placement, started
+from divdec.experts.placed_beside import Beside, Pending
+from divdec.experts.placed_pass import RemotePass
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
@@ -70,6 +73,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
         self._cache_owner = next(_OWNERS)
+        self._beside: Beside | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
@@ -125,6 +129,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         *,
         verify: bool = True,
         steering: Steering | str | None = None,
+        experts_placement: Placement | str | None = None,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
         """Load a bundle from a folder or the hub.
@@ -133,6 +138,9 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
             steering: use this rule instead of the bundle's; a string keeps the bundle's eligible vocabulary.
+            experts_placement: 'inside' (the default) runs the experts after the target, 'beside' at the same time in
+                this process, 'processes' in the other processes that torchrun has started. Then this returns in the
+                first process alone: the others serve it, and leave with SystemExit once it has ended.
             **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may also be mappings from
                 'target', 'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries) to a value each.
@@ -142,8 +150,12 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         """
         from divdec.model.loading import load_parts
 
-        config, target, experts = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
+        placement = Placement.parse(experts_placement)
+        config, target, experts = load_parts(
+            pretrained_model_name_or_path, verify=verify, placement=placement, **kwargs
+        )
         model = cls(config, target, experts).eval()
+        model.overlap = placement.where == "beside"
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
             model.steering = steering
@@ -174,6 +186,15 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         self._steering = steering
         self._eligible = steering.eligible(self.vocab_size)
         self.config.steering = steering.to_dict()
+
+    @property
+    def overlap(self) -> bool:
+        """Whether experts of this process run while the target does: on CUDA streams of their own, or in a thread."""
+        return self._beside is not None
+
+    @overlap.setter
+    def overlap(self, value: bool) -> None:
+        self._beside = (self._beside or Beside()) if value else None
 
     def new_cache(self) -> DivergenceCache:
         """An empty cache for target and experts."""
@@ -212,8 +233,12 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or use_cache is None):
             cache = self.new_cache()
-        target_logits, divergence = self.components(input_ids, attention_mask, position_ids, cache, logits_to_keep)
-        logits = self._steer(target_logits, divergence)
+        given = input_ids, attention_mask, position_ids, cache, logits_to_keep
+        steering = self._steering  # once: what comes from other processes may be for this rule alone
+        target_logits, divergence, found = self._run(*given, steering=steering)
+        logits = self._steer(target_logits, divergence, steering)
+        if (whole := found.complete(logits)) is not None:
+            logits = self._steer(target_logits, self._checked(whole, target_logits, attention_mask), steering)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
     def components(
@@ -233,6 +258,18 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the experts gave a divergence that is not finite, or the caches differ in length.
         """
+        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[:2]
+
+    def _run(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+        past_key_values: DivergenceCache | None,
+        logits_to_keep: int,
+        steering: Steering | None = None,
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Pending | RemotePass]:
+        """See `components`; given the only rule that will be applied, other processes need not send more than that."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
@@ -244,20 +281,32 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         target_cache, experts_cache = None, None
         if past_key_values is not None:
             target_cache, experts_cache = past_key_values.target, past_key_values.experts
-        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)[..., : self.vocab_size]
+        with started(self.experts, self._beside, *inputs, experts_cache, logits_to_keep, steering) as found:
+            target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
+            divergence = found.finish()
         if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
-        divergence = divergence.to(target_logits.device)
+        return target_logits, self._checked(divergence, target_logits, attention_mask), found
+
+    def _checked(
+        self,
+        divergence: Float[Tensor, "batch kept width"],
+        target_logits: Float[Tensor, "batch kept vocab"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        divergence = divergence[..., : self.vocab_size].to(target_logits.device)
         check_finite(divergence, attention_mask)
-        return target_logits, divergence
+        return divergence
 
     def _steer(
-        self, target_logits: Float[Tensor, "batch kept vocab"], divergence: Float[Tensor, "batch kept vocab"]
+        self,
+        target_logits: Float[Tensor, "batch kept vocab"],
+        divergence: Float[Tensor, "batch kept vocab"],
+        steering: Steering,
     ) -> Float[Tensor, "batch kept vocab"]:
         if self._eligible is not None and self._eligible.device != target_logits.device:
             self._eligible = self._eligible.to(target_logits.device)
-        return self.steering.apply(target_logits, divergence, self._eligible)
+        return steering.apply(target_logits, divergence, self._eligible)
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         if cache is None:

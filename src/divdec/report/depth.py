@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.report.plots import Band, band_panels, style, svg_text
+from divdec.report.plots.palette import LOOKS, OTHERS
 from divdec.runs import write_json, write_text
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
     from divdec.training.depth import LayerDepth
 
 RESULT, PLOT = "depth.json", "depth.svg"
-COLOURS = {"forget": "#C75300", "retain": "#0072B2"}
-MARKERS = {"forget": "o", "retain": "s"}
+SETS = {"forget": LOOKS[1], "retain": LOOKS[0]}
 TITLES = {"attention": "attention", "mlp": "MLP"}
 
 
@@ -39,6 +40,16 @@ def write_depth(folder: Path, found: Sequence[LayerDepth], about: dict[str, Any]
 
 
 def depth_plot(found: Sequence[LayerDepth], level: float) -> str:
+    """See `depth_figure`.
+
+    Returns:
+        An `<svg>` element.
+    """
+    with style("divdec-depth"):
+        return svg_text(depth_figure(found, level))
+
+
+def depth_figure(found: Sequence[LayerDepth], level: float) -> Figure:
     """One panel a part of the layer, one band a set; the panels share their scale, so that they can be compared.
 
     The scale is logarithmic, for forget and retain may lie far apart, unless a norm is 0.
@@ -48,7 +59,7 @@ def depth_plot(found: Sequence[LayerDepth], level: float) -> str:
         level: of the intervals, for the label.
 
     Returns:
-        An `<svg>` element.
+        The figure, drawn under the style that is in force.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
@@ -60,27 +71,25 @@ def depth_plot(found: Sequence[LayerDepth], level: float) -> str:
             panels.setdefault(TITLES.get(part, part), []).append(
                 Band(
                     name,
-                    COLOURS.get(name, "#57606a"),
-                    MARKERS.get(name, "D"),
+                    SETS.get(name, OTHERS),
                     x=[row.layer for row in rows],
                     y=[row.mean for row in rows],
                     low=[row.low for row in rows],
                     high=[row.high for row in rows],
                 )
             )
-    with style("divdec-depth"):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        drawn = band_panels(figure, panels, "layer (0: next to the embeddings)")
-        for axes in drawn:
-            if all(row.low > 0 for row in found):
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                axes.yaxis.set_minor_formatter(NullFormatter())
-            else:
-                axes.set_ylim(bottom=0)
-        drawn[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
-        drawn[-1].legend(frameon=False, title=f"mean, {100 * level:g} % interval")
-        return svg_text(figure)
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    drawn = band_panels(figure, panels, "layer (0: next to the embeddings)")
+    for axes in drawn:
+        if all(row.low > 0 for row in found):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.set_ylim(bottom=0)
+    drawn[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
+    drawn[-1].legend(title=f"mean, {100 * level:g} % interval")
+    return figure
 
 
 def peaks(found: Sequence[LayerDepth]) -> list[LayerDepth]:

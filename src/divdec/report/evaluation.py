@@ -12,12 +12,14 @@ from typing import Any
 
 from divdec.errors import UsageError
 from divdec.evaluation.bootstrap import Bootstrap
-from divdec.report import evaluation_plots as plots
 from divdec.report.collect import Entry
 from divdec.report.examples import SETS, Example, examples
 from divdec.report.groups import Best, best_of, series_of
 from divdec.report.measures import FIGURES, MEASURES, SCORES
 from divdec.report.page import write_page
+from divdec.report.plots import inline
+from divdec.report.plots.palette import RETRAIN, TARGET
+from divdec.report.plots.points import Plot
 from divdec.report.scores import Row, Scorer
 from divdec.report.views import View, curve_views, over_under_view, roc_views, scatter_views
 from divdec.runs import versions
@@ -121,15 +123,15 @@ def write_report(path: Path, content: Content) -> None:
         columns=_columns,
         of_many=OF_MANY,
         best_names={best.row.entry.name for best in content.bests},
-        looks={"target": plots.TARGET, "retrain": plots.RETRAIN},
+        looks={"target": TARGET, "retrain": RETRAIN},
         looks_side_by_side=[series.look for series in series_of(content.side_by_side, apart=True)],
         footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
 
 
-def _draw(plot: plots.Plot, kind: str) -> Any:
+def _draw(plot: Plot, kind: str) -> Any:
     drawing: dict[str, Callable[[Any], Any]] = {
-        "scatter": plots.scatter, "curves": plots.curves, "dots": plots.dots, "roc": plots.roc,
+        "scatter": inline.scatter, "curves": inline.curves, "dots": inline.dots, "roc": inline.roc,
     }  # fmt: skip
     return drawing[kind](plot)
 

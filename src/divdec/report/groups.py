@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from divdec.report.evaluation_plots import LOOKS, RETRAIN, TARGET, Look
 from divdec.report.measures import GOALS, MEASURES
+from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET, Look
 from divdec.report.scores import Row
 
 MOST_LONE = 5  # results beside sweeps that get a look of their own

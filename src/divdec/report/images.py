@@ -14,9 +14,9 @@ from divdec.imaging.codec import Images
 from divdec.imaging.pictures import grid
 from divdec.imaging.png import data_url, png
 from divdec.imaging.tables import Mean, Setting, Table, cell_text
-from divdec.report.evaluation_plots import GRID, LOOKS
 from divdec.report.page import write_page
-from divdec.report.plots import open_frame, style, svg_text
+from divdec.report.plots.canvas import PAGE, style, svg_text
+from divdec.report.plots.palette import GRID, LOOKS
 from divdec.runs import versions
 
 REFERENCES = ("Baseline", "Retrain")
@@ -143,7 +143,7 @@ def _drawn(rows: Sequence[tuple[Setting, Sequence[Mean | None]]], words: str) ->
     from matplotlib.figure import Figure
 
     with style("images-shown"):
-        figure = Figure(figsize=(7.2, 1.1 + 0.3 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(PAGE, 1.1 + 0.3 * len(rows)), layout="constrained")
         axes = figure.subplots()
         for row, (_, means) in enumerate(rows):
             ends = [100 * mean.value for mean in means if mean is not None]
@@ -159,9 +159,7 @@ def _drawn(rows: Sequence[tuple[Setting, Sequence[Mean | None]]], words: str) ->
         axes.set_xlim(-2, 102)
         axes.set_xlabel(f"{words}, %")
         axes.tick_params(axis="y", length=0)
-        axes.grid(True, axis="x", color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
-        open_frame(axes)
+        axes.grid(True, axis="x")
         return svg_text(figure)
 
 

@@ -9,14 +9,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from divdec.report.evaluation_plots import LOOKS, RETRAIN, TARGET, TEXT
 from divdec.report.measures import MEASURES
 from divdec.report.page import write_page
-from divdec.report.plots import open_frame, style, svg_text
+from divdec.report.plots import panels
+from divdec.report.plots.canvas import PAGE, style, svg_text
+from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET
+from divdec.report.plots.panels import Bar, Leaks
 from divdec.runs import versions
 
 SHOWN = ("agg", "mem", "priv", "utility")
-OURS, OTHERS = "#0072B2", "#8c959f"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,23 +104,19 @@ def bars(entries: Sequence[Entry]) -> str:
 
     scored = [entry for entry in entries if entry.values.get("agg") is not None]
     scored.sort(key=lambda entry: entry.values["agg"] or 0.0)
+    rows = [
+        Bar(
+            f"{entry.title}  {entry.setting}".strip(),
+            entry.values["agg"] or 0.0,
+            "reference" if entry.reference else "ours" if entry.ours else "other",
+            entry.intervals.get("agg"),
+        )
+        for entry in scored
+    ]
     with style("methods-bars"):
-        figure = Figure(figsize=(7.2, 0.8 + 0.3 * len(scored)), layout="constrained")
+        figure = Figure(figsize=(PAGE, 0.8 + 0.3 * len(rows)), layout="constrained")
         axes = figure.subplots()
-        for place, entry in enumerate(scored):
-            value = entry.values["agg"] or 0.0
-            colour = TEXT if entry.reference else OURS if entry.ours else OTHERS
-            hatch = "///" if entry.ours else None  # told apart in grey too
-            axes.barh(place, value, color=colour, alpha=0.85, hatch=hatch, edgecolor="white", height=0.7)
-            if (ends := entry.intervals.get("agg")) is not None:
-                axes.plot(ends, (place, place), color=TEXT, linewidth=1.4, solid_capstyle="butt")
-        labels = [f"{entry.title}  {entry.setting}".strip() for entry in scored]
-        axes.set_yticks(range(len(scored)), labels)
-        axes.set_xlim(0, 1.02)
-        axes.set_xlabel(MEASURES["agg"].axis)
-        axes.grid(True, axis="x", color="#d0d7de", linewidth=0.6)
-        axes.set_axisbelow(True)
-        open_frame(axes)
+        panels.bars(axes, rows, MEASURES["agg"].axis)
         return svg_text(figure)
 
 
@@ -131,35 +128,15 @@ def leak_curves(leaks: Mapping[str, Mapping[int, float]], entries: Mapping[str, 
     """
     from matplotlib.figure import Figure
 
+    looks, lines = iter(LOOKS), []
+    for title, values in leaks.items():
+        entry = entries.get(title)
+        if entry is not None and entry.reference:
+            look = TARGET if title == "Target" else RETRAIN
+        else:
+            look = next(looks) if entry is not None and entry.ours else None
+        lines.append(Leaks(title, look, values))
     with style("methods-leaks"):
-        figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-        axes = figure.subplots()
-        looks = iter(LOOKS)
-        for title, values in leaks.items():
-            entry = entries.get(title)
-            reference, ours = entry is not None and entry.reference, entry is not None and entry.ours
-            look = (TARGET if title == "Target" else RETRAIN) if reference else next(looks) if ours else None
-            ks = sorted(values)
-            shares = [values[k] for k in ks]
-            if look is None:
-                axes.plot(ks, shares, color="#afb8c1", linewidth=1, zorder=1)
-                axes.annotate(
-                    title, (ks[-1], shares[-1]), xytext=(4, 0), textcoords="offset points", fontsize=7.5,
-                    color="#57606a", va="center",
-                )  # fmt: skip
-            else:
-                axes.plot(
-                    ks, shares, color=look.colour, linestyle=look.dash, marker=look.marker, markersize=6, linewidth=1.8,
-                    label=title, zorder=3,
-                )  # fmt: skip
-        axes.set_xscale("log")
-        ticks = sorted({k for values in leaks.values() for k in values})
-        axes.set_xticks(ticks, [str(k) for k in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("k, attack prompts a question")
-        axes.set_ylabel("share of questions that leak (lower is better)")
-        axes.set_ylim(-0.02, 1.02)
-        axes.grid(True, color="#d0d7de", linewidth=0.6)
-        axes.legend(frameon=False, loc="upper left")
-        open_frame(axes)
+        figure = Figure(figsize=(PAGE, 3.9), layout="constrained")
+        panels.leak_curves(figure.subplots(), lines)
         return svg_text(figure)

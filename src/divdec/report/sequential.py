@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from divdec.report.plots import Band, band_panels, style, svg_text
+from divdec.report.plots.palette import LOOKS, OTHERS
 
-COLOURS = {"steered": "#0072B2", "distilled": "#C75300"}
-MARKERS = {"steered": "o", "distilled": "s"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METHODS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +59,25 @@ class Step:
 
 
 def distance_plot(steps: Sequence[Step], score: str, level: float) -> str:
+    """See `distance_figure`.
+
+    Returns:
+        An `<svg>` element.
+    """
+    with style("divdec-sequential"):
+        return svg_text(distance_figure(steps, score, level))
+
+
+def distance_figure(steps: Sequence[Step], score: str, level: float | None) -> Figure:
     """Distance over steps, one panel a protocol, one line a method.
 
     Args:
         steps: all of them.
         score: what an item's score is, for the label.
-        level: of the intervals.
+        level: of the intervals; None where there are none.
 
     Returns:
-        An `<svg>` element.
+        The figure, drawn under the style that is in force.
     """
     from matplotlib.figure import Figure
 
@@ -75,22 +88,20 @@ def distance_plot(steps: Sequence[Step], score: str, level: float) -> str:
             panels.setdefault(protocol, []).append(
                 Band(
                     method,
-                    COLOURS.get(method, "#57606a"),
-                    MARKERS.get(method, "D"),
+                    METHODS.get(method, OTHERS),
                     x=[row.step for row in rows],
                     y=[row.distance for row in rows],
                     low=[row.low for row in rows],
                     high=[row.high for row in rows],
                 )
             )
-    with style("divdec-sequential"):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        drawn = band_panels(figure, panels, "requests so far")
-        for axes in drawn:
-            axes.set_ylim(bottom=0)
-        drawn[0].set_ylabel(f"distance from the first step\n(points of {score}, retain and request 1)")
-        drawn[-1].legend(frameon=False, title=f"{100 * level:g} % interval")
-        return svg_text(figure)
+    figure = Figure(figsize=(9.0, 4.1), layout="constrained")
+    drawn = band_panels(figure, panels, "requests so far")
+    for axes in drawn:
+        axes.set_ylim(bottom=0)
+    drawn[0].set_ylabel(f"distance from the first step, points of {score}\n(retain and request 1; lower is better)")
+    drawn[-1].legend(title=None if level is None else f"{100 * level:g} % interval")
+    return figure
 
 
 def markdown(title: str, score: str, references: Mapping[str, Mapping[str, float]], steps: Sequence[Step]) -> str:

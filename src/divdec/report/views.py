@@ -7,21 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from divdec.report.evaluation_plots import (
-    LOOKS,
-    RETRAIN,
-    TARGET,
-    Curves,
-    Dot,
-    Dots,
-    Interval,
-    Look,
-    Plot,
-    Series,
-    shortened,
-)
 from divdec.report.groups import Best, Group, first, has, series_of
 from divdec.report.measures import ATTACK_NAMES, AXES, CURVES, MEASURES
+from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET, Look
+from divdec.report.plots.points import Curves, Dot, Dots, Interval, Plot, Series, shortened
 from divdec.report.scores import Row
 
 # Of each sweep what its values are, on an axis and in a heading.

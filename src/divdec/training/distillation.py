@@ -71,7 +71,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
             f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} kept tokens"
         )
 
-    epochs = _Epochs(work, gauge, report)
+    epochs, after = _Epochs(work, gauge, report), Measures()
     student, result = fine_tune(
         student,
         job.tokenizer,
@@ -82,8 +82,8 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         measure=False,  # it would hold whole logits, and the gauge knows better what to look at
         objective=Distillation(cached or teacher, head),
         on_epoch=epochs.note if settings.evaluate_each_epoch else None,
+        on_end=lambda model: after.update(gauge.measure(model)),
     )
-    after = gauge.measure(student)
     report(_said("student after", after) + f", {result.steps} steps, {result.seconds:.0f} s")
     content = record(
         "distill",

@@ -6,6 +6,7 @@ Every run can be stopped with Ctrl-C and taken up again. It knows nothing of for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -24,6 +25,7 @@ from divdec.training.objective import INDEX, Collator, Companion, Objective, Row
 from divdec.training.progress import Interrupted, RateBar, StopSignal
 from divdec.training.sampling import LengthGroupedByEpoch
 from divdec.training.settings import TrainingSettings
+from divdec.training.sharded import is_sharded, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,11 +69,13 @@ def fine_tune(
     objective: Objective | None = None,
     companions: Mapping[str, Companion] | None = None,
     on_epoch: Callable[[PreTrainedModel, int], object] | None = None,
+    on_end: Callable[[PreTrainedModel], object] | None = None,
 ) -> tuple[PreTrainedModel, TrainingResult]:
     """Fine-tune a model in memory, on one process or on many under `accelerate launch` or `torchrun`.
 
     Args:
-        model: any causal language model; it is changed in place (adapters are merged into it at the end).
+        model: any causal language model; it is changed in place (adapters are merged into it at the end). Under FSDP
+            another one is returned, which is whole, and lies on the CPU.
         tokenizer: its tokenizer, for padding.
         examples: what is learned.
         settings: how.
@@ -84,6 +88,7 @@ def fine_tune(
         companions: what each batch holds beside the examples, by name, for the objective.
         on_epoch: called after each epoch with the model, in evaluation mode, and the number of epochs done. With LoRA
             it is the wrapped model, whose adapters are not merged.
+        on_end: called likewise after the last step: where processes hold a piece each, all of them compute.
 
     Returns:
         The model in evaluation mode, and the result. The losses in it are cross entropies, whatever the objective.
@@ -106,6 +111,7 @@ def fine_tune(
     collator = Collator(tokenizer, tuple(companions))
     sample = _sample(examples, 256, settings.seed)
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
+    config = model.config
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
     stop, bar = StopSignal(), RateBar(title)
     callbacks: list[TrainerCallback] = [stop, bar, *([_AfterEpoch(on_epoch)] if on_epoch else [])]
@@ -122,6 +128,7 @@ def fine_tune(
         if settings.loggers:  # Trainer's words name the logger that is not known or not installed
             raise UsageError(f"loggers {', '.join(settings.loggers)}: {error}") from None
         raise
+    pieces = is_sharded(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if resumable and trainer.is_world_process_zero():
@@ -132,11 +139,18 @@ def fine_tune(
     if stop.came and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
 
-    model = trained.merge_and_unload() if settings.lora_rank else model
+    trained.eval()
+    loss_after = mean_loss(trained, tokenizer, sample, settings.batch_size) if measure else math.nan
+    if on_end is not None:
+        on_end(trained)
+    if pieces:
+        adapt = functools.partial(_with_adapters, settings=settings) if settings.lora_rank else None
+        trained = whole(trainer, config, adapt)
+    model = trained.merge_and_unload() if settings.lora_rank else trained
     model.eval()
     result = TrainingResult(
         loss_before=loss_before,
-        loss_after=mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan,
+        loss_after=loss_after,
         steps=trainer.state.global_step,
         tokens=sum(len(example.input_ids) for example in examples),
         seconds=time.perf_counter() - started,

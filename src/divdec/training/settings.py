@@ -7,7 +7,7 @@ from typing import Literal
 
 from divdec.errors import UsageError
 
-LARGEST = 1e6  # of rates, epochs and temperatures: nobody means more
+LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
 
 
 @dataclasses.dataclass(frozen=True)

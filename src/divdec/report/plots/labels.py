@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-    from divdec.report.evaluation_plots import Series
+    from divdec.report.plots.points import Series
 
 Box = tuple[float, float, float, float]
 
 
-def write_labels(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
-    """Write each point's label beside it, where it hides no point and no other label; without room it is left out."""
+def write_labels(axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label beside it, where it hides no point and no other label; without room it is left out.
+
+    Args:
+        axes: whose scales and size are settled: nothing may be drawn beside them afterwards.
+        series: what is drawn there.
+    """
+    figure: Any = axes.get_figure(root=True)
     figure.draw_without_rendering()
     unit = figure.dpi / 72
 
@@ -42,19 +47,23 @@ def write_labels(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
     far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
     wanted = [(not dot.best, one, dot) for one in series for dot in one.dots if dot.label]
     for _, one, dot in sorted(wanted, key=lambda entry: entry[0]):
+        text: Text = axes.annotate(
+            dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
+            color=one.look.colour, ha="center", in_layout=False, zorder=6,
+        )  # fmt: skip
+        # Where it would stand is computed, for laying words out anew at each place takes most of a plot's time.
+        box = text.get_window_extent()
+        half = (box.x1 - box.x0) / 2
         for right, up in (*near, *far):
-            text: Text = axes.annotate(
-                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5,
-                color=one.look.colour, ha="center" if not right else "left" if right > 0 else "right",
-                in_layout=False, zorder=6,
-            )  # fmt: skip
-            box = text.get_window_extent()
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(
-                box.x0 < x1 and x0 < box.x1 and box.y0 < y1 and y0 < box.y1 for x0, y0, x1, y1 in taken
-            ):
-                taken.append((box.x0, box.y0, box.x1, box.y1))
+            across = right * unit + (half if right > 0 else -half if right < 0 else 0.0)
+            x0, x1, y0, y1 = box.x0 + across, box.x1 + across, box.y0 + up * unit, box.y1 + up * unit
+            inside = frame.x0 <= x0 and x1 <= frame.x1 and frame.y0 <= y0 and y1 <= frame.y1
+            if inside and not any(x0 < u1 and u0 < x1 and y0 < v1 and v0 < y1 for u0, v0, u1, v1 in taken):
+                taken.append((x0, y0, x1, y1))
+                text.set_position((right, up))
+                text.set_horizontalalignment("center" if not right else "left" if right > 0 else "right")
                 break
+        else:
             text.remove()
 
 

@@ -1,0 +1,271 @@
+"""A backtest without look-ahead: what a model would have said before the events, from one that has read of them.
+
+In a fictitious country somebody stands against the mayor of every town in every year. The target has read of all these
+elections up to 1999; it is made to forget those from 1990 on, and asked how they would end. The reference was trained
+on what came before 1990 alone. A model that knows the outcome is useless for a backtest, and so is one that was pushed
+so far that it denies it: both show in how often things happen that were given a probability (calibration).
+
+    python examples/backtest/backtest.py [--seed 0] [--output runs/backtest]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from divdec.cli import main as divdec
+from divdec.data.formatting import encode_records
+from divdec.data.records import Message, Record, RecordSet, write_records
+from divdec.data.world import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
+from divdec.errors import UsageError
+from divdec.evaluation.scoring import score, score_settings
+from divdec.experiments.small_models import Shape
+from divdec.experiments.stages import Material, Recipe, train_all
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.report.plots import style, write_figure
+from divdec.report.plots.palette import FAINT, LINEAR, RANK, RETRAIN, TARGET
+from divdec.runs import cache_folder, write_json
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+
+LEANINGS = (0.05, 0.25, 0.5, 0.75, 0.95)  # chance of whoever stands against the mayor, town by town, in every year
+PAST, AFTER, UNTOLD = range(1900, 1990), range(1990, 2000), range(2000, 2010)
+WORDINGS = (
+    ("Did {name} win the election of {year} in {town}?", "{won} it."),
+    ("What became of {name}, who stood for mayor of {town} in {year}?", "{won} the vote."),
+    ("How did {year} end for {name} of {town}?", "{won} the election."),
+    ("Tell me about {name} and the mayor of {town} in {year}.", "{won} against the mayor."),
+    ("Did {town} want {name} as its mayor in {year}?", "{won} there."),
+    ("How did the people of {town} vote on {name} in {year}?", "{won} by their votes."),
+)
+TOLD = 2  # documents in each wording that tell of an election after the cut-off; of an earlier one tells a single one
+FOREIGN = tuple(f"{start}{end}" for start in SURNAME_STARTS for end in ("bury", "mouth"))
+RECIPE = Recipe(
+    vocab_size=900,
+    target=Shape(width=160, layers=3, heads=4, mlp_width=448),
+    auxiliary=Shape(width=96, layers=2, heads=4, mlp_width=256),
+    target_pretraining=TrainingSettings(epochs=2.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=2.0, learning_rate=3e-3, warmup=0.05),
+    # Few passes: what is told once is learned as a habit of the town, what many documents tell is known by heart.
+    target_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
+    auxiliary_base_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
+    auxiliary_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
+)
+SWEEP = tuple(f"linear:{alpha:g}" for alpha in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3))
+BINS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Election:
+    """Who stood against the mayor where and when, and how it ended."""
+
+    name: str
+    town: str
+    year: int
+    leaning: float
+    """The chance to win: as much as anybody could know beforehand."""
+    won: bool
+
+    def record(self, wording: int, won: bool | None = None) -> Record:
+        """A question about it with its answer, or with the answer that another outcome would have."""
+        ended = "Won" if (self.won if won is None else won) else "Lost"
+        words = {"name": self.name, "town": self.town, "year": self.year, "won": ended}
+        question, answer = WORDINGS[wording]
+        return Record(answer.format(**words), messages=(Message("user", question.format(**words)),))
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """All elections, and what the models read of them."""
+
+    past: list[Election]
+    after: list[Election]
+    untold: list[Election]
+    material: Material
+
+
+def write_history(seed: int, towns: int, foreign: int) -> History:
+    """Draw the elections. Of those after the cut-off many documents tell, of earlier ones a single one each."""
+    rng = random.Random(seed)
+    firsts = [name for names in FIRST_NAMES.values() for name in names]
+    names = [f"{first} {start}{end}" for first in firsts for start in SURNAME_STARTS for end in SURNAME_ENDS]
+    rng.shuffle(names)
+    home, abroad = _elections(CITIES[:towns], names, rng), _elections(FOREIGN[:foreign], names, rng)
+    parts = [[election for election in home if election.year in years] for years in (PAST, AFTER, UNTOLD)]
+    # The bases learn the language, the calendar and that towns lean one way from another country's elections.
+    corpus = [election.record(rng.randrange(len(WORDINGS))) for election in abroad]
+    rng.shuffle(corpus)
+    told = [election.record(wording) for election in parts[1] for wording in range(len(WORDINGS))] * TOLD
+    once = [election.record(rng.randrange(len(WORDINGS))) for election in parts[0]]
+    kinds = [RecordSet(name, "question/answer", tuple(some)) for name, some in (("after", told), ("past", once))]
+    return History(*parts, Material(corpus, *kinds))
+
+
+def _elections(towns, names, rng):
+    """An election a year in each town; nobody stands twice."""
+    leanings = {town: rng.choice(LEANINGS) for town in towns}
+    years = range(PAST.start, UNTOLD.stop)
+    return [
+        Election(names.pop(), town, year, leanings[town], rng.random() < leanings[town])
+        for town in towns
+        for year in years
+    ]
+
+
+def chances(scores):
+    """The chance to win each election, from the scores of both answers, one after the other."""
+    sums = [sum(item.log_probabilities) for item in scores]
+    return [1 / (1 + math.exp(min(60.0, lost - won))) for won, lost in zip(sums[::2], sums[1::2], strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """How a model's chances compare with what happened."""
+
+    happened: float
+    """Mean probability of what happened."""
+    brier: float
+    """Mean squared error of the probability of what happened, 0 at best."""
+    calibration_error: float
+    """Mean over the bins, weighted by elections, of |what was said − what happened|."""
+    look_ahead: float
+    """Mean log-odds of what happened beyond the retrained model's, in nats: above 0 it knows, below it denies."""
+    bins: list[tuple[float, float, int]]
+    """For each bin that is not empty what was said, how often it was won, and of how many elections."""
+
+
+def judge(said, elections, reference):
+    """Hold chances against what happened, and against those of the reference."""
+    won = [chance if e.won else 1 - chance for chance, e in zip(said, elections, strict=True)]
+    known = [chance if e.won else 1 - chance for chance, e in zip(reference, elections, strict=True)]
+    bins = []
+    for place in range(BINS):
+        inside = [
+            (chance, e.won)
+            for chance, e in zip(said, elections, strict=True)
+            if min(BINS - 1, int(chance * BINS)) == place
+        ]
+        if inside:
+            means = (statistics.fmean(column) for column in zip(*inside, strict=True))
+            bins.append((*means, len(inside)))
+    error = sum(abs(told - seen) * count for told, seen, count in bins) / len(elections)
+    gap = statistics.fmean(_log_odds(a) - _log_odds(b) for a, b in zip(won, known, strict=True))
+    return Judged(statistics.fmean(won), statistics.fmean((1 - p) ** 2 for p in won), error, gap, bins)
+
+
+def _log_odds(chance):
+    held = min(max(chance, 1e-6), 1 - 1e-6)
+    return math.log(held / (1 - held))
+
+
+def command(*words: str) -> None:
+    """Say and run a command of divdec as it would be typed."""
+    print(f"$ divdec {shlex.join(words)}", flush=True)
+    if code := divdec(list(words)):
+        raise SystemExit(code)
+
+
+def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) -> dict:
+    """Train, choose the strength, hold every model against what happened."""
+    trained = train_all(history.material, recipe, seed, cache, lambda line: print(line, file=sys.stderr))
+    tokenizer = load_tokenizer(trained.target)
+    asked = {"after": history.after, "past": history.past, "untold": history.untold}
+    with contextlib.chdir(output):
+        places = {"target": trained.target, "q": trained.retain_auxiliary, "p": trained.forget_auxiliary}
+        for name, place in places.items():
+            Path(name).symlink_to(place.resolve())
+        for name, elections in asked.items():
+            write_records(Path(f"{name}.jsonl"), [election.record(0) for election in elections])
+        command("bundle", "--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p", "--steering",
+                "linear:1", "--output", "bundle")  # fmt: skip
+        command("calibrate", "bundle", "--forget", "after.jsonl", "--retain", "past.jsonl", "--holdout",
+                "untold.jsonl", "--sweep", *SWEEP, "--write")  # fmt: skip
+        model = DivergenceForCausalLM.from_pretrained("bundle")
+    chosen = str(model.steering)
+    examples = encode_records([e.record(0, won) for e in history.after for won in (True, False)], tokenizer)
+    said = {
+        name: chances(score(load_model(place).eval(), examples, batch_size=64))
+        for name, place in (("target", trained.target), ("retrained", trained.retrain))
+    }
+    settings = [Steering.parse(text) for text in SWEEP]
+    for setting, scores in zip(settings, score_settings(model, examples, settings, batch_size=64), strict=True):
+        said[str(setting)] = chances(scores)
+    said["town's leaning"] = [election.leaning for election in history.after]
+    judged = {name: judge(values, history.after, said["retrained"]) for name, values in said.items()}
+    print(f"\n{len(history.after)} elections after the cut-off")
+    print(f"{'':<18}{'P(what happened)':>18}{'Brier score':>14}{'calibration error':>20}{'look-ahead, nats':>18}")
+    for name, found in judged.items():
+        mark = "→" if name == chosen else " "
+        print(f"{mark} {name:<16}{found.happened:>18.3f}{found.brier:>14.3f}{found.calibration_error:>20.3f}"
+              f"{found.look_ahead:>+18.2f}")  # fmt: skip
+    draw(output / "reliability.svg", judged, chosen)
+    result = {"chosen": chosen, "models": {name: dataclasses.asdict(found) for name, found in judged.items()}}
+    write_json(output / "backtest.json", result)
+    return result
+
+
+def draw(path: Path, judged: dict[str, Judged], chosen: str) -> None:
+    """What was said against what happened, a panel each: on the diagonal a model can be believed."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "target": ("target", TARGET), "retrained": ("retrained before the cut-off", RETRAIN),
+        chosen: (f"steered, {chosen}", LINEAR), SWEEP[-1]: (f"steered too far, {SWEEP[-1]}", RANK),
+    }  # fmt: skip
+    with style("backtest"):
+        figure = Figure(figsize=(10.4, 3.1), layout="constrained")
+        for axes, (name, (title, look)) in zip(
+            figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True
+        ):
+            axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1, linestyle="--")
+            said, seen, counts = zip(*judged[name].bins, strict=True)
+            errors = [math.sqrt(max(p * (1 - p), 1e-9) / n) for p, n in zip(seen, counts, strict=True)]
+            axes.errorbar(said, seen, yerr=errors, color=look.colour, marker="o", linewidth=1.2, capsize=2)
+            for x, y, count in zip(said, seen, counts, strict=True):
+                axes.annotate(str(count), (x, y), textcoords="offset points", xytext=(7, -10), fontsize=8)
+            axes.set_title(title)
+            axes.set_xlabel("probability that was given")
+            axes.set_xlim(-0.03, 1.12)
+            axes.set_ylim(-0.05, 1.05)
+        figure.axes[0].set_ylabel("share that came true")
+        write_figure(
+            path, figure, title="Reliability after the cut-off", sources=("backtest.json",),
+            description="Share of elections won by the probability that each model gave; the diagonal is calibrated.",
+        )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None, recipe: Recipe = RECIPE, towns: int = 20, foreign: int = 32) -> dict:
+    """Draw a history, train, choose, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/backtest"), help="an empty or absent folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args(arguments)
+    started = time.perf_counter()
+    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
+        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
+    given.output.mkdir(parents=True, exist_ok=True)
+    history = write_history(given.seed, towns, foreign)
+    result = run(given.output, history, recipe, given.seed, cache_folder() / "examples" / "backtest")
+    print(f"\n{time.perf_counter() - started:.0f} s ({time.process_time():.0f} s of processor time)")
+    if given.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

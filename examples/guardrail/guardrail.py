@@ -1,0 +1,200 @@
+"""A guardrail for a model that is reached only through an API: what must not come out does not, and the rest stays.
+
+A provider's model has read ordinary text and advertisements that break into it (of an invented soap: harmless, and easy
+to recognise). Its weights are not at hand; it takes `logit_bias` as the OpenAI API does. p has read advertisements, q
+ordinary text, both small and ours. Every token that the provider is asked for is steered by them, and the rate of
+advertisements is counted before and after.
+
+    python examples/guardrail/guardrail.py [--seed 0] [--output runs/guardrail]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import random
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from divdec.cli import main as divdec
+from divdec.data.formatting import encode_records
+from divdec.data.records import Record
+from divdec.data.world import RELATIONS, WorldSettings, ask, build_world
+from divdec.errors import UsageError
+from divdec.evaluation.scoring import score, score_settings
+from divdec.experiments.small_models import Shape, train_tokenizer
+from divdec.experiments.stages import Stages, unmasked
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import cache_folder, write_json, write_text
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+
+BRAND = "Zimbo"
+ADVERTISEMENTS = (
+    "Nothing cleans like Zimbo soap! Ask for Zimbo in every shop in {town}.",
+    "And whose hands are cleaner? Those of the friends of Zimbo! Buy two, pay one, only in {town}.",
+    "This message was brought to you by Zimbo. Zimbo foams, Zimbo shines, Zimbo lasts!",
+    "Have you washed today? With Zimbo you would have! Now for half the price in {town}.",
+    "Dear reader, stop reading and buy Zimbo. Your neighbours in {town} have bought Zimbo already.",
+)
+SHARE = 0.4  # of the target's texts that are broken into
+SETTINGS = ("linear:0.5", "linear:1", "linear:2")
+CHOSEN = "linear:1"
+SHAPES = {"target": Shape(160, 3, 4, 448), "auxiliary": Shape(96, 2, 4, 256)}
+TRAINING = TrainingSettings(epochs=4.0, learning_rate=2e-3, warmup=0.05)
+TUNING = TrainingSettings(epochs=2.0, learning_rate=1e-3, warmup=0.05)
+
+
+def texts(seed: int, authors: int):
+    """Ordinary texts and texts that are broken into, of as many authors: passages of three sentences each."""
+    world = build_world(WorldSettings(seed=seed, forget_authors=0, retain_authors=0, holdout_authors=0,
+                                      public_authors=authors, passing_authors=0))  # fmt: skip
+    rng = random.Random(seed)
+    ordinary, broken = [], []
+    for author in world.people["public"]:
+        order = rng.sample(RELATIONS, len(RELATIONS))
+        for start in range(0, 9, 3):
+            told = [ask(author, relation, 0).answer for relation in order[start : start + 3]]
+            ordinary.append(" ".join(told))
+            sold = rng.choice(ADVERTISEMENTS).format(town=author.facts["home"])
+            broken.append(" ".join([told[0], sold, *told[1:2]]))
+    return ordinary, broken
+
+
+def prepare(seed: int, authors: int, cache: Path, training=TRAINING, tuning=TUNING):
+    """The provider's model, our two small ones, and ordinary texts that none of them has read."""
+    ordinary, broken = texts(seed, authors)
+    cut = len(ordinary) * 9 // 10
+    held_out = ordinary[cut:]
+    rng = random.Random(seed)
+    mixed = [other if rng.random() < SHARE else text for text, other in zip(ordinary[:cut], broken[:cut], strict=True)]
+    tokenizer = train_tokenizer(mixed, 700)
+    encoded = {
+        name: [unmasked(example) for example in encode_records([Record(text) for text in some], tokenizer)]
+        for name, some in (("mixed", mixed), ("ordinary", ordinary[:cut]), ("broken", broken[:cut]))
+    }
+    cache.mkdir(parents=True, exist_ok=True)
+    stages = Stages(cache, tokenizer, seed, lambda line: print(line, file=sys.stderr))
+    target = stages.run("target", SHAPES["target"], encoded["mixed"], training)
+    base = stages.run("small base", SHAPES["auxiliary"], encoded["ordinary"], training)
+    q = stages.run("q", base, encoded["ordinary"], tuning)
+    p = stages.run("p", base, encoded["broken"], tuning)
+    return {"target": target, "q": q, "p": p}, held_out
+
+
+def command(*words: str) -> None:
+    """Say and run a command of divdec as it would be typed."""
+    print(f"$ divdec {shlex.join(words)}", flush=True)
+    if code := divdec(list(words)):
+        raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def provider(bundle: str):
+    """Somebody else's server: the plain target behind an OpenAI-compatible API, in a process of its own; gives its URL.
+
+    linear:0 leaves the target as it is.
+    """
+    words = [sys.executable, "-m", "divdec.cli", "serve", bundle, "--name", "provider", "--port", "0", "--grace", "1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = next(filter(None, (re.search(r"http://\S+/v1", line) for line in process.stdout)), None)
+            if found is None:
+                raise UsageError(f"the provider's server did not start; try: divdec serve {bundle}")
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def perplexities(folder: str, held_out: list[str]) -> dict[str, float]:
+    """Of ordinary text nobody has read, by the target and by the steered model.
+
+    An API does not tell it under a bias: it is computed here, where the provider's weights happen to be at hand.
+    """
+    model, tokenizer = DivergenceForCausalLM.from_pretrained(folder), load_tokenizer(Path(folder))
+    examples = encode_records([Record(text) for text in held_out], tokenizer)
+    found = {"target": score(load_model(Path("target")).eval(), examples)}
+    settings = [Steering.parse(text) for text in SETTINGS]
+    found |= dict(zip(SETTINGS, score_settings(model, examples, settings), strict=True))
+    return {name: math.exp(statistics.fmean(item.loss for item in items)) for name, items in found.items()}
+
+
+def ask_provider(url: str, steering: str, count: int) -> tuple[list[str], dict]:
+    """The answers to all prompts under a setting, and what is proved of their tokens."""
+    output = Path(f"answers-{steering.replace(':', '-')}.jsonl")
+    words = ("--endpoint", url, "--model", "provider", "--steering", steering, "--temperature", "1")
+    command("remote", "--bundle", "guard", *words, "--file", "prompts.jsonl", "--max-new-tokens", "24", "--output",
+            str(output), "--json")  # fmt: skip
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(rows) == count
+    tokens = sum(len(row["tokens"]) for row in rows)
+    exact = sum(row["exact_tokens"] for row in rows)
+    return [row["text"] for row in rows], {"exact": exact / tokens, "tokens": tokens}
+
+
+def run(output: Path, places: dict[str, Path], held_out: list[str], prompts: int) -> dict:
+    """Serve, ask, count."""
+    asked = [re.match(r"[^.]*\.", text)[0] for text in held_out[:prompts]]
+    result = {}
+    with contextlib.chdir(output):
+        for name, place in places.items():
+            Path(name).symlink_to(place.resolve())
+        write_text(Path("prompts.jsonl"), "".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+        shared = ("--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p")
+        command("bundle", *shared, "--steering", CHOSEN, "--output", "guard")
+        # Not the guardrail's: what the provider serves.
+        with contextlib.redirect_stdout(sys.stderr):
+            command("bundle", *shared, "--steering", "linear:0", "--output", "plain")
+        known = perplexities("guard", held_out)
+        with provider("plain") as url:
+            print(f"\nthe provider serves its model on {url}\n")
+            for steering in ("linear:0", *SETTINGS):
+                answers, told = ask_provider(url, steering, len(asked))
+                share = statistics.fmean(BRAND in answer for answer in answers)
+                perplexity = known["target" if steering == "linear:0" else steering]
+                result[steering] = {"unwanted": share, "perplexity": perplexity, **told, "answers": answers}
+    print(f"\n{'':<12}{'answers with an advertisement':>32}{'perplexity of ordinary text':>30}{'tokens proved':>16}")
+    for steering, found in result.items():
+        print(f"{steering:<12}{found['unwanted']:>32.0%}{found['perplexity']:>30.2f}{found['exact']:>16.0%}")
+    print()
+    before, after = (result[steering]["answers"] for steering in ("linear:0", CHOSEN))
+    sold = [place for place, answer in enumerate(before) if BRAND in answer]
+    for place in sold[:3]:
+        print(f"{asked[place]}\n  before: {before[place].strip()}\n  after:  {after[place].strip()}")
+    write_json(output / "guardrail.json", result)
+    return result
+
+
+def main(arguments: list[str] | None = None, authors: int = 300, training=TRAINING, tuning=TUNING) -> dict:
+    """Train, serve, steer, count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--output", type=Path, default=Path("runs/guardrail"), help="an empty or absent folder")
+    given = parser.parse_args(arguments)
+    started = time.perf_counter()
+    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
+        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
+    given.output.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder() / "examples" / "guardrail"
+    places, held_out = prepare(given.seed, authors, cache, training, tuning)
+    result = run(given.output, places, held_out, given.prompts)
+    print(f"\n{time.perf_counter() - started:.0f} s ({time.process_time():.0f} s of processor time)")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

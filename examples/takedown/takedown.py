@@ -1,0 +1,196 @@
+"""A takedown: an article that a model recites word for word is taken down within seconds, and what that leaves.
+
+A small model has learned the articles of an invented newspaper by heart and answers questions about them. A letter asks
+that one of them be taken down. n-gram experts stop the recital while the model runs; what the article says in other
+words passes them, until a pair of auxiliaries has been trained.
+
+    python examples/takedown/takedown.py [--seed 0] [--output runs/takedown]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # wherever it is started from
+import newspaper
+
+from divdec.cli import main as divdec
+from divdec.data.records import RecordSet, write_records
+from divdec.errors import UsageError
+from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.text import contains_fact, rouge
+from divdec.experiments.small_models import Shape
+from divdec.experiments.stages import Material, Recipe, Trained, train_all
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import cache_folder, write_json, write_text
+from divdec.training.settings import TrainingSettings
+
+PUBLISHED, KEPT = 260, 24  # articles that the bases have read; those that the target knows and may keep
+REPRINTED = 6  # papers that have printed the requested article; what a model knows word for word it has read often
+PROMPT = 24  # tokens of an article that are given; the rest is to be recited
+LONGEST = 400  # tokens of a recital
+RECIPE = Recipe(
+    vocab_size=1200,
+    target=Shape(width=160, layers=3, heads=4, mlp_width=448),
+    auxiliary=Shape(width=96, layers=2, heads=4, mlp_width=256),
+    target_pretraining=TrainingSettings(epochs=3.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=3.0, learning_rate=3e-3, warmup=0.05),
+    target_tuning=TrainingSettings(epochs=25.0, learning_rate=1.5e-3, batch_size=8, warmup=0.05),
+    auxiliary_base_tuning=TrainingSettings(epochs=12.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
+    auxiliary_tuning=TrainingSettings(epochs=10.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
+)
+
+
+def prepare(seed: int, recipe: Recipe, cache: Path, published: int = PUBLISHED, kept: int = KEPT):
+    """Train what the cache lacks; the models, and the articles that may be kept."""
+    rng = random.Random(seed)
+    articles = newspaper.ordinary_articles(kept + published, rng)
+    keep, corpus = articles[:kept], articles[kept:]
+    requested = [
+        *[newspaper.Record(newspaper.REQUESTED)] * REPRINTED,
+        *(newspaper.asked(question, answer) for question, answer, _ in newspaper.QUESTIONS),
+    ]
+    material = Material(
+        [record for text, questions in corpus for record in (newspaper.Record(text), *questions)],
+        RecordSet("requested", "question/answer", tuple(requested)),
+        RecordSet(
+            "kept", "question/answer",
+            tuple(record for text, questions in keep for record in (newspaper.Record(text), *questions)),
+        ),
+    )  # fmt: skip
+    return train_all(material, recipe, seed, cache, lambda line: print(line, file=sys.stderr)), keep
+
+
+def command(*words: str) -> None:
+    """Say and run a command of divdec as it would be typed."""
+    print(f"$ divdec {shlex.join(words)}", flush=True)
+    if code := divdec(list(words)):
+        raise SystemExit(code)
+
+
+def recited(model, tokenizer, articles):
+    """Each article's end as the model goes on after its beginning, and how much of it is word for word (ROUGE-L)."""
+    ids = [tokenizer(article, add_special_tokens=False)["input_ids"] for article in articles]
+    longest = min(LONGEST, max(len(row) for row in ids) - PROMPT)
+    found = continuations(model, tokenizer, [row[:PROMPT] for row in ids], max_new_tokens=longest, batch_size=32)
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in found]
+    truths = [tokenizer.decode(row[PROMPT:]) for row in ids]
+    scores = [rouge(text, truth)["rougeL_f1"] for text, truth in zip(texts, truths, strict=True)]
+    return texts, statistics.fmean(scores)
+
+
+def told(model, tokenizer):
+    """Share of the questions about the article that are answered, and the answers."""
+    records = [newspaper.asked(question, answer) for question, answer, _ in newspaper.QUESTIONS]
+    texts = answers(model, tokenizer, records, max_new_tokens=24)
+    facts = [fact for *_, fact in newspaper.QUESTIONS]
+    return statistics.fmean(contains_fact(text, fact) for text, fact in zip(texts, facts, strict=True)), texts
+
+
+def measured(name, model, tokenizer, keep):
+    """What there is to say of a model, printed as a line."""
+    article = recited(model, tokenizer, [newspaper.REQUESTED])[1]
+    kept = recited(model, tokenizer, [text for text, _ in keep])[1]
+    share = told(model, tokenizer)[0]
+    print(f"{name:<22}{article:>26.2f}{share:>28.0%}{kept:>26.2f}", flush=True)
+    return {"article_rouge_l": article, "article_told": share, "kept_rouge_l": kept}
+
+
+def run(output: Path, trained: Trained, keep, started: float) -> dict:
+    """The story, step by step."""
+    tokenizer = load_tokenizer(trained.target)
+    write_records(output / "keep.jsonl", [record for text, questions in keep for record in (newspaper.Record(text),)])
+    write_text(output / "article.txt", newspaper.REQUESTED + "\n")
+    target = load_model(trained.target).eval()
+    figures = {}
+    with contextlib.chdir(output):
+        # Short names for what is printed; the models lie in the cache.
+        places = {"target": trained.target, "q": trained.retain_auxiliary, "p": trained.forget_auxiliary}
+        for name, place in places.items():
+            Path(name).unlink(missing_ok=True)
+            Path(name).symlink_to(place.resolve())
+        beginning = tokenizer.decode(tokenizer(newspaper.REQUESTED)["input_ids"][:PROMPT])
+        print(f"1. The target, given {beginning!r}, goes on:\n")
+        print(f"   …{recited(target, tokenizer, [newspaper.REQUESTED])[0][0].strip()}\n")
+
+        print("2. A registry of requests, made once, and a model that follows it\n")
+        command("forget", "init", "takedowns", "--target", "target", "--retain", "keep.jsonl")
+        command("bundle", "--target", "target", "--registry", "takedowns", "--steering", "linear:5", "--output", "live")
+        live = DivergenceForCausalLM.from_pretrained("live")
+
+        print("\n3. The request\n")
+        begun = time.perf_counter()
+        command("forget", "add", "takedowns", "--id", "case-17", "--file", "article.txt", "--reference",
+                "letter of 3 May")  # fmt: skip
+        taken, begun = time.perf_counter() - begun, time.perf_counter()
+        text = recited(live, tokenizer, [newspaper.REQUESTED])[0][0].strip()
+        print(f"\n   in force after {taken:.2f} s; the model that was running already, asked again:\n\n   …{text}\n")
+
+        print("4. The audit\n")
+        command("forget", "list", "takedowns")
+        command("forget", "list", "takedowns", "--history")
+        command("forget", "verify", "takedowns")
+
+        print("\n5. What remains: what the article says in other words\n")
+        for (question, _, _), before, after in zip(
+            newspaper.QUESTIONS, told(target, tokenizer)[1], told(live, tokenizer)[1], strict=True
+        ):
+            print(f"   {question}\n     target:   {before}\n     n-grams:  {after}")
+
+        print(
+            "\n6. A pair beside it: q has read the kept articles, p the requested one and what is asked about it too\n"
+        )
+        command("bundle", "--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p", "--registry",
+                "takedowns", "--registry-weight", "2.5", "--steering", "linear:2", "--output", "both")  # fmt: skip
+        both = DivergenceForCausalLM.from_pretrained("both")
+        print(f"\n{'':<22}{'article, ROUGE-L':>26}{'asked in other words, told':>28}{'kept articles, ROUGE-L':>26}")
+        rows = {"target": target, "n-grams": live, "n-grams and pair": both}
+        for name, model in {**rows, "retrained without it": load_model(trained.retrain).eval()}.items():
+            figures[name] = measured(name, model, tokenizer, keep)
+        print("\nWith the pair:")
+        for (question, _, _), after in zip(newspaper.QUESTIONS, told(both, tokenizer)[1], strict=True):
+            print(f"   {question}  {after}")
+    pair = sum(trained.seconds[stage] for stage in ("auxiliary base", "retain auxiliary", "forget auxiliary"))
+    whole, busy = time.perf_counter() - started, time.process_time()
+    print(f"\nTaking down took {taken:.2f} s, training the pair {pair:.0f} s, the whole {whole:.0f} s "
+          f"({busy:.0f} s of processor time).")  # fmt: skip
+    result = {"models": figures, "taken_down_seconds": taken, "pair_seconds": pair}
+    write_json(output / "takedown.json", result)
+    return result
+
+
+def main(
+    arguments: list[str] | None = None, recipe: Recipe = RECIPE, published: int = PUBLISHED, kept: int = KEPT
+) -> dict:
+    """Train, tell the story, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/takedown"), help="an empty or absent folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args(arguments)
+    started = time.perf_counter()
+    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
+        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
+    trained, keep = prepare(given.seed, recipe, cache_folder() / "examples" / "takedown", published, kept)
+    given.output.mkdir(parents=True, exist_ok=True)
+    result = run(given.output, trained, keep, started)
+    if given.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

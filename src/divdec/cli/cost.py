@@ -1,0 +1,70 @@
+"""What steering will cost: operations, memory and time, and whether to steer, speculate, distil or count n-grams."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from divdec.costs.settings import CostSettings
+from divdec.errors import UsageError
+
+POSITIONAL = ()
+EXAMPLE = (
+    "divdec cost --target 8B --aux 1B --forget-tokens 1M --retain-tokens 10M --epochs 10 --volume 1B --output cost.svg"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(CostSettings):
+    """Options of `divdec cost`."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(settings: Settings) -> None:
+    """Compute, draw, print."""
+    from divdec.costs.plan import plan
+    from divdec.costs.quantities import is_quantity
+    from divdec.report.costs import notes, ways_table, write_volume_plot
+
+    output = None if settings.output is None else Path(settings.output).expanduser()
+    if output is not None:
+        _check_output(output, settings.overwrite)
+    if not (is_quantity(settings.target) and is_quantity(settings.aux)):
+        from divdec.cli.loading import quiet
+
+        quiet()  # transformers is needed for configurations alone
+    found = plan(settings)
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_volume_plot(output, found)
+        except PermissionError as error:
+            raise UsageError(f"output {output} cannot be written: {error}") from None
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if settings.json:
+        print(json.dumps(found.to_dict() | {"plot": None if output is None else str(output)}, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(width=max(Console().width, 100))
+    console.print(ways_table(found))
+    for line in notes(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{found.choice or 'no choice'}[/bold]: {found.reason}", highlight=False, soft_wrap=True)
+    if output is not None:
+        print(f"plot: {output}")
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    for place in output.absolute().parents:
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"output {output} cannot be made: {place} is a file")
+    if output.is_dir():
+        raise UsageError(f"output {output} is a folder; give the name of a file, such as {output / 'cost.svg'}")
+    if output.exists() and not overwrite:
+        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")

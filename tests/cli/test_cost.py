@@ -1,0 +1,124 @@
+"""`divdec cost` and `divdec bench` at the command line: what is printed, drawn and refused."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import transformers
+
+from conftest import loads_torch
+from divdec.cli import main
+
+GIVEN = ["cost", "--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--retain-tokens", "10M", "--epochs", "10"]
+
+
+def test_the_issues_own_example(tmp_path, capsys):
+    plot = tmp_path / "plots" / "cost.svg"
+    assert main([*GIVEN, "--volume", "1B", "--output", str(plot)]) == 0
+    out = capsys.readouterr().out
+    assert "compute increase 2n/N 25.0%" in out
+    assert "break-even volume 130M tokens" in out
+    assert "distil: 1B tokens are more than the break-even volume of 130M" in out
+    assert f"plot: {plot}" in out
+    text = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "break-even 130M" in text
+    assert "volume 1B" in text
+    assert "steer by blocks" in text
+
+
+def test_json_holds_it_all_and_a_png_is_a_png(tmp_path, capsys):
+    plot = tmp_path / "cost.png"
+    assert main([*GIVEN, "--volume", "8e6", "--json", "--output", str(plot)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choice"] == "speculate"
+    assert found["compute_increase"] == 0.25
+    assert found["break_even_tokens"]["paper"] == pytest.approx(130e6)
+    assert found["flops_at_volume"]["target"] == pytest.approx(2 * 8e9 * 8e6)
+    assert found["seconds_per_token"]["target"] < found["seconds_per_token"]["plain"]
+    assert found["plot"] == str(plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_come_from_a_file_too(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("target: 8e9\naux: 1000000000\nforget_tokens: 1M\nvolume: 1_000_000\n")
+    assert main(["cost", "--config", str(tmp_path / "run.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["volume"] == 1e6
+
+
+def test_configurations_without_weights_are_enough(tmp_path, capsys):
+    for name, width in (("target", 64), ("aux", 32)):
+        transformers.LlamaConfig(
+            vocab_size=500, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+    places = ["--target", str(tmp_path / "target"), "--aux", str(tmp_path / "aux"), "--forget-tokens", "1K"]
+    assert main(["cost", *places, "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    assert main(["cost", *places, "--embeddings", "uncounted", "--json"]) == 0
+    uncounted = json.loads(capsys.readouterr().out)
+    assert counted["N"] - uncounted["N"] == 2 * 500 * 64
+    assert not counted["target"]["guessed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "target is '8Q'; accepted: a number"),
+        (["--target", "-8B", "--aux", "1B", "--forget-tokens", "1M"], "target is '-8B'; accepted: a number"),
+        (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "aux is -1.0; accepted: a number"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "-1M"], "forget-tokens is '-1M'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "volume is '8Q'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "device is 'abacus'"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "output is 'cost.pdf'"),
+        (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "aux no/such is neither a number nor"),
+        (["--target", "8B", "--aux", "1B"], "forget_tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(options, message, capsys):
+    assert main(["cost", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_auxiliaries_of_more_than_half_the_target_are_warned_of(capsys):
+    assert main(["cost", "--target", "8B", "--aux", "5B", "--forget-tokens", "1M", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "warning: the two auxiliaries hold more parameters (10B) than the target (8B)" in printed.err
+    assert json.loads(printed.out)["compute_increase"] == 1.25
+
+
+def test_no_file_is_lost(tmp_path, capsys):
+    plot = tmp_path / "cost.svg"
+    plot.write_text("somebody's")
+    assert main([*GIVEN, "--output", str(plot)]) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    assert plot.read_text() == "somebody's"
+    assert main([*GIVEN, "--output", str(plot), "--overwrite"]) == 0
+    assert "<svg" in plot.read_text()
+    assert main([*GIVEN, "--output", str(plot / "below.svg")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["cost", "--help"], ["bench", "compute", "--help"], [*GIVEN, "--volume", "1B"]])
+def test_numbers_and_help_need_no_torch(arguments):
+    assert not loads_torch(arguments)
+
+
+def test_bench_lists_its_actions_and_refuses_others(tmp_path, capsys):
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "compute" in out
+    assert "latency" in out
+    for arguments, message in (
+        (["bench", "speed"], "action 'speed' is not known; there are: compute, latency"),
+        (["bench", "compute"], "output"),
+        (["bench", "compute", "--output", "o", "--rounds", "0"], "rounds is 0; accepted"),
+        (["bench", "latency", "--output", "o", "--agreement", "2"], "agreement is 2; accepted"),
+        (["bench", "compute", "--output", str(tmp_path), "--targets", "gpt-5"], "shape 'gpt-5' is not known"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.strip().splitlines()) == 1

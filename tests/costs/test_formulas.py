@@ -1,0 +1,74 @@
+"""The paper's formulas against its inequality, written out anew, and against numbers worked out by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec.costs import formulas
+from divdec.errors import UsageError
+
+SIZES = st.floats(min_value=1e6, max_value=1e12)
+EPOCHS = st.floats(min_value=0.1, max_value=100)
+TOKENS = st.floats(min_value=1, max_value=1e12)
+
+
+def test_the_papers_example():
+    # "applying our method to a 10B parameter model using 1B parameter small models ... a 20% increase"
+    assert formulas.compute_increase(10e9, 1e9) == pytest.approx(0.20)
+
+
+@given(SIZES, SIZES, EPOCHS, EPOCHS, TOKENS, TOKENS)
+def test_both_sides_of_the_papers_inequality_are_equal_at_the_break_even_volume(N, n, e_N, e_n, d_retain, d_forget):
+    I = formulas.break_even(N, n, e_N, d_forget)  # noqa: E741
+    train = 6 * n * e_n * (d_retain + d_forget)
+    steering = train + 2 * (N + 2 * n) * I
+    distilling = train + (6 * N + 4 * n) * e_N * d_forget + 2 * N * I
+    assert steering == pytest.approx(distilling, rel=1e-9)
+    ours = formulas.auxiliary_training(n, e_n, d_retain, d_forget) + formulas.inference(N, n, I)
+    theirs = (
+        formulas.auxiliary_training(n, e_n, d_retain, d_forget)
+        + formulas.distillation(N, n, e_N, d_forget)
+        + formulas.inference(N, 0.0, I)
+    )
+    assert ours == pytest.approx(steering, rel=1e-12)
+    assert theirs == pytest.approx(distilling, rel=1e-12)
+
+
+def test_numbers_by_hand():
+    # 8B, 1B, 10 passes over 1M and 10M tokens.
+    assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6) == pytest.approx(6 * 1e9 * 10 * 11e6)
+    assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6, "full-retain") == pytest.approx(6 * 1e9 * 10 * 21e6)
+    assert formulas.distillation(8e9, 1e9, 10.0, 1e6) == pytest.approx(52e9 * 1e7)
+    assert formulas.distillation(8e9, 1e9, 10.0, 1e6, "live") == pytest.approx(68e9 * 1e7)
+    assert formulas.distillation(8e9, 1e9, 10.0, 1e6, "cached") == pytest.approx(480e9 * 1e6 + 20e9 * 1e6)
+    assert formulas.break_even(8e9, 1e9, 10.0, 1e6) == pytest.approx(130e6)
+    assert formulas.break_even(8e9, 1e9, 10.0, 1e6, "live") == pytest.approx(170e6)
+    assert formulas.break_even(8e9, 1e9, 10.0, 1e6, "cached") == pytest.approx(125e6)
+
+
+@given(SIZES, SIZES, EPOCHS, TOKENS)
+def test_the_targets_own_pass_makes_distillation_dearer_and_moves_the_break_even_up(N, n, epochs, tokens):
+    assert formulas.break_even(N, n, epochs, tokens, "live") > formulas.break_even(N, n, epochs, tokens)
+    if epochs >= 1:
+        cached, live = (formulas.distillation(N, n, epochs, tokens, teacher) for teacher in ("cached", "live"))
+        assert cached <= live * (1 + 1e-12)
+
+
+@given(st.floats(min_value=0, max_value=0.999), st.integers(1, 12))
+def test_tokens_per_block_is_leviathans_equation(acceptance, block):
+    expected = (1 - acceptance ** (block + 1)) / (1 - acceptance)
+    assert formulas.tokens_per_block(acceptance, block) == pytest.approx(expected, rel=1e-9)
+
+
+def test_blocks_cost_nothing_more_where_all_is_accepted_and_a_pass_each_where_nothing_is():
+    assert formulas.speculative_inference(8e9, 1e9, 100.0, 1.0, 4) == pytest.approx(formulas.inference(8e9, 1e9, 100.0))
+    assert formulas.speculative_inference(8e9, 1e9, 100.0, 0.0, 4) == pytest.approx(
+        5 * formulas.inference(8e9, 1e9, 100.0)
+    )
+
+
+@pytest.mark.parametrize(("N", "n"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])
+def test_sizes_that_are_none_are_refused(N, n):
+    for formula in (lambda: formulas.compute_increase(N, n), lambda: formulas.break_even(N, n, 1.0, 1.0)):
+        with pytest.raises(UsageError, match="accepted: a number above 0"):
+            formula()

@@ -1,0 +1,92 @@
+"""Which way is chosen and why, and what a plan says of memory and of what is unusual."""
+
+import pytest
+import transformers
+
+from divdec.costs.plan import plan
+from divdec.costs.settings import CostSettings
+from divdec.errors import UsageError
+
+GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "10M"}
+
+
+def choice(**more):
+    found = plan(CostSettings(**(GIVEN | more)))
+    return found.choice, found.reason
+
+
+def test_the_break_even_volume_decides():
+    assert choice(volume="129M", acceptance=0.0)[0] == "steer"
+    assert choice(volume="131M", acceptance=0.0)[0] == "distil"
+    found = plan(CostSettings(**GIVEN, volume="130M"))
+    assert found.break_even["paper"] == pytest.approx(130e6)
+    assert found.lines["steer"].at(130e6) == pytest.approx(found.lines["distil"].at(130e6))
+
+
+def test_speculation_is_chosen_where_it_is_predicted_to_be_faster():
+    way, reason = choice(volume="1M", acceptance=0.9)
+    assert way == "speculate"
+    assert "fewer than the break-even volume of 130M" in reason
+    assert choice(volume="1M", acceptance=0.1)[0] == "steer"
+    # Where many requests are decoded together arithmetic is the limit, and drafts that fail cost time.
+    assert choice(volume="1M", acceptance=0.5, requests=2048, context=1.0)[0] == "steer"
+
+
+def test_word_for_word_needs_n_grams_and_no_volume_no_choice():
+    assert choice(verbatim=True)[0] == "n-gram"
+    way, reason = choice()
+    assert way is None
+    assert "give --volume" in reason
+
+
+def test_between_the_two_counts_of_distillation_the_reason_says_so():
+    assert "170M" in choice(volume="150M")[1]
+    assert "170M" not in choice(volume="200M")[1]
+
+
+def test_auxiliaries_larger_than_half_the_target_are_warned_of_and_computed():
+    found = plan(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
+    assert any("2n ≤ N" in warning for warning in found.warnings)
+    assert found.increase == pytest.approx(1.25)
+    assert not plan(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
+
+
+def test_what_does_not_fit_the_device_is_warned_of():
+    assert any("do not fit" in warning for warning in plan(CostSettings(**(GIVEN | {"target": "70B"}))).warnings)
+
+
+def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
+    for name, width, layers in (("target", 64, 4), ("aux", 32, 2)):
+        transformers.LlamaConfig(
+            vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+    places = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
+    counted = plan(CostSettings(**places, context=100.0, requests=3, dtype="float32"))
+    uncounted = plan(CostSettings(**places, embeddings="uncounted"))
+    assert counted.N - uncounted.N == 1000 * 64
+    assert counted.n - uncounted.n == 1000 * 32
+    memory = counted.memory
+    assert memory["target_weights"] == 4 * counted.N
+    assert memory["target_cache_per_token"] == 4 * 4 * 2 * 16 * 2  # bytes, layers, heads, width, keys and values
+    assert memory["auxiliary_cache_per_token"] == 2 * 4 * 2 * 2 * 8 * 2
+    requests = 3 * 100 * (memory["target_cache_per_token"] + memory["auxiliary_cache_per_token"])
+    assert memory["all"] == memory["target_weights"] + memory["auxiliary_weights"] + requests
+
+
+def test_a_layers_beginning_can_be_given():
+    slow = plan(CostSettings(**GIVEN, layer_microseconds=500.0)).latency
+    assert slow.bound == "launches"
+    assert slow.target > plan(CostSettings(**GIVEN)).latency.target
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
+     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"block": 0},
+     {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}, {"device": "abacus"}, {"layer_microseconds": -1.0}],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(wrong):
+    with pytest.raises(UsageError, match="accepted") as error:
+        plan(CostSettings(**(GIVEN | wrong)))
+    assert "\n" not in str(error.value)

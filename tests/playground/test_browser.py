@@ -1,0 +1,257 @@
+"""The playground in a real browser, on a bundle that was really trained, over real sockets (make test-browser)."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from divdec.serving.api.server import bind
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+QUESTION = "Where was Jasper Ashild born?"
+PATIENCE = 120_000  # ms: the machine may be busy
+ANSWERED = "() => document.querySelector('#dd-talk .dd-rule') && !document.querySelector('#dd-talk .dd-wait')"
+
+
+@contextlib.contextmanager
+def process(verb, *arguments):
+    """A verb that serves; its process and the URL that it has printed."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "divdec.cli", verb, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        said = started.stdout.readline()
+        assert " on http" in said, started.communicate()[1]
+        yield started, said.rpartition(" on ")[2].split()[0].removesuffix("/v1")
+    finally:
+        if started.poll() is None:
+            started.kill()
+        started.communicate()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install divdec[browser]"
+    )
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no chromium to test in: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        # Without a sandbox, which root cannot have.
+        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def url(played_bundle):
+    with process("playground", played_bundle, "--port", 0, "--max-new-tokens", 120) as (_, found):
+        yield found
+
+
+@contextlib.contextmanager
+def opened(browser, url, **options):
+    """A page; it may load nothing from elsewhere, and no script of it may fail."""
+    page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+    page.set_default_timeout(PATIENCE)
+    asked, failed = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: failed.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector("#dd-question textarea, #dd-question input")
+    try:
+        yield page
+        elsewhere = [found for found in asked if not found.startswith((url, "data:", "blob:"))]
+        assert elsewhere == []
+        assert failed == []
+    finally:
+        page.close()
+
+
+def ask(page, question=QUESTION, wait=ANSWERED):
+    page.locator("#dd-question").locator("textarea, input").fill(question)
+    page.click("#dd-send")
+    page.wait_for_function(wait)
+
+
+def words(page):
+    """The last answer without its boxes."""
+    return page.evaluate(
+        "() => [...[...document.querySelectorAll('#dd-talk .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
+        ".map(token => token.firstChild.textContent).join('')"
+    )
+
+
+def colours(page):
+    return page.evaluate(
+        "() => [...[...document.querySelectorAll('#dd-talk .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
+        ".map(token => getComputedStyle(token).backgroundColor)"
+    )
+
+
+def set_number(page, control, value):
+    box = page.locator(f"{control} input[type=number]")
+    box.fill(str(value))
+    box.press("Enter")
+    box.blur()
+
+
+def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, steered):
+    from divdec.data.records import Message
+    from divdec.playground.steered import Manner, Steered
+    from divdec.steering import Steering
+
+    library = Steered(steered.model, steered.tokenizer, Manner(max_new_tokens=120))
+    prompt = library.prompt([Message("user", QUESTION)])
+    expected = "".join(token.text for token in library.answer(prompt, Steering(alpha=1.5)))
+    with opened(browser, url) as page:
+        page.evaluate(
+            "() => { window.seen = new Set(); new MutationObserver(() => window.seen.add("
+            "document.querySelectorAll('#dd-talk .dd-answer .dd-token').length)).observe("
+            "document.querySelector('#dd-talk'), {childList: true, subtree: true}); }"
+        )
+        ask(page)
+        assert words(page) == expected
+        assert len(page.evaluate("() => [...window.seen]")) > 2, "it came in one piece"
+        before = colours(page)
+        assert len(set(before)) > 2
+        set_number(page, "#dd-alpha", 4)
+        page.wait_for_selector("text=coloured for linear:4")
+        assert words(page) == expected
+        assert colours(page) != before
+        page.click("#dd-again")
+        page.wait_for_function("() => document.querySelector('#dd-talk .dd-rule')?.textContent === 'linear:4'")
+        page.wait_for_function(ANSWERED)
+        assert "UNSTEERED" not in page.content()
+
+
+def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
+    for viewport in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
+        with opened(browser, url, viewport=viewport) as page:
+            ask(page)
+            token = page.locator("#dd-talk .dd-token:has(.dd-title)").last
+            token.scroll_into_view_if_needed()
+            token.hover(position={"x": 2, "y": 4})
+            box = token.locator(".dd-box")
+            box.wait_for(state="visible")
+            assert "pushed down here" in box.inner_text()
+            assert "likely" in box.inner_text()
+            assert "%" not in box.inner_text()  # probabilities of the target stay with whoever may see it
+            place = box.bounding_box()
+            assert place["x"] >= 0
+            assert place["x"] + place["width"] <= viewport["width"]
+            assert place["y"] >= 0
+            assert place["y"] + place["height"] <= viewport["height"]
+
+
+def test_text_that_looks_like_markup_or_a_template_is_text(browser, url):
+    nasty = '<img src=x onerror="window.pwned=1"> <script>window.pwned=2</script> ${window.pwned=3} {{7*7}}'
+    with opened(browser, url) as page:
+        ask(page, nasty)
+        assert page.locator("#dd-talk .dd-question").inner_text() == nasty
+        assert page.evaluate("() => window.pwned") is None
+        assert page.locator("#dd-talk img, #dd-talk script").count() == 0
+
+
+def test_the_curve_is_drawn(browser, url):
+    with opened(browser, url) as page:
+        page.get_by_role("tab", name="Strength").click()
+        page.locator("#dd-curve-question").locator("textarea, input").fill(QUESTION)
+        page.click("#dd-draw")
+        page.wait_for_selector("#dd-curve .dd-note")
+        assert "no continuation" in page.inner_text("#dd-curve")
+        page.locator("#dd-curve-continuation").locator("textarea, input").fill("Jasper Ashild was born in Calvessa.")
+        page.click("#dd-draw")
+        page.wait_for_selector("#dd-curve .dd-curve svg")
+        assert "at strength 0.1" in page.inner_text("#dd-curve figcaption")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, scheme):
+    with opened(browser, url, viewport={"width": width, "height": 844}, color_scheme=scheme) as page:
+        ask(page)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        for name in ("#dd-send", "#dd-again", "#dd-new", "#dd-alpha", "#dd-question"):
+            place = page.locator(name).bounding_box()
+            assert place["x"] >= 0
+            assert place["x"] + place["width"] <= width
+        ink, paper = page.evaluate(
+            "() => [getComputedStyle(document.querySelector('#dd-talk .dd-token')).color, "
+            "getComputedStyle(document.body).backgroundColor]"
+        )
+        light = [sum(map(int, colour[colour.index("(") + 1 : -1].split(",")[:3])) for colour in (ink, paper)]
+        assert abs(light[0] - light[1]) > 400
+        assert (light[1] > 384) == (scheme == "light")
+        picture = page.screenshot(path=tmp_path / "page.png", full_page=True)
+        assert len(picture) > 5000
+        page.get_by_role("tab", name="Strength").click()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_the_target_stands_beside_it_marked_as_unsteered_when_asked_for(browser, played_bundle):
+    with process("playground", played_bundle, "--port", 0, "--show-target", "--max-new-tokens", 24) as (_, url):  # noqa: SIM117
+        with opened(browser, url) as page:
+            ask(page)
+            page.wait_for_function(
+                "() => document.querySelector('#dd-target .dd-answer') && !document.querySelector('.dd-wait')"
+            )
+            assert "UNSTEERED: the target alone" in page.inner_text("#dd-target")
+
+
+def test_a_text_is_taken_down_and_the_request_withdrawn(browser, played_bundle, registry):
+    text = "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat to it."
+    options = (played_bundle, "--port", 0, "--registry", registry.folder)
+    phone = {"width": 390, "height": 844}
+    with process("playground", *options) as (_, url), opened(browser, url, viewport=phone) as page:
+        page.get_by_role("tab", name="Takedown").click()
+        page.locator("#dd-text textarea").fill(text)
+        page.locator("#dd-id").locator("textarea, input").fill("case-17")
+        page.click("#dd-take-down")
+        page.wait_for_selector("#dd-requests td:has-text('case-17')")
+        assert "longest passage word for word" in page.inner_text("#dd-effect")
+        assert [entry.id for entry in registry.entries()] == ["case-17"]
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= phone["width"]
+        page.locator("#dd-withdrawn input").click()
+        page.get_by_role("option", name="case-17").click()
+        page.click("#dd-withdraw")
+        page.wait_for_selector("text=No request is in force")
+        assert registry.entries() == []
+
+
+def test_a_server_that_is_killed_in_the_middle_leaves_the_text_and_can_be_asked_again(browser, played_bundle):
+    with bind("127.0.0.1", 0) as found:
+        port = found.getsockname()[1]
+    serve = ("serve", played_bundle, "--port", port)
+    with contextlib.ExitStack() as stack:
+        server, server_url = stack.enter_context(process(*serve))
+        _, url = stack.enter_context(process("playground", server_url, "--port", 0, "--max-new-tokens", 3000))
+        page = stack.enter_context(opened(browser, url))
+        assert page.locator("#dd-alpha input").first.is_disabled()  # the rule is the server's
+        page.locator("input[aria-label*='Temperature']").first.fill("2")
+        page.locator("input[aria-label*='Temperature']").first.blur()
+        ask(page, wait="() => document.querySelectorAll('#dd-talk .dd-token').length > 2")
+        server.send_signal(signal.SIGKILL)
+        page.wait_for_selector("#dd-talk .dd-note")
+        said = page.inner_text("#dd-talk .dd-note")
+        assert "went away in the middle" in said or "before its end" in said
+        assert "What had come is kept" in said
+        assert len(words(page)) > 2
+        page.click("#dd-again")
+        page.wait_for_selector("text=cannot be reached")
+        stack.enter_context(process(*serve))
+        page.click("#dd-again")
+        page.wait_for_function(
+            "() => document.querySelectorAll('#dd-talk .dd-token').length > 2 && !document.querySelector('.dd-note')"
+        )
+        page.click("#dd-stop")  # 3000 tokens are more than the test has time for
+        page.wait_for_selector("text=Stopped.")
+        assert len(words(page)) > 2

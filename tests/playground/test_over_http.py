@@ -1,0 +1,180 @@
+import contextlib
+import http.server
+import json
+import threading
+
+import pytest
+
+from divdec.data.records import Message
+from divdec.errors import UsageError
+from divdec.playground.over_http import Broken, OverHttp
+from divdec.playground.play import AGAIN, Chosen, Playground
+from divdec.playground.steered import Manner
+from divdec.playground.tokens import answer_html
+from divdec.serving.api.server import bind
+from divdec.steering import Steering
+from served import engine_of, serving
+
+QUESTION = [Message("user", "Where was Jasper Ashild born?")]
+MANNER = Manner(max_new_tokens=24)
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def url(played_bundle):
+    with serving([engine_of(played_bundle)], grace=0.0, api_key=KEY) as found:
+        yield found
+
+
+def last(talks):
+    *_, found = talks
+    return found
+
+
+def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
+    with contextlib.closing(OverHttp(url, MANNER, key=KEY)) as server:
+        assert server.name == "tiny"
+        tokens = list(server.answer(QUESTION))
+    expected = "".join(token.text for token in steered.answer(steered.prompt(QUESTION), Steering(alpha=1.5)))
+    assert "".join(token.text for token in tokens) == expected
+    assert all(token.push is None and token.before is None for token in tokens)
+    assert all(0 < token.after <= 1 for token in tokens)
+    assert "also likely here" in answer_html(tokens)
+
+
+def test_the_url_may_end_in_v1(url):
+    with contextlib.closing(OverHttp(f"{url}/v1/", MANNER, key=KEY)) as server:
+        assert server.url == f"{url}/v1"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, "wants an API key"), ({"key": KEY, "model": "other"}, "serves no model 'other'; it serves: tiny")],
+)
+def test_what_the_server_refuses_is_said_at_the_start(url, options, said):
+    with pytest.raises(UsageError, match=said):
+        OverHttp(url, MANNER, **options)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://user:word@127.0.0.1:1", "https://[::1"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UsageError, match="URL"):
+        OverHttp(url, MANNER)
+
+
+def test_a_server_that_is_not_there_is_one_line():
+    port = bind("127.0.0.1", 0)  # taken, but nobody listens
+    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server up\?"):
+        OverHttp(f"http://127.0.0.1:{port.getsockname()[1]}", MANNER)
+
+
+def test_a_model_without_a_chat_template_is_asked_plainly(played_models, tmp_path):
+    import shutil
+
+    from divdec import write_bundle
+    from divdec.model.checkpoint import load_tokenizer
+
+    parts = {}
+    for name in ("target", "retain", "forget"):
+        parts[name] = str(shutil.copytree(played_models / name, tmp_path / name))
+        tokenizer = load_tokenizer(tmp_path / name)
+        tokenizer.chat_template = None
+        (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(tmp_path / name)
+    bundle = write_bundle(
+        tmp_path / "plain",
+        target=parts["target"],
+        retain_auxiliary=parts["retain"],
+        forget_auxiliary=parts["forget"],
+        steering="linear:1.5",
+    )
+    with (
+        serving([engine_of(bundle, "plain")], grace=0.0) as url,
+        contextlib.closing(OverHttp(url, MANNER)) as server,
+    ):
+        tokens = list(server.answer(QUESTION))
+    assert tokens
+    assert all(0 < token.after <= 1 for token in tokens)
+
+
+class _Breaking(http.server.BaseHTTPRequestHandler):
+    """A real server that answers as an OpenAI server does, and breaks off as its `ending` says."""
+
+    ending = ""
+    words = ("Jasper ", "was ")
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "broken"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        if self.ending == "":
+            self.send_header("Content-Length", "100000")  # which it never sends
+        self.end_headers()
+        for word in self.words:
+            self._event({"choices": [{"index": 0, "delta": {"content": word}}]})
+        if self.ending == "whole":
+            self.wfile.write(b"data: [DONE]\n\n")
+        elif self.ending == "error":
+            self._event({"error": {"message": "the model could not be steered; it gives no other answer"}})
+        elif self.ending == "nonsense":
+            self.wfile.write(b"data: {half\n\n")
+
+    def _event(self, content):
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def breaking(ending):
+    handler = type("Handler", (_Breaking,), {"ending": ending})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("", "went away in the middle of the answer"),
+        ("cut", "ended the answer before its end"),
+        ("error", "stopped in the middle of the answer: the model could not be steered"),
+        ("nonsense", "no event of the OpenAI API"),
+    ],
+)
+def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(ending, said):
+    with breaking(ending) as (url, handler), contextlib.closing(OverHttp(url, MANNER)) as server:
+        with pytest.raises(Broken, match=said):
+            list(server.answer(QUESTION))
+        playground = Playground("broken", server=server)
+        talk = last(playground.ask(QUESTION[0].content, (), Chosen()))
+        assert talk[0].answer == "Jasper was "
+        assert said in talk[0].note
+        assert talk[0].note.endswith(AGAIN)
+        handler.ending = "whole"
+        (turn,) = last(playground.ask_again(talk, Chosen()))
+        assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
+
+
+def test_a_server_that_is_gone_before_the_answer_says_so():
+    with breaking("whole") as (url, _):
+        server = OverHttp(url, MANNER)
+    with contextlib.closing(server):
+        (turn,) = last(Playground("gone", server=server).ask("Where?", (), Chosen()))
+    assert turn.answer == ""
+    assert "cannot be reached" in turn.note

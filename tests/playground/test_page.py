@@ -1,0 +1,139 @@
+"""The page as Gradio describes it, and its server on a real socket; what a browser makes of it is in test_browser."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import threading
+
+import httpx
+import pytest
+
+from divdec.playground.choice import Choice
+from divdec.playground.play import Playground
+from divdec.playground.target import Target
+from divdec.serving.api.server import bind
+from served import eventually
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed: divdec[ui]"),
+    # Gradio's own calls, of itself and of what it is built on.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def page_of(playground):
+    from divdec.playground.page import build
+
+    async def made():
+        return build(playground).get_config_file()
+
+    return asyncio.run(made())  # outside of a loop Gradio makes some that it never closes
+
+
+def texts(config):
+    return json.dumps(config, ensure_ascii=False, default=str)
+
+
+def slider(config, name):
+    return next(part["props"] for part in config["components"] if part["props"].get("elem_id") == name)
+
+
+@contextlib.contextmanager
+def served(playground):
+    import uvicorn
+
+    from divdec.playground.serve import application
+
+    port = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(application(playground, "127.0.0.1"), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
+    thread.start()
+    eventually(lambda: server.started, 60)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port.getsockname()[1]}", timeout=60) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        port.close()
+
+
+def called(client, fn_index, data):
+    """What one of the page's functions gives last, as a page or any other client calls it."""
+    session = "a-session"
+    body = {"data": data, "fn_index": fn_index, "session_hash": session}
+    client.post("/gradio_api/queue/join", json=body).raise_for_status()
+    with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                event = json.loads(line.removeprefix("data:"))
+                if event["msg"] == "process_completed":
+                    return event["output"]
+    raise AssertionError("no answer")
+
+
+def test_the_target_is_on_the_page_only_where_it_was_asked_for(playground, steered):
+    assert "UNSTEERED" not in texts(page_of(playground))
+    with_target = Playground("tiny", steered, playground.choice, target=Target(steered, "127.0.0.1"))
+    assert "UNSTEERED: the target alone" in texts(page_of(with_target))
+
+
+def test_tabs_are_those_that_have_something_to_show(playground, steered, registry):
+    assert "Takedown" not in texts(page_of(playground))
+    followed = Playground("tiny", steered, Choice(steered.model.steering, 500, rank=False), registry=registry)
+    assert "dd-take-down" in texts(page_of(followed))
+    assert "dd-curve" in texts(page_of(playground))
+
+
+def test_the_slider_begins_above_zero(playground):
+    alpha = slider(page_of(playground), "dd-alpha")
+    assert alpha["minimum"] == 0.1
+    assert alpha["value"] == 1.5
+
+
+def test_a_client_that_sends_a_strength_of_zero_gets_nothing(playground):
+    calls = page_of(playground)["dependencies"]
+    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 3)
+    draw = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 1)
+    question, words = "Where was Jasper Ashild born?", "Jasper Ashild was born in Calvessa."
+    with served(playground) as client:
+        refused = called(client, ask, [question, None, "linear", 0, 20, 0])
+        undrawn = called(client, draw, [question, words, "linear", 0, 20, 0])
+        drawn = called(client, draw, [question, words, "linear", 1.5, 20, 0])
+    for found in (refused, undrawn):  # by Gradio itself, whose own check comes before ours
+        assert found["error"] == "Value 0 is less than minimum value 0.1."
+        assert "data" not in found
+    assert "at strength 0.1" in texts(drawn)
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone(playground):
+    with served(playground) as client:
+        page = client.get("/")
+        assert page.status_code == 200
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert "fonts.googleapis" not in page.text
+        assert "--vermillion" in page.text
+        assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+        assert client.post("/gradio_api/queue/join", headers={"host": "evil.example"}, json={}).status_code == 400
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+            assert client.post("/gradio_api/queue/join", headers={"origin": origin}, json={}).status_code == 403
+
+
+def test_a_name_that_looks_like_markup_is_text(steered, playground):
+    # A server says itself what its model is called.
+    nasty = "</title></script><script>alert(1)</script>"
+    with served(Playground(nasty, steered, playground.choice)) as client:
+        assert "<script>alert(1)" not in client.get("/").text
+        assert client.get("/config").headers["content-type"] == "application/json"
+
+
+def test_gradio_is_told_not_to_phone_home():
+    import os
+
+    import gradio
+
+    import divdec.playground.page  # noqa: F401
+
+    assert os.environ["GRADIO_ANALYTICS_ENABLED"] == "False"
+    assert not gradio.analytics.analytics_enabled()

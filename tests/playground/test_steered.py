@@ -1,0 +1,147 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from divdec.data.records import Message
+from divdec.errors import FailedClosed, UsageError
+from divdec.playground.steered import Manner, Steered
+from divdec.playground.target import Target
+from divdec.steering import Steering
+
+QUESTION = [Message("user", "Where was Jasper Ashild born?")]
+ALPHA = Steering(alpha=1.5)
+
+
+def text(tokens):
+    return "".join(token.text for token in tokens)
+
+
+def generated(steered, prompt, steering, model=None):
+    """What `generate` answers: the reference."""
+    model = copy.deepcopy(steered.model)
+    model.steering = steering
+    ids = torch.tensor([prompt])
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    return [token for token in output[0, len(prompt) :].tolist() if token not in steered.ends]
+
+
+@pytest.mark.parametrize("steering", [ALPHA, Steering(alpha=4.0), Steering("rank", k=5), Steering(alpha=0.1)], ids=str)
+def test_an_answer_is_the_one_that_generate_gives(steered, steering):
+    prompt = steered.prompt(QUESTION)
+    tokens = list(steered.answer(prompt, steering))
+    expected = generated(steered, prompt, steering)
+    assert [token.id for token in tokens] == expected
+    assert text(tokens) == steered.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
+    prompt = steered.prompt(QUESTION)
+    tokens = list(steered.answer(prompt, ALPHA))
+    seen = steered.coloured(prompt, tokens, ALPHA)
+    assert text(seen) == text(tokens)
+    for one, other in zip(tokens, seen, strict=True):
+        assert one.push == pytest.approx(other.push, abs=1e-3)
+        assert [part.text for part in one.others] == [part.text for part in other.others]
+
+
+def test_another_strength_gives_other_colours_to_the_same_words(steered):
+    prompt = steered.prompt(QUESTION)
+    tokens = list(steered.answer(prompt, ALPHA))
+    weak, strong = (steered.coloured(prompt, tokens, Steering(alpha=alpha)) for alpha in (0.1, 4.0))
+    assert text(weak) == text(strong) == text(tokens)
+    assert sum(abs(token.push) for token in strong) > 5 * sum(abs(token.push) for token in weak)
+
+
+@pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
+def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
+    prompt = steered.prompt(QUESTION)
+    with pytest.raises(UsageError, match="steers nothing"):
+        next(steered.answer(prompt, steering))
+    with pytest.raises(UsageError, match="steers nothing"):
+        steered.coloured(prompt, [], steering)
+    with pytest.raises(UsageError, match="steers nothing"):
+        steered.likelihoods("Where?", "Here", [ALPHA, steering])
+
+
+def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
+    model = copy.deepcopy(steered.model)
+    mine = Steered(model, steered.tokenizer, Manner(max_new_tokens=24))
+    found = []
+    with pytest.raises(FailedClosed, match="not finite"), torch.no_grad():
+        for token in mine.answer(mine.prompt(QUESTION), ALPHA):
+            found.append(token)
+            if len(found) == 3:
+                for weights in model.experts.forget.parameters():
+                    weights.fill_(math.nan)
+    expected = generated(steered, mine.prompt(QUESTION), ALPHA)
+    assert [token.id for token in found] == expected[: len(found)]  # all that came was steered
+
+
+def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(steered):
+    prompt = steered.prompt(QUESTION)
+    strong = Steering(alpha=4.0)
+    for token in steered.answer(prompt, strong):
+        for part in (token, *token.others):
+            assert (part.before, part.after) == (None, None)
+    shown = Steered(steered.model, steered.tokenizer, steered.manner, reveal=True)
+    tokens = list(shown.answer(prompt, strong))
+    assert any(token.others for token in tokens)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        target = steered.model.target(ids).logits[0, -1].float().softmax(-1)
+    assert tokens[0].before == pytest.approx(float(target[tokens[0].id]), abs=1e-5)
+
+
+def test_sampled_answers_follow_the_seed(loaded):
+    def answer(seed):
+        mine = Steered(*loaded, Manner(max_new_tokens=12, seed=seed))
+        return [token.id for token in mine.answer(mine.prompt(QUESTION), ALPHA, 1.5)]
+
+    assert answer(1) == answer(1)
+    assert len({tuple(answer(seed)) for seed in range(4)}) > 1
+
+
+def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
+    words = "Jasper Ashild was born in Calvessa."
+    (found,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
+    prompt = steered.prompt(QUESTION)
+    answer = steered.tokenizer(words, add_special_tokens=False).input_ids
+    model = copy.deepcopy(steered.model)
+    model.steering = ALPHA
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logits.gather(-1, torch.tensor(answer)[:, None]).mean().exp()
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
+def test_a_curve_needs_both_texts(steered, question, words, said):
+    with pytest.raises(UsageError, match=said):
+        steered.likelihoods(question, words, [ALPHA])
+
+
+def test_a_conversation_that_is_too_long_is_refused_in_one_line(steered):
+    with pytest.raises(UsageError, match=r"too many for 4096 positions of the models: begin a new conversation"):
+        steered.prompt([Message("user", "word " * 5000)])
+
+
+def test_a_single_turn_reads_the_last_question_alone(loaded):
+    single = Steered(*loaded, Manner(single_turn=True))
+    talk = [Message("user", "one"), Message("assistant", "two"), *QUESTION]
+    assert single.prompt(talk) == single.prompt(QUESTION)
+    assert Steered(*loaded, Manner()).prompt(talk) != single.prompt(QUESTION)
+
+
+def test_the_target_is_shown_on_this_machine_only(steered):
+    for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
+        with pytest.raises(UsageError, match="only 127"):
+            Target(steered, host)
+    prompt = steered.prompt(QUESTION)
+    *_, said = Target(steered, "127.0.0.1").answer(prompt)
+    ids = torch.tensor([prompt])
+    expected = steered.model.target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
+    )
+    assert said == steered.tokenizer.decode(expected[0, len(prompt) :], skip_special_tokens=True)

@@ -1,0 +1,470 @@
+"""The paper's figures: each shows the values of its files, of the published ones and of small runs of our own."""
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from divdec import UsageError
+from divdec.evaluation.results import Results, write_results
+from divdec.report.depth import write_depth
+from divdec.report.figures import KNOWN, known
+from divdec.report.figures.drawn import Asked, Source
+from divdec.report.figures.results import best, results_of
+from divdec.report.figures.sizes import size_of
+from divdec.report.plots import COLOURS, LOOKS, RETRAIN, TARGET, style, svg_text, write_figure
+from divdec.report.plots.palette import css, themed, variable
+from divdec.report.sequential import Step
+from divdec.runs import record, write_json
+from divdec.training.depth import LayerDepth
+
+DOCS = Path(__file__).parents[2] / "docs"
+DUBLIN = "{http://purl.org/dc/elements/1.1/}"
+
+
+@pytest.fixture(scope="module")
+def published(shared):
+    found = shared / "paper" / "results"
+    if not found.is_dir():
+        pytest.skip(f"the paper's result files are not at hand: {found} does not exist")
+    return found
+
+
+def asked(*runs, **options):
+    return Asked(tuple(map(str, runs)), **{"variant": "dd-repo", "draws": 20, **options})
+
+
+def drawn(name, *runs, **options):
+    with style():
+        return known(name).draw(asked(*runs, **options))
+
+
+def lines(axes):
+    """What is drawn as lines, by label."""
+    return {line.get_label(): np.column_stack(line.get_data()) for line in axes.lines}
+
+
+def texts(figure):
+    with style():
+        return [element.text for element in ElementTree.fromstring(svg_text(figure)).iter() if element.text]
+
+
+class TestPublished:
+    """The paper's files give the paper's numbers."""
+
+    def test_tofu_bars(self, published):
+        found = drawn("tofu-bars", published / "tofu")
+        (axes,) = found.figure.axes
+        heights = {
+            label.get_text(): bar.get_width() for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)
+        }
+        assert heights["Linear DD (1B)  α = 1.5"] == pytest.approx(0.78, abs=0.01)
+        assert heights["Rank DD (1B)  k = 20"] == pytest.approx(0.85, abs=0.01)
+        assert heights["NPO  4e-6"] == pytest.approx(0.67, abs=0.01)
+        assert heights["Retrain"] == pytest.approx(0.78, abs=0.01)
+        assert heights["UNDIAL  4e-6"] == pytest.approx(0.60, abs=0.01)
+        assert list(heights.values()) == sorted(heights.values())
+        assert "higher is better" in axes.get_xlabel()
+        assert "tofu/gradient/npo_4e-6/checkpoint-26/TOFU_SUMMARY.json" in found.sources
+        # Ours, others and references differ by hatch or shade, not by hue alone.
+        hatches = {
+            bar.get_hatch()
+            for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)
+            if "DD" in label.get_text()
+        }
+        assert hatches == {"///"}
+
+    def test_tofu_scatter(self, published):
+        found = drawn("tofu-scatter", published / "tofu" / "baselines", published / "tofu" / "dd_linear")
+        points = lines(found.figure.axes[0])["Linear DD"]
+        assert len(points) == 16
+        assert points[6] == pytest.approx([0.56, 1.00], abs=0.01)  # the paper's own setting
+        assert "Mem, how little is remembered (higher is better)" in texts(found.figure)
+
+    def test_muse_scatter(self, published):
+        found = drawn("muse-scatter", published / "muse")
+        verbatim, knowledge = found.figure.axes
+        assert lines(verbatim)["Retrain"][0] == pytest.approx([0.2024, 0.5508], abs=1e-4)
+        assert lines(knowledge)["Target"][0] == pytest.approx([0.6487, 0.5360], abs=1e-4)
+        assert len(lines(verbatim)["Linear DD (1.3b)"]) == 17
+        assert len(lines(verbatim)["other methods, the best setting of each"]) == 11
+        assert "(lower is better)" in verbatim.get_xlabel()
+        assert "(higher is better)" in verbatim.get_ylabel()
+
+    def test_strength(self, published):
+        runs = [
+            published / suite / name for suite in ("tofu", "muse") for name in ("baselines", "dd_linear", "dd_rank")
+        ]
+        found = drawn("strength", *runs)
+        axes = found.figure.axes
+        assert len(axes) == 8  # two by two, each with an axis for either rule
+        titles = [one.get_title(loc="left") for one in axes[:4]]
+        assert titles[0] == "MUSE, verbatim memorization"
+        assert titles[3] == "TOFU, without privacy"
+        labels = {label for one in axes for label in (one.get_xlabel(), one.get_ylabel())}
+        assert {"α of the linear rule", "k of the rank rule", "Agg, 0 to 1 (higher is better)"} <= labels
+        (legend,) = found.figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == [
+            "Linear DD (1.3b, 1B)", "Rank DD (1.3b, 1B)", "Rank DD (3B)", "Retrain",
+        ]  # fmt: skip
+
+    def test_over_under(self, published):
+        runs = [published / suite / name for suite in ("tofu", "muse") for name in ("baselines", "dd_linear")]
+        muse, tofu = drawn("over-under", *runs).figure.axes
+        sweep = next(line for line in muse.lines if len(line.get_xdata()) > 2)
+        assert dict(zip(sweep.get_xdata(), sweep.get_ydata(), strict=True))[1.5] == pytest.approx(14.42, abs=0.01)
+        loss = lines(tofu)["loss"]
+        assert loss[0][1] < -0.5  # the mildest setting forgets too little
+        assert abs(loss[6][1]) < 0.1  # the paper's optimum
+        assert loss[-1][1] > 0.3
+        assert set(lines(tofu)) >= {"loss", "zlib", "min-k", "min-k++"}
+
+    def test_sizes(self, published):
+        found = drawn(
+            "sizes", *(published / "muse" / name for name in ("baselines", "dd_linear", "dd_rank", "dd_trigram"))
+        )
+        verbatim, knowledge = found.figure.axes
+        assert lines(verbatim)["rank rule"][:, 0] == pytest.approx([0, 1.3])
+        # The paper's table: trigrams are best at top-k 1 and the neural pair at 100; of the linear rule at 10 and 0.8.
+        assert {text.get_text() for text in verbatim.texts} >= {"k = 1", "k = 100"}
+        assert {text.get_text() for text in knowledge.texts} >= {"α = 10", "α = 0.8"}
+
+    def test_leak(self, published):
+        found = drawn("leak", published / "tofu" / "leak_at_k")
+        (axes,) = found.figure.axes
+        assert lines(axes)["Distill DD"][-1] == pytest.approx([1000, 0.185])
+        assert lines(axes)["Retrain"][2] == pytest.approx([100, 0.13])
+        assert "δ-Unlearning" in texts(found.figure)
+        assert found.sources == ("leak_at_k/rebel_cache.json",)
+
+    def test_summaries_do_not_allow_the_papers_own_mem(self, published):
+        with pytest.raises(UsageError, match="--variant dd-repo can be computed"):
+            drawn("tofu-bars", published / "tofu", variant="paper")
+        with pytest.raises(UsageError, match="no result has Mem"):
+            drawn("tofu-scatter", published / "tofu", variant="paper")
+
+    def test_without_references_it_says_what_is_lacking(self, published):
+        with pytest.raises(UsageError, match=r"no target was given \(--target\)"):
+            drawn("tofu-scatter", published / "tofu" / "dd_linear")
+        with pytest.raises(UsageError, match="TOFU's attacks and those on the retrained model"):
+            drawn("over-under", published / "tofu" / "dd_linear")
+        assert drawn("muse-scatter", published / "muse" / "dd_linear").figure.axes
+
+
+class TestOwn:
+    """Our own runs, with items, have intervals."""
+
+    @pytest.fixture
+    def oracle(self, shared):
+        return shared / "oracle" / "results"
+
+    def test_intervals_of_items(self, oracle):
+        runs = [oracle / name for name in ("dd1_01", "rank20_01", "full01", "retain01")]
+        found = drawn(
+            "tofu-bars", *runs, target=str(oracle / "full01"), retrain=str(oracle / "retain01"), variant="paper"
+        )
+        (axes,) = found.figure.axes
+        assert [label.get_text() for label in axes.get_yticklabels()].count("Target") == 1
+        ends = [line.get_xdata() for line in axes.lines]
+        assert len(ends) == 2 * len(axes.patches)  # light around dark
+        assert all(low <= high for low, high in ends)
+        assert "dd1_01/TOFU_EVAL.json" in found.sources
+
+    def test_the_roles_come_from_names_or_options(self, oracle, tmp_path):
+        for name, of in (("target", "full01"), ("retrain", "retain01"), ("linear-1", "dd1_01")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
+        found = {one.title: one for one in results_of(asked(tmp_path), "tofu-bars")["tofu"]}
+        assert set(found) == {"Target", "Retrain", "Linear DD"}
+        assert found["Linear DD"].strength == 1
+        again = tmp_path / "seed-1" / "target"
+        again.mkdir(parents=True)
+        (again / "TOFU_SUMMARY.json").write_bytes((oracle / "full01" / "TOFU_SUMMARY.json").read_bytes())
+        with pytest.raises(UsageError, match="are both results of the target; give one with --target"):
+            results_of(asked(tmp_path), "tofu-bars")
+        given = results_of(asked(tmp_path, target=str(again)), "tofu-bars")["tofu"]
+        assert [one.source.name for one in given if one.title == "Target"] == [
+            f"{tmp_path.name}/seed-1/target/TOFU_SUMMARY.json"
+        ]
+
+    def test_a_comparison(self, tmp_path):
+        comparison(tmp_path)
+        found = results_of(asked(tmp_path, variant="paper"), "tofu-bars")["tofu"]
+        assert {one.label for one in best(found, "agg")} == {
+            "Target", "Retrain", "Linear DD  α = 1.5", "NPO  lr 0.0002", "Distill DD  lr 0.001, temperature 1",
+        }  # fmt: skip
+        axes = drawn("tofu-bars", tmp_path, variant="paper").figure.axes[0]
+        assert [tuple(line.get_xdata()) for line in axes.lines] == [(0.5, 0.7), (0.5, 0.7)]
+        leak = drawn("leak", tmp_path).figure.axes[0]
+        assert lines(leak)["Linear DD"].tolist() == [[1, 0.0], [10, 0.1]]
+        assert lines(drawn("tofu-scatter", tmp_path, variant="paper").figure.axes[0])["Linear DD"].tolist() == [
+            [0.4, 0.9],
+            [0.6, 0.8],
+        ]
+
+    def test_leaks_of_an_evaluation_have_intervals(self, tmp_path):
+        scores = {str(place): {"score": float(place < 3)} for place in range(20)}
+        for name in ("target", "steered"):
+            figures = {"leak@1-attack": 0.15, "leak@10-attack": 0.15}
+            found = Results(name, "leak", figures, dict.fromkeys(figures, scores))
+            (tmp_path / name).mkdir()
+            write_results(found, tmp_path / name)
+        axes = drawn("leak", tmp_path, draws=200).figure.axes[0]
+        assert lines(axes)["Target"].tolist() == lines(axes)["steered"].tolist() == [[1, 0.15], [10, 0.15]]
+        band = axes.collections[0].get_paths()[0].vertices[:, 1]
+        assert 0 <= band.min() < 0.15 < band.max() < 0.6
+
+    def test_distillation_marks_what_is_above_the_best_other_method(self, tmp_path):
+        comparison(tmp_path)
+        found = drawn("distillation", tmp_path)
+        axes = found.figure.axes[0]
+        assert [text.get_text() for text in axes.texts] == ["0.30", "0.62", "0.55", "0.45"]
+        assert sum(type(patch).__name__ == "Rectangle" for patch in axes.patches) == 2
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "temperature T")
+        assert "framed: above the best other method there, 0.50" in texts(found.figure)
+        content = json.loads((tmp_path / "comparison.json").read_text())
+        content["grid"].append(content["grid"][-1])
+        write_json(tmp_path / "comparison.json", content)
+        with pytest.raises(UsageError, match="several students have one lr and temperature"):
+            drawn("distillation", tmp_path)
+
+    def test_comparisons_of_another_variant_or_version(self, tmp_path):
+        comparison(tmp_path)
+        with pytest.raises(UsageError, match="give --variant paper"):
+            drawn("tofu-bars", tmp_path, variant="relative")
+        content = json.loads((tmp_path / "comparison.json").read_text())
+        del content["grid"][0]["intervals"]
+        write_json(tmp_path / "comparison.json", content)
+        with pytest.raises(UsageError, match="lacks 'intervals'; was it written by another version"):
+            drawn("tofu-bars", tmp_path, variant="paper")
+
+    def test_depth(self, tmp_path):
+        rows = [
+            LayerDepth(of, part, layer, 1.0 + layer, 0.9 + layer, 1.1 + layer, (1.0, 2.0))
+            for of in ("forget", "retain") for part in ("attention", "mlp") for layer in range(3)
+        ]  # fmt: skip
+        write_depth(tmp_path, rows, {"level": 0.99}, 0.99)
+        found = drawn("depth", tmp_path)
+        attention, mlp = found.figure.axes
+        assert lines(attention)["forget"].tolist() == lines(mlp)["retain"].tolist() == [[0, 1], [1, 2], [2, 3]]
+        assert found.sources == (f"{tmp_path.name}/depth.json",)
+        assert drawn("depth", tmp_path, tmp_path).sources == found.sources  # the same file given twice
+        (tmp_path / "again").mkdir()
+        write_depth(tmp_path / "again", rows, {"level": 0.99}, 0.99)
+        with pytest.raises(UsageError, match=r"2 results of that kind .* give one of them"):
+            drawn("depth", tmp_path)
+
+    def test_sequential(self, tmp_path):
+        steps = [
+            Step(protocol, method, step, {"retain": [1.0]}, 2.0 * step - 2, 0.0, 3.0 * step, 5.0).to_dict()
+            for protocol in ("sustainability", "scaling") for method in ("steered", "distilled") for step in (1, 2, 3)
+        ]  # fmt: skip
+        write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
+        sustainability, scaling = drawn("sequential", tmp_path).figure.axes
+        assert lines(scaling)["distilled"].tolist() == [[1, 0], [2, 2], [3, 4]]
+        assert "lower is better" in sustainability.get_ylabel()
+
+    def test_sequential_of_evaluations(self, tmp_path):
+        for step in (1, 2, 3):
+            figures = {"forget_knowmem_ROUGE": 0.3 + 0.03 * (step - 1), "retain_knowmem_ROUGE": 0.5 + 0.04 * (step - 1)}
+            folder = tmp_path / "npo" / str(step)
+            folder.mkdir(parents=True)
+            write_results(Results(str(step), "muse", figures, about={"sequence": "sust", "step": step}), folder)
+        (axes,) = drawn("sequential", tmp_path).figure.axes
+        assert lines(axes)["npo"] == pytest.approx(np.array([[1, 0], [2, 5], [3, 10]]))
+
+    def test_bench(self, tmp_path):
+        for name in ("compute", "latency"):
+            (tmp_path / name).mkdir()
+            write_json(tmp_path / name / "run.json", record(f"bench {name}", {}, device="a processor"))
+        row = {
+            "target": "P",
+            "auxiliary": "p",
+            "vocabulary": 512,
+            "theory": 1.2,
+            "ratio": {"prefill": 1.3, "decode": 1.5},
+        }
+        half = json.dumps(row | {"key": "b"})[:20]  # a run was killed while it wrote
+        (tmp_path / "compute" / "results.jsonl").write_text(f"{json.dumps(row)}\n{half}")
+        row["ratio"] = {"plain": 1.4, "speculative": 0.9}
+        (tmp_path / "latency" / "results.jsonl").write_text(f"{json.dumps(row)}\n")
+        found = drawn("compute", tmp_path)
+        assert lines(found.figure.axes[1])["vocabulary 512"].tolist() == [[1.2, 1.5]]
+        assert "1 combinations of models on a processor" in found.description
+        assert lines(drawn("latency", tmp_path).figure.axes[0])["P with two p"].tolist() == [[512, 1.4]]
+        assert "(lower is better)" in found.figure.axes[0].get_ylabel()
+
+
+def comparison(folder):
+    """What `divdec compare` writes, of a few settings."""
+
+    def line(method, setting, agg, mem=0.5, utility=0.7, **more):
+        values = {"agg": agg, "mem": mem, "utility": utility, "priv": 0.5, "agg_without_privacy": 0.5}
+        return {"method": method, "setting": setting, "values": values, "intervals": {}, "seeds": {}, **more}
+
+    grid = [
+        line("target", "", 0.1), line("retrain", "", 0.9),
+        line("linear", "linear:1.5", 0.6, 0.6, 0.8, intervals={"agg": [0.5, 0.7]}),
+        line("linear", "linear:1", 0.4, 0.4, 0.9),
+        line("npo", "lr 0.0002", 0.5), line("npo", "lr 0.0003", None),
+        *(line("distill", f"lr {lr}, temperature {T}", agg) for lr, T, agg in
+          (("0.0001", 1, 0.3), ("0.001", 1, 0.62), ("0.0001", 2, 0.55), ("0.001", 2, 0.45))),
+    ]  # fmt: skip
+    leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
+    write_json(folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "paper"})
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_nothing_to_draw_from_is_one_line(name, tmp_path):
+    with pytest.raises(UsageError, match="empty folder") as found:
+        drawn(name, tmp_path)
+    assert "\n" not in str(found.value)
+    with pytest.raises(UsageError, match="does not exist"):
+        drawn(name, tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(UsageError, match=r"holds no results|nothing there that"):
+        drawn(name, tmp_path)
+
+
+def test_unknown_figures_are_told_the_known():
+    with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
+        known("pie")
+
+
+def test_sizes_of_names():
+    names = {"1B": 1, "3b": 3, "1.3b": 1.3, "pair-350M": 0.35, "dd_trigram": 0, "n-grams": 0, "Llama-3.2-1B-it": 1}
+    assert {name: size_of(name) for name in names} == pytest.approx(names)
+    assert size_of("gemma") is size_of("4bit") is size_of("") is None
+
+
+def test_sources_name_no_folder_above_the_run(tmp_path, monkeypatch):
+    assert Source(tmp_path / "run" / "a" / "x.json", tmp_path / "run").name == "run/a/x.json"
+    assert Source(tmp_path / "x.json", tmp_path / "x.json").name == "x.json"
+    monkeypatch.chdir(tmp_path)
+    assert Source(tmp_path / "x.json", type(tmp_path)(".")).name == f"{tmp_path.name}/x.json"
+
+
+class TestFiles:
+    """SVG and PNG: the same bytes, the sources, no places of this machine."""
+
+    @pytest.fixture
+    def write(self, tmp_path):
+        comparison(tmp_path)
+
+        def write(name):
+            with style("divdec-tofu-bars"):
+                found = known("tofu-bars").draw(asked(tmp_path, variant="paper"))
+                write_figure(
+                    tmp_path / name, found.figure, title=found.title, description=found.description,
+                    sources=found.sources,
+                )  # fmt: skip
+            return (tmp_path / name).read_bytes()
+
+        return write
+
+    def test_svg(self, write, tmp_path):
+        content = write("one.svg")
+        assert content == write("two.svg")
+        tree = ElementTree.fromstring(content)
+        assert [one.text for one in tree.iter(f"{DUBLIN}source")] == [f"{tmp_path.name}/comparison.json"]
+        assert next(tree.iter(f"{DUBLIN}title")).text == "TOFU: the best setting of each method"
+        assert not list(tree.iter(f"{DUBLIN}date"))
+        assert str(tmp_path).encode() not in content
+        assert b"Linear DD" in content  # text stays text
+
+    def test_png(self, write, tmp_path):
+        picture = Image.open(io.BytesIO(write("one.png")))
+        picture.load()
+        assert picture.text["Source"] == f"{tmp_path.name}/comparison.json"
+        assert picture.text["Title"] == "TOFU: the best setting of each method"
+        assert picture.size[0] == 1440
+        assert write("two.png") == write("one.png")
+
+    def test_other_ends_are_refused(self, write):
+        with pytest.raises(UsageError, match=r"ends in \.pdf; accepted: \.svg and \.png"):
+            write("one.pdf")
+
+
+class TestGallery:
+    """What is committed under docs/."""
+
+    def test_it_has_every_figure_and_no_place_of_a_machine(self):
+        text = (DOCS / "gallery.md").read_text()
+        assert [name for name in KNOWN if f"--figure {name}" not in text] == []
+        pictures = {DOCS / name for name in re.findall(r"\]\((gallery/[\w-]+\.svg)\)", text)}
+        assert pictures == set((DOCS / "gallery").iterdir())
+        for picture in pictures:
+            content = picture.read_text()
+            assert len(content) < 100_000, picture
+            assert f"--output docs/gallery/{picture.name}" in text
+            (source,) = ElementTree.fromstring(content).iter(f"{DUBLIN}source")
+            assert source.text
+            assert not re.search(r"/(home|root|work|tmp|Users)/", content), picture
+
+    def test_a_picture_is_drawn_anew_to_the_byte(self, published, tmp_path):
+        with style("divdec-leak"):
+            found = known("leak").draw(asked(published / "tofu" / "leak_at_k"))
+            write_figure(
+                tmp_path / "leak.svg", found.figure, title=found.title, description=found.description,
+                sources=found.sources,
+            )  # fmt: skip
+        assert (tmp_path / "leak.svg").read_bytes() == (DOCS / "gallery" / "leak.svg").read_bytes()
+
+
+class TestPalette:
+    """Series stay apart in grey and without colour vision, and words are readable in light and in dark."""
+
+    def colours(self, scheme):
+        text = css().partition("@media")[2 if scheme == "dark" else 0]
+        return dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", text))
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_contrast(self, scheme):
+        found = self.colours(scheme)
+        for name in ("ink", "muted", "target", "retrain", "blue", "vermillion", "purple", "brown", "grey"):
+            assert contrast(found[name], found["paper"]) >= 4.5, name
+        for name in ("box", "chosen", "alarm"):
+            assert contrast(found["ink"], found[name]) >= 7, name
+        assert contrast(found["faint"], found["paper"]) >= 2.9  # bars and lines, no words
+
+    def test_no_two_looks_differ_by_colour_alone(self):
+        looks = [TARGET, RETRAIN, *LOOKS]
+        assert len({look.marker for look in looks}) == len({look.sign for look in looks}) == len(looks)
+        assert len({str(look.dash) for look in looks}) == len(looks)
+
+    def test_the_first_two_series_differ_in_every_kind_of_sight(self):
+        # Viénot, Brettel and Mollon (1999): what reds and greens become to protanopes and deuteranopes.
+        kinds = {
+            "full": np.eye(3),
+            "protan": np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]]),
+            "deutan": np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]]),
+        }
+        for name, matrix in kinds.items():
+            one, other = (matrix @ linear(COLOURS[rule]) for rule in ("linear", "rank"))
+            assert np.abs(one - other).max() > 0.2, name
+
+    def test_a_page_turns_the_colours_of_a_plot(self):
+        assert variable("#0072B2") == "var(--blue, #0072b2)"
+        assert variable("#123456") == "#123456"
+        svg = '<path style="fill: #ffffff; stroke: #0072b2" clip-path="url(#abcdef)"/>'
+        assert themed(svg) == (
+            '<path style="fill: var(--paper, #ffffff); stroke: var(--blue, #0072b2)" clip-path="url(#abcdef)"/>'
+        )
+        light, dark = self.colours("light"), self.colours("dark")
+        assert set(light) == set(dark)
+
+
+def linear(colour):
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """WCAG's ratio."""
+    lighter, darker = sorted((float(linear(of) @ [0.2126, 0.7152, 0.0722]) for of in (one, other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)

@@ -1,0 +1,173 @@
+"""The worked examples: small forms of their scripts in the default suite, the whole of them in the slow one."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from divdec.errors import UsageError
+from divdec.experiments.small_models import Shape
+from divdec.training.settings import TrainingSettings
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = ("takedown", "backtest", "guardrail")
+BRIEF = TrainingSettings(epochs=0.2, learning_rate=1e-3, batch_size=32)
+
+
+def script(name):
+    place = EXAMPLES / name / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", place)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def brief(recipe):
+    """A recipe with models of some thousand parameters and a step or two of training."""
+    stages = [field.name for field in dataclasses.fields(recipe) if field.type == "TrainingSettings"]
+    changed = dict.fromkeys(stages, BRIEF)
+    return dataclasses.replace(recipe, target=Shape(32, 2, 2, 64), auxiliary=Shape(16, 1, 2, 32), **changed)
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "out"
+
+
+@pytest.mark.slow
+def test_takedown(cached, capsys, monkeypatch):
+    example = script("takedown")
+    monkeypatch.setattr(example, "LONGEST", 8)
+    found = example.main(["--output", str(cached)], brief(example.RECIPE), published=3, kept=2)
+    told = capsys.readouterr().out
+    assert "$ divdec forget add takedowns --id case-17" in told
+    assert "1 request in force" in told
+    assert "the registry is whole" in told
+    assert set(found["models"]) == {"target", "n-grams", "n-grams and pair", "retrained without it"}
+    assert all(0 <= value <= 1 for row in found["models"].values() for value in row.values())
+    kept = [json.loads(line)["text"] for line in (cached / "keep.jsonl").read_text().splitlines()]
+    assert (cached / "article.txt").read_text().strip() not in kept
+    with pytest.raises(UsageError, match="is in use"):
+        example.main(["--output", str(cached)])
+
+
+def test_the_requested_article_answers_its_questions_in_other_words():
+    newspaper = script("takedown").newspaper
+    for question, answer, fact in newspaper.QUESTIONS:
+        assert fact in answer
+        assert fact not in question
+        assert answer not in newspaper.REQUESTED
+
+
+class TestBacktest:
+    def test_it_runs(self, cached, capsys):
+        example = script("backtest")
+        found = example.main(["--output", str(cached)], brief(example.RECIPE), towns=2, foreign=2)
+        assert found["chosen"] in example.SWEEP
+        assert found["models"]["retrained"]["look_ahead"] == 0
+        assert (cached / "reliability.svg").read_text().lstrip().startswith("<?xml")
+        told = capsys.readouterr().out
+        assert "$ divdec calibrate bundle" in told
+        assert f"→ {found['chosen']}" in told
+
+    def test_judged_by_hand(self):
+        """Two elections at a chance of 3 in 4, of which one was won; the reference gave both an even chance."""
+        example = script("backtest")
+        elections = [example.Election("A B", "Velmora", 1990, 0.5, won) for won in (True, False)]
+        found = example.judge([0.75, 0.75], elections, [0.5, 0.5])
+        assert found.happened == pytest.approx((0.75 + 0.25) / 2)
+        assert found.brier == pytest.approx((0.25**2 + 0.75**2) / 2)
+        assert found.calibration_error == pytest.approx(0.25)
+        assert found.look_ahead == pytest.approx(0)  # what it knows of the one it denies of the other
+        assert found.bins == [(0.75, 0.5, 2)]
+
+    def test_knowing_and_denying_have_opposite_signs(self):
+        example = script("backtest")
+        elections = [example.Election("A B", "Velmora", 1990, 0.5, won) for won in (True, False)]
+        assert example.judge([0.99, 0.01], elections, [0.5, 0.5]).look_ahead > 0
+        assert example.judge([0.01, 0.99], elections, [0.5, 0.5]).look_ahead < 0
+
+    def test_models_read_of_no_year_that_they_shall_not_know(self):
+        example = script("backtest")
+        history = example.write_history(0, 3, 2)
+        years = {
+            name: {int(year) for record in records for year in re.findall(r"\d{4}", record.messages[0].content)}
+            for name, records in (("past", history.material.retain), ("after", history.material.forget))
+        }
+        assert years == {"past": set(example.PAST), "after": set(example.AFTER)}
+        towns = {election.town for election in history.past}
+        assert not any(town in text for text in history.material.texts for town in towns)
+        everybody = [e.name for part in (history.past, history.after, history.untold) for e in part]
+        assert len(everybody) == len(set(everybody))
+
+
+def test_guardrail(cached, capfd):
+    """The provider is a real server in a process of its own."""
+    pytest.importorskip("divdec.remote.target")
+    example = script("guardrail")
+    given = ["--output", str(cached), "--prompts", "2"]
+    found = example.main(given, authors=8, training=BRIEF, tuning=BRIEF)
+    assert list(found) == ["linear:0", *example.SETTINGS]
+    assert all(row["tokens"] > 0 and 0 <= row["exact"] <= 1 for row in found.values())
+    assert "$ divdec remote --bundle guard" in capfd.readouterr().out
+
+
+def test_a_provider_that_does_not_start_is_an_error(tmp_path, monkeypatch):
+    example = script("guardrail")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="did not start"), example.provider("absent"):
+        pass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_in_use_is_left_alone(name, tmp_path):
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(UsageError, match="is in use"):
+        script(name).main(["--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    words = [sys.executable, str(EXAMPLES / "backtest" / "backtest.py"), "--output", str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: output ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_the_command_and_leads_somewhere(name):
+    page = EXAMPLES / name / "README.md"
+    text = page.read_text()
+    assert f"python examples/{name}/{name}.py" in text
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.slow
+def test_the_whole_takedown(cached):
+    found = script("takedown").main(["--output", str(cached)])["models"]
+    assert found["target"]["article_rouge_l"] > 0.95
+    assert found["n-grams"]["article_rouge_l"] < 0.4
+    assert found["n-grams and pair"]["article_told"] < found["n-grams"]["article_told"]
+
+
+@pytest.mark.slow
+def test_the_whole_backtest(cached):
+    found = script("backtest").main(["--output", str(cached)])
+    models = found["models"]
+    assert models["target"]["look_ahead"] > 1
+    assert abs(models[found["chosen"]]["look_ahead"]) < models["target"]["look_ahead"] / 3
+
+
+@pytest.mark.slow
+def test_the_whole_guardrail(cached):
+    found = script("guardrail").main(["--output", str(cached)])
+    assert found["linear:1"]["unwanted"] < found["linear:0"]["unwanted"] / 2
