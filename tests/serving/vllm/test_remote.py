@@ -17,7 +17,8 @@ from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
 from vllm_reference import KEY, Reference, environment
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
