@@ -108,6 +108,7 @@ class TestBacktest:
         assert len(everybody) == len(set(everybody))
 
 
+@pytest.mark.slow
 def test_guardrail(cached, capfd):
     """The provider is a real server in a process of its own."""
     pytest.importorskip("divdec.remote.target")

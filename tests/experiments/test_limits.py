@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -198,9 +196,3 @@ def test_all_of_it_runs(quick):
         assert set(of_attack) == {"target", "retrain", "distilled", "GradDiff"}
     text = "\n".join(table.markdown() for table in run.tables(found, quick))
     assert text.count("**") == 2 * (2 + len(relearning.ATTACKS))
-
-
-def test_the_benchmark_says_what_it_takes():
-    script = Path(__file__).parents[2] / "benchmarks" / "limits.py"
-    told = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=120, check=True)
-    assert "--parts" in told.stdout
