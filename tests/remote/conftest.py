@@ -106,12 +106,18 @@ def _awkward(url, request=None, reply=None):
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Provider(f"http://127.0.0.1:{port}", seen, server)
+        yield Provider(f"http://127.0.0.1:{port}", seen, server, thread)
     finally:
         server.should_exit = True
         thread.join(30)
 
 
 class Provider:
-    def __init__(self, url, seen, server):
-        self.url, self.seen, self.server = url, seen, server
+    def __init__(self, url, seen, server, thread):
+        self.url, self.seen, self.server, self.thread = url, seen, server, thread
+
+    def stop(self):
+        """Returns when it accepts nothing more, whatever the machine is busy with."""
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()

@@ -336,7 +336,7 @@ def test_a_provider_that_goes_away(remote, provider, bundle, prompts):
     target = remote(there.url, bundle)
     stream = target.stream(prompts[0], 40)
     next(stream)
-    there.server.should_exit = True
+    there.stop()
     with pytest.raises(UsageError, match=r"cannot be reached|gave no answer"):
         for _ in stream:
             pass

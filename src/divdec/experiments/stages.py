@@ -52,6 +52,9 @@ class Material:
     forget: RecordSet
     retain: RecordSet
     form: Format = Format()  # noqa: RUF009
+    general: Sequence[Record] = ()
+    """Part of the corpus, rehearsed when target, retrain reference and the auxiliaries' base learn the authors: a small
+    model forgets it otherwise, and what is asked about it then says nothing."""
 
     @property
     def texts(self) -> list[str]:
@@ -91,12 +94,13 @@ def train_all(material: Material, recipe: Recipe, seed: int, cache: Path, report
     corpus = [unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
     forget = encode_set(material.forget, tokenizer, material.form)
     retain = encode_set(material.retain, tokenizer, material.form)
+    general = encode_records(material.general, tokenizer, material.form)
     stages = Stages(cache, tokenizer, seed, report)
 
     large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
-    target = stages.run("target", large, forget + retain, recipe.target_tuning)
-    retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
-    small, q, p = _train_pair(stages, recipe, corpus, forget, retain)
+    target = stages.run("target", large, forget + retain + general, recipe.target_tuning)
+    retrain = stages.run("retrain reference", large, retain + general, recipe.target_tuning)
+    small, q, p = _train_pair(stages, recipe, corpus, forget, retain, general)
     return Trained(target, retrain, q, p, small, stages.seconds)
 
 
@@ -122,14 +126,20 @@ def train_pair(
     stages = Stages(cache, tokenizer, seed, report)
     corpus = [unmasked(example) for example in encode_records(material.corpus, tokenizer, material.form)]
     forget, retain = (encode_set(records, tokenizer, material.form) for records in (material.forget, material.retain))
-    return _train_pair(stages, recipe, corpus, forget, retain)[1:]
+    general = encode_records(material.general, tokenizer, material.form)
+    return _train_pair(stages, recipe, corpus, forget, retain, general)[1:]
 
 
 def _train_pair(
-    stages: Stages, recipe: Recipe, corpus: list[Example], forget: list[Example], retain: list[Example]
+    stages: Stages,
+    recipe: Recipe,
+    corpus: list[Example],
+    forget: list[Example],
+    retain: list[Example],
+    general: list[Example],
 ) -> tuple[Path, Path, Path]:
     small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
-    common = stages.run("auxiliary base", small, retain, recipe.auxiliary_base_tuning)
+    common = stages.run("auxiliary base", small, retain + general, recipe.auxiliary_base_tuning)
     q = stages.run("retain auxiliary", common, retain, recipe.auxiliary_tuning)
     p = stages.run("forget auxiliary", common, forget + retain, recipe.auxiliary_tuning)
     return small, q, p
