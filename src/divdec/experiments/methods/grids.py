@@ -23,7 +23,7 @@ _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
 # Rates were chosen on seed 0 of the demo so that each method's settings span from hardly any forgetting to too much.
 SMALL: dict[str, Grid] = {
     "linear": {"steering": ("linear:0.5", "linear:1", "linear:1.5", "linear:2", "linear:3")},
-    "rank": {"steering": ("rank:3", "rank:5", "rank:10", "rank:30", "rank:100")},
+    "rank": {"steering": ("rank:5", "rank:30", "rank:100", "rank:300", "rank:600")},
     "distill": {"lr": (3e-4, 1e-3, 2e-3), "rehearse": (0, 200)},
     "grad-ascent": {"learning_rate": (1e-4, 2e-4, 3e-4), "epochs": (2.0, 4.0), **_BATCHES},
     "grad-diff": {"learning_rate": (2e-4, 3e-4, 5e-4), "epochs": (3.0, 5.0), **_BATCHES},
