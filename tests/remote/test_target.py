@@ -93,14 +93,14 @@ def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(rem
     answer = target.generate(prompts[1], 6)
     assert tokens_of(answer) == greedy(local, "linear:0.5", prompts[1], 6)
     assert answer.exact_tokens == len(answer.choices)
-    assert target.completions.counts.requests > 2 + len(answer.choices)
+    assert target.completions.counts.requests > 3 + len(answer.choices)
     assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
 
 
 def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, prompts):
     target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
     answer = target.generate(prompts[0], TOKENS)
-    assert target.completions.counts.requests == 2 + len(answer.choices)
+    assert target.completions.counts.requests == 3 + len(answer.choices)
     assert answer.exact_tokens < len(answer.choices)
     assert 0 < target.sure.gap < math.inf
     # Each token's steered logit lies within what was told of the best.
@@ -110,6 +110,28 @@ def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, pr
         logits = local(torch.tensor([ids])).logits[0, len(prompts[0]) - 1 : -1].double()
     for scores, choice in zip(logits, answer.choices, strict=True):
         assert float(scores.max() - scores[choice.token]) <= choice.gap + 1e-4
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "repeat_penalty"])
+def test_a_provider_that_penalises_repetition_unless_told_not_to(remote, provider, bundle, local, prompts, name):
+    def penalise(body):
+        # llama.cpp's field is repeat_penalty, 1.1 by default; vLLM takes its default from the checkpoint.
+        given = {field: body.pop(field, None) for field in ("repetition_penalty", "repeat_penalty")}
+        body["repetition_penalty"] = given[name] or 3.0
+
+    target = remote(provider(request=penalise).url, bundle, "linear:0.5")
+    for prompt in prompts[:4]:
+        assert tokens_of(target.generate(prompt, TOKENS)) == greedy(local, "linear:0.5", prompt)
+
+
+def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle, local, prompts):
+    def strict(body):
+        others = body.keys() & {"top_k", "min_p", "repetition_penalty", "repeat_penalty"}
+        return (400, f"unrecognized: {sorted(others)}") if others else None
+
+    target = remote(provider(request=strict).url, bundle)
+    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert not target.abilities.neutral
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])

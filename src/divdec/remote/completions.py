@@ -32,6 +32,8 @@ class Abilities:
     """How many log-probabilities it tells at each position; 0 for none."""
     raw_logprobs: bool = True
     """They are the target's own; otherwise the bias is in them."""
+    neutral: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Fields that turn off what a server would do to the logits by its own defaults, as far as it takes them."""
 
 
 @dataclasses.dataclass
@@ -122,6 +124,7 @@ class Completions:
             "max_tokens": tokens,
             "temperature": temperature,
             **({"top_p": 1} if temperature else {}),  # vLLM would take the model's own default
+            **abilities.neutral,
             **self.extra,
         }
         if bias:

@@ -16,6 +16,9 @@ from divdec.remote.endpoint import Refused
 
 TOLD = (20, 5, 0)  # what vLLM and we tell at most, what OpenAI's completions do, and nothing
 _NOT_SO = (400, 404, 422, 500, 501)  # how servers refuse what they do not have
+# llama.cpp's server penalises repetition and cuts by its own defaults, vLLM's by those of the checkpoint; either makes
+# the logits that are steered others than the target's. Most servers ignore a field of another's.
+_NEUTRAL = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
 _SAME = 0.5  # nats; the bias of the probe moves a log-probability much further
 
 
@@ -32,7 +35,7 @@ def probe(completions: Completions, prompt: Sequence[int], limits: BiasLimits, *
         UsageError: the provider cannot be reached, or refuses in every form.
         FailedClosed: it takes `logit_bias` and ignores it.
     """
-    abilities, position = _first_answered(completions, prompt)
+    abilities, position = _neutral(completions, prompt, *_first_answered(completions, prompt))
     if not biased:
         if not abilities.top_logprobs:
             raise UsageError(
@@ -69,6 +72,23 @@ def _first_answered(completions: Completions, prompt: Sequence[int]) -> tuple[Ab
             continue
         return abilities, position
     raise refused or UsageError(f"model {completions.endpoint.model!r} gives no answer that can be read")
+
+
+def _neutral(
+    completions: Completions, prompt: Sequence[int], abilities: Abilities, position: Position
+) -> tuple[Abilities, Position]:
+    """With the fields that turn a server's own defaults off, as far as it takes them."""
+    for left_out in ((), ("repeat_penalty",)):
+        fields = {name: value for name, value in _NEUTRAL.items() if name not in left_out}
+        able = dataclasses.replace(abilities, neutral=fields)
+        try:
+            (position,) = completions.ask(prompt, able, {}, final=_NOT_SO)
+        except Refused as error:
+            if error.status not in _NOT_SO:
+                raise
+            continue
+        return able, position
+    return abilities, position  # as OpenAI's, which has none of these
 
 
 def _raw(before: Position, after: Position) -> bool:
