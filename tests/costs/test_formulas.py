@@ -72,3 +72,10 @@ def test_sizes_that_are_none_are_refused(N, n):
     for formula in (lambda: formulas.compute_increase(N, n), lambda: formulas.break_even(N, n, 1.0, 1.0)):
         with pytest.raises(UsageError, match="accepted: a number above 0"):
             formula()
+
+
+def test_tokens_per_block_at_the_ends_and_for_long_blocks():
+    assert formulas.tokens_per_block(0.0, 4) == 1
+    assert formulas.tokens_per_block(1.0, 4) == 5
+    assert formulas.tokens_per_block(1 - 1e-15, 4) == pytest.approx(5)
+    assert formulas.tokens_per_block(0.5, 10**6) == pytest.approx(2)  # at once, whatever the length

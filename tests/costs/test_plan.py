@@ -84,6 +84,7 @@ def test_a_layers_beginning_can_be_given():
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
      {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"block": 0},
+     {"block": 10**9}, {"epochs": 1e300},
      {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}, {"device": "abacus"}, {"layer_microseconds": -1.0}],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(wrong):

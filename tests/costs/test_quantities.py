@@ -25,6 +25,12 @@ def test_what_is_no_number_is_refused_with_what_is_accepted(text):
         parse_quantity(text, "volume")
 
 
+def test_what_no_model_has_is_refused_before_it_is_laid_out():
+    # 1e30 parameters would be a model of a hundred million layers.
+    with pytest.raises(UsageError, match=r"target is '1e30'; accepted: .*at most 1e\+21"):
+        parse_quantity("1e30", "target", least=1.0)
+
+
 def test_a_least_value_is_held():
     with pytest.raises(UsageError, match="of at least 1 "):
         parse_quantity("0", "target", least=1.0)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
 from divdec.cli import main
+from divdec.errors import FailedClosed
 from divdec.experts.placed import Placement
 from divdec.experts.placed_cache import Abilities, RemoteCache
+from divdec.experts.placed_remote import RemoteExperts
 from divdec.experts.placed_transfer import Tail, packed, total_variation_bound, unpacked
-from divdec.experts.placed_wire import Message
+from divdec.experts.placed_wire import Link, Message, undisturbed
 from divdec.steering import steer_linear, steer_rank
 
 SCRIPT = Path(__file__).with_name("placed_ranks.py")
@@ -349,6 +353,35 @@ def test_a_message_comes_back_as_it_was():
     found = Message.decoded(bytes(message.encoded()))
     assert found.facts == message.facts
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
+def test_ctrl_c_waits_until_a_message_is_whole():
+    whole = False
+    with pytest.raises(KeyboardInterrupt):
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            whole = True
+        pytest.fail("it was not heard")
+    assert whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with undisturbed():
+        pass
+
+
+def test_an_answer_that_cannot_be_read_is_the_last_one():
+    class Garbled(Link):
+        def send(self, message, timeout=None):
+            pass
+
+        def receive(self, timeout=None):
+            raise ValueError("no header")
+
+    experts = RemoteExperts([Garbled(1, "the other process")], 8)
+    with pytest.raises(ValueError, match="no header"):
+        experts.divergence(PROMPTS)
+    with pytest.raises(FailedClosed, match="could not be read; nothing is answered unsteered"):
+        experts.divergence(PROMPTS)
 
 
 def test_orders_of_a_cache_that_is_gone():

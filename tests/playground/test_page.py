@@ -116,7 +116,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone
         assert "--vermillion" in page.text
         assert client.get("/", headers={"host": "evil.example"}).status_code == 400
         assert client.post("/gradio_api/queue/join", headers={"host": "evil.example"}, json={}).status_code == 400
-        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://[none"):
             assert client.post("/gradio_api/queue/join", headers={"origin": origin}, json={}).status_code == 403
 
 

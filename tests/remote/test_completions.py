@@ -1,5 +1,7 @@
 """Requests and replies of a completions endpoint, and the patience with which it is asked."""
 
+import pickle
+
 import pytest
 
 from divdec.errors import UsageError
@@ -119,3 +121,96 @@ def test_the_key_goes_out_and_is_never_shown(provider, asking, prompts, monkeypa
     assert there.seen[0][0]["authorization"] == "Bearer very-secret-key"
     assert "very-secret-key" not in str(refused.value)
     assert "very-secret-key" not in repr(completions.endpoint)
+
+
+def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
+    monkeypatch.setenv("A_KEY", "very-secret-key")
+    # The message is cut in the middle of the key.
+    said = "x" * (300 - len('{"error":{"message":"') - 10) + "very-secret-key"
+    with pytest.raises(Refused, match="status 401") as refused:
+        asking(provider(request=lambda body: (401, said)).url, "A_KEY").ask(prompts[0], Abilities(), {})
+    assert "very-" not in str(refused.value)
+
+
+def test_errors_travel_between_processes():
+    for error in (Refused("no", 403), Unavailable("later", 503)):
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), found.status) == (type(error), str(error), error.status)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/v1?key=secret",
+        "http://h/v1#secret",
+        "http://me:secret@h/v1",
+        "http://secret\x00/",
+        "http://h:9/secret\n",
+    ],
+)
+def test_urls_that_are_none(url):
+    with pytest.raises(UsageError):
+        Endpoint(url, "plain")
+
+
+def test_a_key_in_a_url_is_not_shown():
+    with pytest.raises(UsageError) as refused:
+        Endpoint("http://h/v1?key=secret", "plain")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["temperature", "logit_bias", "echo", "n", "stream", "seed"])
+def test_further_fields_change_nothing_that_proofs_rest_on(asking, field):
+    with pytest.raises(UsageError, match=f"extra holds {field}"):
+        asking(extra={field: 1, "top_k": 0})
+
+
+def test_what_json_does_not_have_is_one_line(asking, prompts):
+    with pytest.raises(UsageError, match="written as JSON"):
+        asking(extra={"x": float("nan")}).ask(prompts[0], Abilities(), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choice, usage: choice["logprobs"].update(tokens=[None]),
+        lambda choice, usage: choice["logprobs"].update(tokens=["\ud83d"]),
+        lambda choice, usage: choice["logprobs"].update(tokens=[]),
+        lambda choice, usage: choice["logprobs"]["top_logprobs"][0].update({"token_id:5": None}),
+        lambda choice, usage: choice["logprobs"]["top_logprobs"][0].update({"token_id:5": "x"}),
+        lambda choice, usage: choice["logprobs"].update(tokens=["token_id:" + "9" * 5000]),
+    ],
+)
+def test_replies_that_cannot_be_read_are_one_line(provider, asking, prompts, change):
+    def reply(content, body):
+        change(content["choices"][0], content["usage"])
+
+    with pytest.raises(UsageError):
+        asking(provider(reply=reply).url).ask(prompts[0], Abilities(top_logprobs=5), {})
+
+
+def test_counts_that_are_none_and_logprobs_of_fewer_tokens(provider, asking, prompts):
+    def reply(content, body):
+        content["usage"] = {"prompt_tokens": "many", "completion_tokens": None}
+        content["choices"][0]["logprobs"]["top_logprobs"].pop()
+
+    completions = asking(provider(reply=reply).url)
+    found = completions.ask(prompts[1], Abilities(top_logprobs=5), {}, tokens=3)
+    assert len(found) == 3
+    assert found[-1].told is None
+    assert completions.counts.prompt_tokens == len(prompts[1])
+
+
+def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts, tokenizer):
+    name = tokenizer.decode(tokenizer("a").input_ids[-1:])
+
+    def merge(content, body):
+        # Two of the five likeliest read alike and are told as one; the chosen token comes in addition.
+        told = content["choices"][0]["logprobs"]
+        top = told["top_logprobs"][0]
+        top.pop(sorted(top, key=top.get)[1])
+        told["tokens"], top[name] = [name], -30.0
+
+    abilities = Abilities(answer_ids=False, top_logprobs=5)
+    (position,) = asking(provider(reply=merge).url).ask(prompts[0], abilities, {})
+    assert position.told is None

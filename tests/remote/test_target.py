@@ -134,6 +134,42 @@ def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle,
     assert not target.abilities.neutral
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_a_provider_that_ignores_what_it_does_not_know(remote, provider, bundle, local, prompts, block):
+    def ignore(body):
+        for field in ("logprobs", "return_tokens_as_token_ids"):
+            body.pop(field, None)
+
+    target = remote(provider(request=ignore).url, bundle, limits=BiasLimits(600), block=block)
+    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert (target.abilities.answer_ids, target.abilities.top_logprobs) == (False, 0)
+
+
+def test_logprobs_are_not_trusted_where_the_probe_cannot_tell_what_is_in_them(remote, provider, bundle, prompts):
+    def silent(content, body):
+        # The probe's answer under the bias ends at once, and an end is not told.
+        if "logit_bias" in body:
+            content["choices"][0].update(text="", finish_reason="stop")
+            content["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": []}
+
+    target = remote(provider(reply=silent).url, bundle)
+    target.generate(prompts[0], 1)
+    assert target.abilities.top_logprobs == 0
+
+
+def test_candidates_are_asked_for_once(remote, url, bundle, prompts):
+    target = remote(url, bundle, method="candidates", tries=9)
+    answer = target.generate(prompts[0], TOKENS, temperature=1.0)
+    assert target.completions.counts.requests <= 2 + len(answer.choices)
+
+
+def test_samples_of_the_last_try_are_bounded_whatever_they_are(remote, url, bundle, prompts):
+    target = remote(url, bundle, limits=BiasLimits(20), tries=1)
+    answer = target.generate(prompts[0], TOKENS, temperature=1.0)
+    # None of them is called exact because it would have been kept: those that are left would be worse than told.
+    assert all(0 < choice.total_variation <= 1 for choice in answer.choices)
+
+
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
 def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=text_only).url, bundle, steering)

@@ -70,6 +70,32 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
     assert not (tmp_path / "answers.jsonl.partial").exists()
 
 
+class TestKept:
+    ROWS = ({"prompt": "a", "text": "line\u2028separator\x85"}, {"prompt": "b", "text": "é" * 9})
+
+    def kept(self, folder):
+        from divdec.remote.answers import Kept
+
+        return Kept(folder / "answers.txt", "settings")
+
+    @pytest.mark.parametrize("cut", [1, 2, 7, 12])
+    def test_a_line_that_was_cut_off_costs_no_other(self, tmp_path, cut):
+        for place, row in enumerate(self.ROWS):
+            self.kept(tmp_path).add(place, row)
+        partial = tmp_path / "answers.txt.partial"
+        partial.write_bytes(partial.read_bytes()[:-cut])
+        self.kept(tmp_path).add(1, self.ROWS[1])
+        found = self.kept(tmp_path)
+        assert [found.of(place, row["prompt"]) for place, row in enumerate(self.ROWS)] == list(self.ROWS)
+
+    def test_answers_to_prompts_that_are_not_asked_any_longer_are_not_written(self, tmp_path):
+        kept = self.kept(tmp_path)
+        for place, row in enumerate(self.ROWS):
+            kept.add(place, row)
+        self.kept(tmp_path).finish(1, as_json=False)
+        assert (tmp_path / "answers.txt").read_text() == self.ROWS[0]["text"] + "\n"
+
+
 def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
     (tmp_path / "answers.txt.partial").write_text('{"settings": "others"}\n')
     assert verb("--prompt", "x", "--output", str(tmp_path / "answers.txt")) == 2
@@ -88,6 +114,9 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--tokenizer", "elsewhere"], "give either --bundle"),
         (["--key-variable", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
         (["--temperature", "-1"], "temperature at least 0"),
+        (["--timeout", "-1"], "timeout is greater than 0"),
+        (["--extra", '{"temperature": 1}'], "extra holds temperature"),
+        (["--extra", '{"x": NaN}'], "written as JSON"),
     ],
 )
 def test_bad_input_is_one_line(verb, capsys, given, says):

@@ -18,7 +18,7 @@ from divdec.steering import Steering
 from vllm_reference import KEY, Reference, environment
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

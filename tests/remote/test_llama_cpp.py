@@ -1,0 +1,87 @@
+"""A plain target behind llama.cpp's own server: texts in and out, a repetition penalty and cuts by default."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from divdec.remote.completions import Completions
+from divdec.remote.endpoint import Endpoint
+from divdec.remote.sources import of_bundle, open_sources
+from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.steering import Steering
+from gguf_file import write_gguf
+
+for module in ("llama_cpp", "gguf", "starlette_context"):
+    pytest.importorskip(module, reason=f"{module} is not installed; `make test-slow` builds llama.cpp")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["logprobs", "no logprobs"])
+def there(request, models, tmp_path_factory):
+    """llama.cpp's server on the target, and whether it tells log-probabilities."""
+    folder = tmp_path_factory.mktemp("llama")
+    write_gguf(models / "target", folder / "target.gguf")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "llama_cpp.server", "--model", str(folder / "target.gguf"), "--model_alias", "plain",
+        "--host", "127.0.0.1", "--port", str(port), "--n_ctx", "256", "--n_threads", "1", "--type_k", "0",
+        "--type_v", "0", "--logits_all", str(request.param),
+    ]  # fmt: skip
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            for _ in range(300):
+                assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
+                with contextlib.suppress(httpx.TransportError):
+                    httpx.get(f"http://127.0.0.1:{port}/v1/models").raise_for_status()
+                    break
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}/v1", request.param
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def remote(url, bundle, steering, **settings):
+    parts = open_sources(of_bundle(str(bundle))[0])
+    completions = Completions(Endpoint(url, "plain"), parts.tokenizer, parts.ends[0], parts.vocab_size)
+    return RemoteTarget(
+        completions, parts.experts, Steering.parse(steering), RemoteSettings(**settings), ends=parts.ends
+    )
+
+
+@pytest.mark.parametrize("steering", ["rank:20", "linear:0.5", "linear:1.5"])
+def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, steering):
+    import torch
+
+    url, tells = there
+    local.steering = steering
+    with remote(url, bundle, steering, tries=60) as target:
+        for prompt in prompts[:4]:
+            answer = target.generate(prompt, TOKENS)
+            expected = local.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)
+            assert [choice.token for choice in answer.choices] == expected[0, len(prompt) :].tolist()
+            assert answer.exact_tokens == len(answer.choices)
+        assert not target.abilities.prompt_ids
+        assert not target.abilities.answer_ids
+        assert target.abilities.top_logprobs == (20 if tells else 0)
+        assert target.abilities.neutral["repeat_penalty"] == 1
+
+
+def test_blocks(there, bundle, local, prompts):
+    import torch
+
+    url, tells = there
+    local.steering = "linear:0.5"
+    with remote(url, bundle, "linear:0.5", tries=60, block=8) as target:
+        answer = target.generate(prompts[0], TOKENS)
+        expected = local.generate(torch.tensor([prompts[0]]), max_new_tokens=TOKENS, do_sample=False)
+        assert [choice.token for choice in answer.choices] == expected[0, len(prompts[0]) :].tolist()
