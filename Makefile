@@ -7,6 +7,7 @@ BIN = $(VENV)/bin
 # process, so that what its tests share is made once.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 TRANSFORMERS_OLDEST = 5.17.0
+LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
 # What divdec and its tests need and vLLM does not bring; what vLLM brings stays as it pins it.
 BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml dill fonttools hypothesis iniconfig \
@@ -54,7 +55,9 @@ soak: install
 test: install
 	$(PYTEST) -n 2 --dist loadfile
 
+# With llama.cpp's server, which is built from source: about ten minutes of a core, once.
 test-slow: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf
 	$(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.

@@ -71,7 +71,6 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
             assert [choice.token for choice in answer.choices] == expected[0, len(prompt) :].tolist()
             assert answer.exact_tokens == len(answer.choices)
         assert not target.abilities.prompt_ids
-        assert not target.abilities.answer_ids
         assert target.abilities.top_logprobs == (20 if tells else 0)
         assert target.abilities.neutral["repeat_penalty"] == 1
 

@@ -22,7 +22,7 @@ Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
 # Rates were chosen on seed 0 of the demo so that each method's settings span from hardly any forgetting to too much.
 SMALL: dict[str, Grid] = {
-    "linear": {"steering": ("linear:0.5", "linear:1", "linear:1.5", "linear:2", "linear:3")},
+    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.75, 1, 1.25, 1.5, 1.75, 2.5))},
     "rank": {"steering": ("rank:5", "rank:30", "rank:100", "rank:300", "rank:600")},
     "distill": {"lr": (3e-4, 1e-3, 2e-3), "rehearse": (0, 200)},
     "grad-ascent": {"learning_rate": (1e-4, 2e-4, 3e-4), "epochs": (2.0, 4.0), **_BATCHES},
