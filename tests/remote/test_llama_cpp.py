@@ -78,7 +78,7 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
 def test_blocks(there, bundle, local, prompts):
     import torch
 
-    url, tells = there
+    url, _ = there
     local.steering = "linear:0.5"
     with remote(url, bundle, "linear:0.5", tries=60, block=8) as target:
         answer = target.generate(prompts[0], TOKENS)
