@@ -25,10 +25,11 @@ from divdec.experiments.demo import RECIPE, WORLD, material_of, question_sets
 from divdec.experiments.stages import train_all
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
+from divdec.remote.choices import RemoteSettings
 from divdec.remote.completions import Abilities, Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.target import RemoteTarget
 from divdec.runs import cache_folder
 from divdec.serving.api.server import HttpServer, Options, bind
 from divdec.serving.engine.engine import Engine

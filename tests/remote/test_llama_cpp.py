@@ -5,20 +5,26 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import httpx
 import pytest
 
+from divdec.remote.choices import RemoteSettings
 from divdec.remote.completions import Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
 from gguf_file import write_gguf
 
-for module in ("llama_cpp", "gguf", "starlette_context"):
-    pytest.importorskip(module, reason=f"{module} is not installed; `make test-slow` builds llama.cpp")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NEEDED = ("llama_cpp", "gguf", "starlette_context")
+MISSING = [module for module in NEEDED if find_spec(module) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed; `make test-slow` builds llama.cpp"),
+]
 TOKENS = 12
 
 

@@ -8,10 +8,11 @@ import torch
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
+from divdec.remote.choices import RemoteAnswer, RemoteSettings
 from divdec.remote.completions import Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
+from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
 
 TOKENS = 10
@@ -93,14 +94,14 @@ def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(rem
     answer = target.generate(prompts[1], 6)
     assert tokens_of(answer) == greedy(local, "linear:0.5", prompts[1], 6)
     assert answer.exact_tokens == len(answer.choices)
-    assert target.completions.counts.requests > 3 + len(answer.choices)
+    assert target.completions.counts.requests > 4 + len(answer.choices)
     assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
 
 
 def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, prompts):
     target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
     answer = target.generate(prompts[0], TOKENS)
-    assert target.completions.counts.requests == 3 + len(answer.choices)
+    assert target.completions.counts.requests == 4 + len(answer.choices)
     assert answer.exact_tokens < len(answer.choices)
     assert 0 < target.sure.gap < math.inf
     # Each token's steered logit lies within what was told of the best.
@@ -300,6 +301,13 @@ class TestNeverUnsteered:
             body.pop("logit_bias", None)
 
         with pytest.raises(FailedClosed, match="ignores logit_bias"):
+            remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
+
+    def test_a_provider_that_ignores_what_pushes_up(self, remote, provider, bundle, prompts):
+        def ignore(body):
+            body["logit_bias"] = {token: value for token, value in body.get("logit_bias", {}).items() if value < 0}
+
+        with pytest.raises(FailedClosed, match="obeys no positive logit_bias"):
             remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
 
     def test_a_provider_that_forgets_the_bias_later(self, remote, provider, bundle, local, prompts):

@@ -1,11 +1,16 @@
 """`divdec remote`: answers, what is kept of a stopped run, and one line for what cannot be used."""
 
 import json
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from divdec.cli import main
+from divdec.errors import UsageError
 
 TEXTS = ("Question: Who is", "The author was born")
 
@@ -70,6 +75,29 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
     assert not (tmp_path / "answers.jsonl.partial").exists()
 
 
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
+def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
+    from divdec.cli.remote import _rows
+    from divdec.cli.remote_settings import RemoteVerbSettings
+    from divdec.remote.answers import Kept
+    from divdec.remote.target import RemoteTarget
+
+    def endless(self, prompt, **options):
+        for number in range(2000):
+            if number == 10 and prompt == [1]:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.01)
+            told.append(number)
+            yield "more"
+
+    told = []
+    monkeypatch.setattr(RemoteTarget, "stream", endless)
+    settings = RemoteVerbSettings("http://127.0.0.1:9", "plain", bundle="b", concurrency=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], Kept(None, ""), settings))
+    assert len(told) < 1000
+
+
 class TestKept:
     ROWS = ({"prompt": "a", "text": "line\u2028separator\x85"}, {"prompt": "b", "text": "é" * 9})
 
@@ -87,6 +115,12 @@ class TestKept:
         self.kept(tmp_path).add(1, self.ROWS[1])
         found = self.kept(tmp_path)
         assert [found.of(place, row["prompt"]) for place, row in enumerate(self.ROWS)] == list(self.ROWS)
+
+    def test_a_folder_that_takes_no_file(self):
+        from divdec.remote.answers import Kept
+
+        with pytest.raises(UsageError, match=r"output /proc/answers\.txt cannot be written"):
+            Kept(Path("/proc/answers.txt"), "settings")
 
     def test_answers_to_prompts_that_are_not_asked_any_longer_are_not_written(self, tmp_path):
         kept = self.kept(tmp_path)

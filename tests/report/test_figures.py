@@ -331,6 +331,24 @@ def test_nothing_to_draw_from_is_one_line(name, tmp_path):
         drawn(name, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("figure", "name", "content"),
+    [
+        ("compute", "results.jsonl", b"\xff\n"),
+        ("compute", "results.jsonl", b"5\n"),
+        ("leak", "comparison.json", b'{"leaks": {"a": {"x": "y"}}}'),
+        ("leak", "comparison.json", b'{"leaks": {"a": {}}}'),
+        ("leak", "rebel_cache.json", b'{"table_data": [5]}'),
+    ],
+)
+def test_files_that_hold_something_else_are_one_line(figure, name, content, tmp_path):
+    (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
+    (tmp_path / name).write_bytes(content)
+    with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
+        known(figure).draw(Asked((str(tmp_path),)))
+    assert "\n" not in str(error.value)
+
+
 def test_unknown_figures_are_told_the_known():
     with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
         known("pie")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from divdec.cli.remote_settings import RemoteVerbSettings as Settings
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
-    from divdec.remote.target import RemoteAnswer, RemoteTarget
+    from divdec.remote.choices import RemoteAnswer
+    from divdec.remote.target import RemoteTarget
 
 POSITIONAL = ()
 EXAMPLE = "divdec remote --bundle bundle --endpoint https://api.example.com/v1 --model big --key-variable API_KEY"
@@ -38,7 +40,9 @@ def run(settings: Settings) -> None:
     target = _target(settings)
     encoded = encode_prompts(prompts, target.completions.tokenizer, Format(system_prompt=settings.system_prompt))
     unimportant = {"output": None, "concurrency": 0, "retries": 0, "timeout": 0, "prompt": (), "file": None}
-    kept = Kept(output, settings_hash({**dataclasses.asdict(settings), **unimportant}))
+    # A bundle may be written anew under its name.
+    decisive = {**dataclasses.asdict(settings), **unimportant, "rule": str(target.steering), "parts": _parts(settings)}
+    kept = Kept(output, settings_hash(decisive))
     texts = [prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages] for prompt in prompts]
     streaming = output is None and len(prompts) == 1 and not settings.json
     try:
@@ -50,7 +54,7 @@ def run(settings: Settings) -> None:
             for row in _rows(target, encoded, texts, kept, settings):
                 if output is None:
                     print(json.dumps(row, ensure_ascii=False) if settings.json else row["text"], flush=True)
-        kept.finish(as_json=settings.json)
+        kept.finish(len(prompts), as_json=settings.json)
     finally:
         target.close()
         print(_told(target), file=sys.stderr)
@@ -59,10 +63,11 @@ def run(settings: Settings) -> None:
 def _target(settings: Settings) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
+    from divdec.remote.choices import RemoteSettings
     from divdec.remote.completions import Completions
     from divdec.remote.endpoint import Endpoint
     from divdec.remote.sources import Sources, of_bundle, open_sources
-    from divdec.remote.target import RemoteSettings, RemoteTarget
+    from divdec.remote.target import RemoteTarget
     from divdec.steering import Steering
 
     endpoint = Endpoint(
@@ -91,6 +96,16 @@ def _target(settings: Settings) -> RemoteTarget:
     )  # fmt: skip
 
 
+def _parts(settings: Settings) -> str | None:
+    """What a bundle refers to, in short."""
+    if settings.bundle is None:
+        return None
+    from divdec.model.loading import find_bundle
+    from divdec.runs import file_sha256
+
+    return file_sha256(find_bundle(settings.bundle) / "config.json")
+
+
 def _extra(settings: Settings) -> dict[str, Any]:
     try:
         found = json.loads(settings.extra or "{}")
@@ -115,10 +130,18 @@ def _rows(target: RemoteTarget, encoded: list[list[int]], texts: list[Any], kept
 
     from tqdm.auto import tqdm
 
+    from divdec.remote.choices import RemoteAnswer
+
+    stopped = threading.Event()
+
     def answer(place: int) -> dict[str, Any]:
         if (known := kept.of(place, texts[place])) is not None:
             return known
-        row = _row(texts[place], target.generate(encoded[place], **_options(settings, place)), target)
+        found = RemoteAnswer()
+        for _ in target.stream(encoded[place], answer=found, **_options(settings, place)):
+            if stopped.is_set():
+                raise UsageError("stopped")
+        row = _row(texts[place], found, target)
         kept.add(place, row)
         return row
 
@@ -127,6 +150,9 @@ def _rows(target: RemoteTarget, encoded: list[list[int]], texts: list[Any], kept
         try:
             for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
                 yield task.result()
+        except KeyboardInterrupt:  # after an error the others' answers are waited for, and kept
+            stopped.set()
+            raise
         finally:
             for task in tasks:
                 task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from divdec.errors import UsageError
@@ -82,7 +83,7 @@ class RemoteVerbSettings:
             raise UsageError("--steering is required without a bundle: linear:ALPHA or rank:K")
         if self.bundle is not None and any((self.retain, self.forget, self.ngram, self.registry, self.bridge)):
             raise UsageError("a bundle names its experts: leave out --retain, --forget, --ngram, --registry, --bridge")
-        if not self.temperature >= 0 or self.max_new_tokens < 1 or not 0 <= self.seed < 2**32:
+        if not 0 <= self.temperature < math.inf or self.max_new_tokens < 1 or not 0 <= self.seed < 2**32:
             raise UsageError("accepted: temperature at least 0, max-new-tokens at least 1, seed from 0 to 4294967295")
         if self.concurrency < 1:
             raise UsageError(f"concurrency is {self.concurrency}; accepted: at least 1")

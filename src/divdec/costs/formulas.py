@@ -7,6 +7,7 @@ paper, section Cost and Latency Analysis). Attention over the context is not amo
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from divdec.errors import UsageError
@@ -104,7 +105,9 @@ def tokens_per_block(acceptance: float, block: int) -> float:
         acceptance: a, the probability that a drafted token is kept, from 0 to 1.
         block: γ, drafted tokens to be judged.
     """
-    return sum(acceptance**place for place in range(block + 1))
+    if not 0 < acceptance < 1:
+        return 1.0 if acceptance == 0 else block + 1.0
+    return math.expm1((block + 1) * math.log(acceptance)) / (acceptance - 1)
 
 
 def speculative_inference(N: float, n: float, tokens: float, acceptance: float, block: int) -> float:

@@ -7,6 +7,7 @@ import re
 
 from divdec.errors import UsageError
 
+LARGEST = 1e21  # beyond all models and volumes: somebody mistyped
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
 
@@ -20,13 +21,14 @@ def parse_quantity(given: float | int | str, name: str, least: float = 0.0) -> f
         least: the smallest that is accepted.
 
     Raises:
-        UsageError: it is no such number, not finite, or below `least`.
+        UsageError: it is no such number, or not from `least` to `LARGEST`.
     """
     match = _NUMBER.fullmatch(str(given).strip())
     value = float(match[1]) * UNITS[match[2].lower()] if match and match[2].lower() in UNITS else math.nan
-    if not math.isfinite(value) or value < least:
+    if not least <= value <= LARGEST:
         wanted = f"of at least {least:g} " if least else ""
         sign = "" if least else ", not negative"
+        sign += f", at most {LARGEST:g}" if value > LARGEST else ""
         raise UsageError(
             f"{name} is {given!r}; accepted: a number {wanted}such as 8B, 1.5M or 8e9 (units K, M, B, T){sign}"
         )

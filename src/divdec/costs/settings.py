@@ -12,6 +12,7 @@ from divdec.errors import UsageError
 
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 FORMATS = (".svg", ".png")
+MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: beyond it somebody mistyped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,16 @@ class CostSettings:
         for name in ("epochs", "distill_epochs", "layer_microseconds"):
             value = getattr(self, name)
             least = 0 if name == "layer_microseconds" else math.ulp(0.0)
-            if value is not None and not (math.isfinite(value) and value >= least):
+            if value is not None and not least <= value <= MOST:
                 wanted = "of at least 0" if not least else "above 0"
-                raise UsageError(f"{name.replace('_', '-')} is {value:g}; accepted: a number {wanted}")
+                raise UsageError(
+                    f"{name.replace('_', '-')} is {value:g}; accepted: a number {wanted}, at most {MOST:,}"
+                )
         for name in ("requests", "block"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1, at most {MOST:,}"
+                )
         if not 0 <= self.acceptance <= 1:
             raise UsageError(f"acceptance is {self.acceptance:g}; accepted: a probability from 0 to 1")
         if self.output is not None and Path(self.output).suffix.lower() not in FORMATS:

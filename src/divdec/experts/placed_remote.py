@@ -167,6 +167,9 @@ class RemoteExperts:
                 link.send(message, timeout or self._timeout)
             except FailedClosed as error:
                 raise self._gone(error) from None
+            except Exception:
+                self._gone(FailedClosed(f"an order to {link.name} could not be written"))
+                raise
 
     def _gone(self, error: FailedClosed) -> FailedClosed:
         """From now on nothing is asked any longer."""
@@ -189,6 +192,9 @@ class RemoteExperts:
                 raise FailedClosed(f"{self._answers.name} answered another question")
         except FailedClosed as error:
             raise self._gone(error) from None
+        except Exception:  # where the next message begins is not known
+            self._gone(FailedClosed(f"an answer of {self._answers.name} could not be read"))
+            raise
         self.statistics.bytes += self._answers.received - before
         if answer.facts.get("lost"):
             self._lost = answer.facts["error"]

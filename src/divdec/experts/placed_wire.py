@@ -5,9 +5,13 @@ It knows nothing of experts. A message is what safetensors writes, so that nothi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import signal
 import struct
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +79,10 @@ class Link:
         rest = {name: tensor for name, tensor in message.tensors.items() if name not in direct}
         about = {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in direct.items()}
         body = Message(message.facts | ({"direct": about} if about else {}), rest).encoded()
+        with undisturbed():
+            self._send(body, direct, timeout)
+
+    def _send(self, body: bytearray, direct: Mapping[str, Tensor], timeout: float | None) -> None:
         first = bytearray(FIRST)
         _LENGTH.pack_into(first, 0, len(body))
         room = FIRST - _LENGTH.size
@@ -94,6 +102,10 @@ class Link:
         Raises:
             FailedClosed: it is gone, or nothing came in time.
         """
+        with undisturbed():
+            return self._receive(timeout)
+
+    def _receive(self, timeout: float | None) -> Message:
         first = torch.empty(FIRST, dtype=torch.uint8)
         self._move(dist.irecv, first, timeout)
         head = first.numpy().tobytes()
@@ -120,6 +132,26 @@ class Link:
             late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
             reason = f"did not answer within {timeout:g} seconds" if late and timeout else f"is gone ({_short(error)})"
             raise FailedClosed(f"{self.name} {reason}") from None
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let Ctrl-C wait until a message is whole: the rest of one would be taken for the next.
+
+    Gloo's waits do not hear it anyhow.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda *what: heard.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if heard:
+            usual(*heard[0])
 
 
 def _bytes(content: bytearray) -> Tensor:

@@ -15,7 +15,7 @@ class Kept:
     """Rows by place, in `OUTPUT.partial` as they come; in memory alone where there is no output file."""
 
     def __init__(self, output: Path | None, fingerprint: str) -> None:
-        """Read what a stopped run with the same settings has left.
+        """Read what a stopped run with the same settings has left; a line that it had not ended is cut off.
 
         Args:
             output: the file that is wanted in the end.
@@ -33,7 +33,10 @@ class Kept:
         if self._partial.exists():
             self._read(fingerprint)
         else:
-            write_text(self._partial, json.dumps({"settings": fingerprint}) + "\n")
+            try:
+                write_text(self._partial, json.dumps({"settings": fingerprint}) + "\n")
+            except (PermissionError, FileNotFoundError) as error:
+                raise UsageError(f"output {output} cannot be written: {error.strerror}") from None
 
     def of(self, place: int, prompt: Any) -> dict[str, Any] | None:
         """The row of a prompt, if it has been answered."""
@@ -48,11 +51,11 @@ class Kept:
                 with self._partial.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"place": place, "row": row}, ensure_ascii=False) + "\n")
 
-    def finish(self, *, as_json: bool) -> None:
-        """Write the output in order, and remove what was kept on the way."""
+    def finish(self, number: int, *, as_json: bool) -> None:
+        """Write the first `number` rows in order, and remove what was kept on the way."""
         if self._output is None or self._partial is None:
             return
-        rows = [self._rows[place] for place in sorted(self._rows)]
+        rows = [self._rows[place] for place in range(number)]  # a run of more prompts may have left others
         lines = [json.dumps(row, ensure_ascii=False) if as_json else row["text"] for row in rows]
         write_text(self._output, "".join(f"{line}\n" for line in lines))
         self._partial.unlink()
@@ -60,15 +63,16 @@ class Kept:
     def _read(self, fingerprint: str) -> None:
         assert self._partial is not None
         try:
-            first, *lines = self._partial.read_text(encoding="utf-8").splitlines(keepends=True)
+            # Bytes, and their own line ends alone: an answer may hold U+2028, and a stopped run half a character.
+            first, *lines, rest = self._partial.read_bytes().split(b"\n")
             known = json.loads(first)["settings"]
-            # A line without its end was being written when the run was stopped.
-            found = [json.loads(line) for line in lines if line.endswith("\n")]
-            self._rows = {entry["place"]: entry["row"] for entry in found}
+            self._rows = {entry["place"]: entry["row"] for entry in map(json.loads, lines)}
         except (ValueError, KeyError, TypeError, OSError):
-            known = None
+            known, first, lines, rest = None, b"", [], b""
         if known != fingerprint:
             raise UsageError(
                 f"{self._partial} holds answers of a run with other settings; repeat those to go on with it, or "
                 "remove the file"
             )
+        if rest:  # it was being written when the run was stopped; what is added must not follow it on its line
+            write_text(self._partial, b"\n".join([first, *lines, b""]).decode())

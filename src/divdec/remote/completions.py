@@ -7,6 +7,8 @@ or texts of tokens in the answer, how many log-probabilities, and whether a bias
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,13 @@ from divdec.experts.token_bytes import token_bytes
 from divdec.remote.endpoint import Endpoint
 
 BY_ID = "token_id:"
+# What decides which tokens come, and what an answer proves; a request has them from whoever asks.
+OWN = frozenset(
+    (
+        "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "logit_bias", "logprobs", "n", "best_of",
+        "echo", "stream", "stop", "suffix", "return_tokens_as_token_ids",
+    )
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +75,10 @@ class Position:
     """Log-probability above which every token was told."""
 
 
+class Unnamed(UsageError):
+    """The provider took the request, and did not name its tokens as it was asked to."""
+
+
 class Completions:
     """A model at an endpoint, and the tokenizer that it is known to use."""
 
@@ -85,7 +98,12 @@ class Completions:
             end: the token that ends an answer.
             size: how many of its tokens may come, from the first; all by default.
             extra: further fields of every request, such as {"top_k": 0} for a server that samples among few.
+
+        Raises:
+            UsageError: a further field is one that requests have already.
         """
+        if taken := sorted(OWN & set(extra or ())):
+            raise UsageError(f"extra holds {', '.join(taken)}, which a request has already; leave it out")
         self.counts = Counts()
         self.endpoint = dataclasses.replace(endpoint, on_retry=lambda _: self.counts.add(retries=1))
         self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
@@ -192,30 +210,37 @@ class Completions:
             raise UsageError(f"endpoint {self.endpoint.base_url} replied without choices[0].text: no completions API")
         usage = content.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        self.counts.add(
-            prompt_tokens=int(usage.get("prompt_tokens") or prompt),
-            answer_tokens=int(usage.get("completion_tokens") or 1),
-        )
+        counted = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (number if isinstance(number, int) else 0 for number in counted)
+        self.counts.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
         return choice, text
 
     def _positions(self, choice: dict[str, Any], text: str, abilities: Abilities) -> list[Position]:
         told = choice.get("logprobs")
         if not isinstance(told, dict) or not isinstance(told.get("tokens"), list):
             if abilities.answer_ids:
-                raise UsageError(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
+                raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
             return [Position(self._id(text), None)] if text else []
-        top = told.get("top_logprobs") or [None] * len(told["tokens"])
-        return [self._position(name, here, abilities) for name, here in zip(told["tokens"], top, strict=False)]
+        names, top = told["tokens"], told.get("top_logprobs")
+        if text and not names:
+            raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
+        top = top if isinstance(top, list) else []
+        return [self._position(name, here, abilities) for name, here in itertools.zip_longest(names, top[: len(names)])]
 
-    def _position(self, name: str, top: Any, abilities: Abilities) -> Position:
+    def _position(self, name: Any, top: Any, abilities: Abilities) -> Position:
         token = self._id(name)
         if not abilities.top_logprobs or not isinstance(top, dict):
             return Position(token, None)
         told: dict[int, float] = {}
+        if not all(isinstance(value, int | float) and not math.isnan(value) for value in top.values()):
+            raise UsageError(f"model {self.endpoint.model!r} told a log-probability that is no number")
         # Every token above the least of those asked for was told. One more, the chosen one, may lie below it; two that
         # read alike are told as one, and one that cannot be read is like one that was not told.
         values = sorted(map(float, top.values()), reverse=True)
-        if len(values) < abilities.top_logprobs:
+        by_id = all(key.startswith(BY_ID) for key in top)
+        # Where names are texts, as many as were asked for may be one fewer that read alike, and the chosen one.
+        at_the_end = not by_id and name in top and float(top[name]) <= values[-1]
+        if len(values) < abilities.top_logprobs + at_the_end:
             return Position(token, None)
         floor = values[abilities.top_logprobs - 1]
         for key, value in top.items():
@@ -225,12 +250,13 @@ class Completions:
                 floor = max(floor, float(value))
         return Position(token, told, floor) if token in told else Position(token, None)
 
-    def _id(self, name: str) -> int:
+    def _id(self, name: Any) -> int:
         """A token's id from its name in a reply."""
-        if name.startswith(BY_ID) and name[len(BY_ID) :].isdecimal():
-            token = int(name[len(BY_ID) :])
-        else:
-            token = self._texts().get(name.encode(), -1)
+        token = -1
+        if isinstance(name, str) and name.startswith(BY_ID) and name[len(BY_ID) :].isdecimal():
+            token = int(name[len(BY_ID) :][:10])
+        elif isinstance(name, str):
+            token = self._texts().get(name.encode(errors="replace"), -1)  # half a surrogate pair is no token
         if not 0 <= token < self.size:
             raise UsageError(
                 f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the tokenizer of "

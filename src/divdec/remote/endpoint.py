@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ LONGEST_PAUSE = 60.0
 class Refused(UsageError):
     """The endpoint will not have the request (`status` 4xx): to repeat it is of no use."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:  # whoever unpickles it gives the message alone
         super().__init__(message)
         self.status = status
 
@@ -32,7 +33,7 @@ class Refused(UsageError):
 class Unavailable(UsageError):
     """The endpoint gave no answer in any attempt; `status` is its last, None where there was none."""
 
-    def __init__(self, message: str, status: int | None) -> None:
+    def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
 
@@ -57,19 +58,22 @@ class Endpoint:
     """Called before each repetition, with what went wrong."""
 
     def __post_init__(self) -> None:
-        if "@" in self.base_url:
+        if set("@?#") & set(self.base_url):
             # A URL is printed and recorded; a key is not.
-            raise UsageError("the endpoint's URL holds a user or password; name an environment variable for the key")
+            raise UsageError(
+                "the endpoint's URL holds a user, a password or a query; name an environment variable for the key"
+            )
         try:
             parts = urlsplit(self.base_url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a bracket left open, a port that is no number
+            httpx.URL(self.base_url)
+        except (ValueError, httpx.InvalidURL):  # a bracket left open, a port that is no number, a line's end
             usable = False
         if not usable:
             raise UsageError(
                 f"endpoint {self.base_url!r} is not a URL of http or https; give one such as http://localhost:8000/v1"
             )
-        if self.timeout <= 0 or self.retries < 0 or self.pause < 0:
+        if not 0 < self.timeout < math.inf or self.retries < 0 or not 0 <= self.pause < math.inf:
             raise UsageError("an endpoint's timeout is greater than 0, its retries and pause are 0 or more")
 
     def __enter__(self) -> Endpoint:
@@ -134,6 +138,8 @@ class Endpoint:
             wait = self.pause * 2**attempt
             try:
                 response = self._client.post(url, json=dict(body), headers=headers)
+            except ValueError as error:  # half a character, or a number that JSON does not have
+                raise UsageError(f"the request cannot be written as JSON ({type(error).__name__})") from None
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.ProxyError) as error:
                 raise UsageError(
                     f"endpoint {url} cannot be reached ({_reason(error)}); is the server up, the URL right?"
@@ -144,8 +150,8 @@ class Endpoint:
                 status = response.status_code
                 if response.is_success:
                     return response
-                said = response.text[:300].strip()
-                trouble = f"status {status}: {said.replace(key, '[key]') if key else said}"
+                said = response.text.replace(key, "[key]") if key else response.text
+                trouble = f"status {status}: {said[:300].strip()}"  # cut afterwards: half of a key is not replaced
                 if status not in TRANSIENT or status in final:
                     raise Refused(f"endpoint {url} refused model {self.model!r} ({trouble})", status)
                 wait = max(wait, _retry_after(response))

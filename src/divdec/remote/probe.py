@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.completions import Abilities, Completions, Position
+from divdec.remote.completions import Abilities, Completions, Position, Unnamed
 from divdec.remote.endpoint import Refused
 
 TOLD = (20, 5, 0)  # what vLLM and we tell at most, what OpenAI's completions do, and nothing
@@ -54,6 +54,16 @@ def probe(completions: Completions, prompt: Sequence[int], limits: BiasLimits, *
             f"model {completions.endpoint.model!r} ignores logit_bias: its first choice, token {position.token}, came "
             f"again with a bias of {-limits.largest:g}; it cannot be steered by biases"
         )
+    # The second choice lies at most that much below the first, so that as much must lift it above.
+    (lifted,) = completions.ask(prompt, abilities, {other.token: limits.largest})
+    if lifted.token != other.token:
+        raise FailedClosed(
+            f"model {completions.endpoint.model!r} obeys no positive logit_bias: token {other.token}, its second "
+            f"choice, did not come with a bias of {limits.largest:g}; it cannot be steered by biases"
+        )
+    if position.told is not None and other.told is None:
+        # Whether the bias is in what is told cannot be seen, and either guess could prove what is not so.
+        abilities = dataclasses.replace(abilities, top_logprobs=0)
     return dataclasses.replace(abilities, raw_logprobs=_raw(position, other))
 
 
@@ -66,6 +76,9 @@ def _first_answered(completions: Completions, prompt: Sequence[int]) -> tuple[Ab
         except Refused as error:
             if error.status not in _NOT_SO:
                 raise
+            refused = error
+            continue
+        except Unnamed as error:  # it ignores what it does not know
             refused = error
             continue
         if told and position.told is None:

@@ -8,10 +8,9 @@ tells, and where neither proves the choice, how far it may be off is told.
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,91 +18,16 @@ from torch import Tensor
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.protocol import Experts
-from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+from divdec.remote.bias import Bias, Candidates, choose_bias
+from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
 from divdec.remote.completions import Abilities, Completions, Position
 from divdec.remote.context import Context
 from divdec.remote.probe import probe
 from divdec.serving.engine.text import AnswerText
 from divdec.steering import Steering
 
-METHODS = ("bias", "candidates")
 NOTHING_TOLD = "model {} told no log-probabilities to choose among; give --method bias"
 _DISOBEYED = 1.0  # nats by which a greedy provider's choice may seem worse than another, for rounding
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteSettings:
-    """How a provider is asked."""
-
-    method: Literal["bias", "candidates"] = "bias"
-    """'bias' sends `logit_bias`; 'candidates' sends none and chooses among the likeliest tokens that are told."""
-    limits: BiasLimits = dataclasses.field(default_factory=BiasLimits)
-    """What the provider accepts as `logit_bias`."""
-    block: int = 1
-    """Tokens in a request; of several, those are kept for which the steered choice is proved to be the same."""
-    tries: int = 4
-    """Requests for one token at most, until its choice is proved; 1 takes every answer, with its error's bound."""
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise UsageError(f"method is {self.method!r}; accepted: {', '.join(METHODS)}")
-        if self.block < 1 or self.tries < 1:
-            raise UsageError(f"block is {self.block}, tries {self.tries}; accepted: at least 1")
-        if self.limits.entries < 1 or not 0 < self.limits.largest < math.inf:
-            raise UsageError(
-                f"bias limits are {self.limits.entries} entries up to {self.limits.largest:g}; accepted: at least 1 "
-                "entry, above 0"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A token of an answer, and how sure it is."""
-
-    token: int
-    gap: float = 0.0
-    """Greedy: how far, in nats, its steered logit may lie below the largest; 0: it is the largest."""
-    total_variation: float = 0.0
-    """Sampled: how far the distribution that it was drawn from may be from the steered one; 0: it is that."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether a local steered model could have chosen it just so."""
-        return self.gap == 0 and self.total_variation == 0
-
-
-@dataclasses.dataclass
-class RemoteAnswer:
-    """An answer, and what became of each of its tokens."""
-
-    text: str = ""
-    choices: list[Choice] = dataclasses.field(default_factory=list)
-    finish_reason: str = "length"
-    """'stop' where it ended by itself or by a stop string."""
-
-    @property
-    def exact_tokens(self) -> int:
-        """How many tokens are proved to be the steered model's."""
-        return sum(choice.exact for choice in self.choices)
-
-
-@dataclasses.dataclass
-class Sure:
-    """How sure the tokens of all answers so far are."""
-
-    tokens: int = 0
-    exact: int = 0
-    gap: float = 0.0
-    """The largest of any greedy token."""
-    total_variation: float = 0.0
-    """The largest of any sampled token."""
-
-    def add(self, choice: Choice) -> None:
-        """Count a token."""
-        self.tokens += 1
-        self.exact += choice.exact
-        self.gap = max(self.gap, choice.gap)
-        self.total_variation = max(self.total_variation, choice.total_variation)
 
 
 class RemoteTarget:
@@ -114,7 +38,7 @@ class RemoteTarget:
         completions: Completions,
         experts: Experts,
         steering: Steering,
-        settings: RemoteSettings = RemoteSettings(),
+        settings: RemoteSettings | None = None,
         *,
         ends: Sequence[int] = (),
         longest: int | None = None,
@@ -144,7 +68,8 @@ class RemoteTarget:
                 f"the experts know {self._width} tokens, and {completions.size} of the provider's may come: the others "
                 "could not be steered"
             )
-        self.completions, self.steering, self.settings = completions, steering, settings
+        self.completions, self.steering = completions, steering
+        self.settings = settings or RemoteSettings()
         self._experts, self._longest = experts, longest
         self.sure = Sure()
         self._ends = frozenset([completions.end, *ends])
@@ -249,13 +174,17 @@ class RemoteTarget:
         assert self._abilities is not None
         wanted = self._wanted(context, ids)[0]
         known: set[int] = set()
-        for left in reversed(range(self.settings.tries)):
+        # Without a bias another request would tell the same.
+        tries = self.settings.tries if self.settings.method == "bias" else 1
+        for left in reversed(range(tries)):
             bias = Bias({}, wanted)
             if self.settings.method == "bias":
                 bias = choose_bias(wanted, self.settings.limits, known, closest=not left and draws.temperature > 0)
             drawing = draws.temperature if self.settings.method == "bias" else 0.0
             # What is drawn by rejection needs no log-probabilities.
             abilities = dataclasses.replace(self._abilities, top_logprobs=0) if drawing else self._abilities
+            if not (abilities.answer_ids or abilities.top_logprobs):
+                block = 1  # text alone is read as one token
             reply = self.completions.ask(
                 ids, abilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
             )
@@ -303,6 +232,9 @@ class RemoteTarget:
             choice = self._greedy(position, wanted, bias)
         elif self.settings.method == "candidates":
             choice = self._drawn(position, wanted, bias, draws)
+        elif last and not wanted.isneginf().any():
+            # It is taken in any case: as the provider draws, and to call some of those exact would bias the others.
+            return Choice(token, total_variation=bias.total_variation(draws.temperature))
         elif draws.uniform() < bias.acceptance(token, draws.temperature):
             return Choice(token)
         else:

@@ -10,10 +10,11 @@ import time
 import httpx
 import pytest
 
+from divdec.remote.choices import RemoteSettings
 from divdec.remote.completions import Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
 from vllm_reference import KEY, Reference, environment
 

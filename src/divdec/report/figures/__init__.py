@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.report.figures.drawn import Asked, Drawn
 
 _HERE = "divdec.report.figures"
@@ -39,6 +39,14 @@ class Known:
         except KeyError as error:
             runs = ", ".join(asked.runs)
             raise UsageError(f"a file in {runs} lacks {error}; was it written by another version of divdec?") from error
+        except UsageError:
+            raise
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            runs = ", ".join(asked.runs)
+            raise UsageError(
+                f"a file in {runs} does not hold what the figure is drawn from ({first_line(error)}); it needs "
+                f"{self.needs}"
+            ) from error
 
 
 TOFU = "divdec eval tofu, divdec compare, or the paper's TOFU_SUMMARY.json"
