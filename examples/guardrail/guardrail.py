@@ -131,6 +131,7 @@ def perplexities(folder: str, held_out: list[str]) -> dict[str, float]:
 def ask_provider(url: str, steering: str, count: int) -> tuple[list[str], dict]:
     """The answers to all prompts under a setting, and what is proved of their tokens."""
     output = Path(f"answers-{steering.replace(':', '-')}.jsonl")
+    output.unlink(missing_ok=True)
     words = ("--endpoint", url, "--model", "provider", "--steering", steering, "--temperature", "1")
     command("remote", "--bundle", "guard", *words, "--file", "prompts.jsonl", "--max-new-tokens", "24", "--output",
             str(output), "--json")  # fmt: skip

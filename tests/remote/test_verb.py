@@ -73,6 +73,12 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
     assert rows[0] == json.loads(kept[1])["row"]
     assert [row["text"] for row in rows] == [expected(text) for text in TEXTS]
     assert not (tmp_path / "answers.jsonl.partial").exists()
+    written = output.read_bytes()
+    there.seen.clear()
+    assert verb(*given, at=there.url) == 2  # what is finished is not replaced unasked
+    assert (output.read_bytes(), there.seen) == (written, [])
+    assert verb(*given, "--overwrite", at=there.url) == 0
+    assert output.read_bytes() == written
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")

@@ -32,6 +32,8 @@ def run(settings: Settings) -> None:
     output = Path(settings.output).expanduser() if settings.output else None
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
+    if output is not None and output.exists() and not settings.overwrite:
+        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:
@@ -39,7 +41,7 @@ def run(settings: Settings) -> None:
     quiet()
     target = _target(settings)
     encoded = encode_prompts(prompts, target.completions.tokenizer, Format(system_prompt=settings.system_prompt))
-    unimportant = {"output": None, "concurrency": 0, "retries": 0, "timeout": 0, "prompt": (), "file": None}
+    unimportant = {"output": None, "overwrite": False, "concurrency": 0, "retries": 0, "timeout": 0, "prompt": (), "file": None}
     # A bundle may be written anew under its name.
     decisive = {**dataclasses.asdict(settings), **unimportant, "rule": str(target.steering), "parts": _parts(settings)}
     kept = Kept(output, settings_hash(decisive))

@@ -75,6 +75,8 @@ class RemoteVerbSettings:
     """Print one JSON object a prompt, with what is proved of each token."""
     output: str | None = None
     """Write to this file instead of standard output; what a stopped run has answered is kept and not asked again."""
+    overwrite: bool = False
+    """Replace the output file of an earlier run."""
 
     def __post_init__(self) -> None:
         if (self.bundle is None) == (self.tokenizer is None):
