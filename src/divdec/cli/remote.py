@@ -41,9 +41,17 @@ def run(settings: Settings) -> None:
     quiet()
     target = _target(settings)
     encoded = encode_prompts(prompts, target.completions.tokenizer, Format(system_prompt=settings.system_prompt))
-    unimportant = {"output": None, "overwrite": False, "concurrency": 0, "retries": 0, "timeout": 0, "prompt": (), "file": None}
+    idle = {
+        "output": None,
+        "overwrite": False,
+        "concurrency": 0,
+        "retries": 0,
+        "timeout": 0,
+        "prompt": (),
+        "file": None,
+    }
     # A bundle may be written anew under its name.
-    decisive = {**dataclasses.asdict(settings), **unimportant, "rule": str(target.steering), "parts": _parts(settings)}
+    decisive = {**dataclasses.asdict(settings), **idle, "rule": str(target.steering), "parts": _parts(settings)}
     kept = Kept(output, settings_hash(decisive))
     texts = [prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages] for prompt in prompts]
     streaming = output is None and len(prompts) == 1 and not settings.json
