@@ -190,11 +190,12 @@ def _leaks(
     if not settings.attacks:
         return {}
     ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
-    by_method: dict[str, list[Results]] = {}
+    # In the table's order, not in that in which processes happen to finish.
+    by_method: dict[str, list[Results]] = {outcome.cell.method: [] for own in chosen.values() for outcome in own}
     work = [(arena, outcome, settings.attacks, ks, output) for arena in found for outcome in chosen[arena.seed]]
     with tqdm(total=len(work), desc="leaks", unit="model", dynamic_ncols=True) as bar:
         for (_, outcome, *_), results in spread(_leak_of, work, settings.jobs, output):
-            by_method.setdefault(outcome.cell.method, []).append(results)
+            by_method[outcome.cell.method].append(results)
             bar.update()
     return {
         method: {k: sum(float(own.figures[f"leak@{k}-attack"] or 0.0) for own in results) / len(results) for k in ks}
