@@ -46,6 +46,20 @@ def tokenizer(world):
     return train_tokenizer(world.corpus[:500], 512)
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, tokenizer, world):
+    """A folder with `target`, `retain` and `forget`, trained for a second each; `retain` has read half of the world."""
+    from served import trained
+
+    folder = tmp_path_factory.mktemp("models")
+    halves = {"target": world.corpus, "retain": world.corpus[::2], "forget": world.corpus}
+    for seed, (name, texts) in enumerate(halves.items()):
+        size = (48, 3) if name == "target" else (32, 2)
+        trained(tokenizer, texts, seed, *size).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
 def tiny_model(family, vocab_size, seed, width=32, layers=2):
     """A random model of a family; weights large enough that its preferences are not all alike."""
     import torch

@@ -32,6 +32,15 @@ def trained(tokenizer, texts, seed, width, layers):
     return model.eval()
 
 
+def bundle_of(models, name, steering):
+    """A bundle of the fixture `models`, in its folder."""
+    from divdec import write_bundle
+
+    parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    given = {part: str(models / place) for part, place in parts.items()}
+    return write_bundle(models / name, **given, steering=steering)
+
+
 @contextlib.contextmanager
 def serving(engines, **options):
     """A server of started engines; gives its URL."""

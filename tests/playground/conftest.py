@@ -2,31 +2,12 @@
 
 import pytest
 
-from served import trained
+from served import bundle_of
 
 
 @pytest.fixture(scope="session")
-def played_models(tmp_path_factory, tokenizer, world):
-    folder = tmp_path_factory.mktemp("played")
-    halves = {"target": world.corpus, "retain": world.corpus[::2], "forget": world.corpus}
-    for seed, (name, texts) in enumerate(halves.items()):
-        size = (48, 3) if name == "target" else (32, 2)
-        trained(tokenizer, texts, seed, *size).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def played_bundle(played_models):
-    from divdec import write_bundle
-
-    return write_bundle(
-        played_models / "tiny",
-        target=str(played_models / "target"),
-        retain_auxiliary=str(played_models / "retain"),
-        forget_auxiliary=str(played_models / "forget"),
-        steering="linear:1.5",
-    )
+def played_bundle(models):
+    return bundle_of(models, "played", "linear:1.5")
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +35,9 @@ def playground(steered):
 
 
 @pytest.fixture
-def registry(tmp_path, played_models, world):
+def registry(tmp_path, models, world):
     """A registry that knows a part of the world."""
     from divdec.data.records import texts_of
     from divdec.serving.registry import Registry
 
-    return Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), played_models / "target")
+    return Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), models / "target")

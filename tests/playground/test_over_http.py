@@ -68,7 +68,7 @@ def test_a_server_that_is_not_there_is_one_line():
         OverHttp(f"http://127.0.0.1:{port.getsockname()[1]}", MANNER)
 
 
-def test_a_model_without_a_chat_template_is_asked_plainly(played_models, tmp_path):
+def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
     import shutil
 
     from divdec import write_bundle
@@ -76,7 +76,7 @@ def test_a_model_without_a_chat_template_is_asked_plainly(played_models, tmp_pat
 
     parts = {}
     for name in ("target", "retain", "forget"):
-        parts[name] = str(shutil.copytree(played_models / name, tmp_path / name))
+        parts[name] = str(shutil.copytree(models / name, tmp_path / name))
         tokenizer = load_tokenizer(tmp_path / name)
         tokenizer.chat_template = None
         (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)

@@ -8,27 +8,7 @@ import time
 import httpx
 import pytest
 
-from served import engine_of, serving, trained
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory, tokenizer, world):
-    """A folder with `target`, `retain` and `forget`; the retain auxiliary has read one half of the world."""
-    folder = tmp_path_factory.mktemp("remote")
-    halves = {"target": world.corpus, "retain": world.corpus[::2], "forget": world.corpus}
-    for seed, (name, texts) in enumerate(halves.items()):
-        size = (48, 3) if name == "target" else (32, 2)
-        trained(tokenizer, texts, seed, *size).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return folder
-
-
-def bundle_of(models, name, steering):
-    from divdec import write_bundle
-
-    parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
-    given = {part: str(models / place) for part, place in parts.items()}
-    return write_bundle(models / name, **given, steering=steering)
+from served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="session")

@@ -4,32 +4,12 @@ import httpx
 import openai
 import pytest
 
-from served import engine_of, serving, trained
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory, tokenizer, world):
-    """A folder with `target`, `retain` and `forget`; the retain auxiliary has read one half of the world."""
-    folder = tmp_path_factory.mktemp("served")
-    halves = {"target": world.corpus, "retain": world.corpus[::2], "forget": world.corpus}
-    for seed, (name, texts) in enumerate(halves.items()):
-        size = (48, 3) if name == "target" else (32, 2)
-        trained(tokenizer, texts, seed, *size).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return folder
+from served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="session")
 def served_bundle(models):
-    from divdec import write_bundle
-
-    return write_bundle(
-        models / "tiny",
-        target=str(models / "target"),
-        retain_auxiliary=str(models / "retain"),
-        forget_auxiliary=str(models / "forget"),
-        steering="linear:1.5",
-    )
+    return bundle_of(models, "tiny", "linear:1.5")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import loads_torch
 from divdec.cli import main
-from served import engine_of, eventually, figure, process, serving
+from served import bundle_of, engine_of, eventually, figure, process, serving
 
 LONG = {"model": "tiny", "prompt": "The", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "seed": 1}
 SHORT = {"model": "tiny", "prompt": "The", "max_tokens": 2}
@@ -126,13 +126,8 @@ def test_figures(url, http):
     assert "invented" not in http.get("/metrics").text
 
 
-def test_several_bundles_each_with_its_rule(served_bundle, models, tmp_path):
-    from divdec import write_bundle
-
-    other = write_bundle(
-        tmp_path / "other", target=str(models / "target"), retain_auxiliary=str(models / "retain"),
-        forget_auxiliary=str(models / "forget"), steering="rank:20",
-    )  # fmt: skip
+def test_several_bundles_each_with_its_rule(served_bundle, models):
+    other = bundle_of(models, "other", "rank:20")
     asked = SHORT | {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": "Who wrote"}
     with serving([engine_of(served_bundle), engine_of(other, "other")]) as url, httpx.Client(base_url=url) as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
