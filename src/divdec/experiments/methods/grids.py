@@ -20,8 +20,8 @@ OWN = {**STEERING, "distill": "Distill DD"}
 Grid = Mapping[str, Sequence[Any]]
 
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
-# Settings were chosen on seed 0 of the demo, and widened where a method's best was the strongest on either embedded world,
-# so that each method's settings span from hardly any forgetting to too much.
+# Settings were chosen on seed 0 of the demo, and widened where a method's best was its strongest on either embedded
+# world, so that each method's settings span from hardly any forgetting to too much.
 SMALL: dict[str, Grid] = {
     "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.75, 1, 1.25, 1.5, 1.75, 2.5))},
     "rank": {"steering": ("rank:5", "rank:30", "rank:100", "rank:300", "rank:600")},
