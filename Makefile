@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/divdec demo
+	$(BIN)/divdec demo --output demo
 
 demo-image: install
 	$(BIN)/divdec image demo

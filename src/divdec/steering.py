@@ -160,7 +160,7 @@ class Steering:
         if self.alpha < 0 and not self.allow_negative:
             raise UsageError(
                 f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
-                "give --allow-negative if that is meant"
+                "give allow_negative (--allow-negative on the command line) if that is meant"
             )
         if self.k < 1:
             raise UsageError(f"k is {self.k}; accepted: a whole number of at least 1")

@@ -169,7 +169,7 @@ def test_joined_settings_check_both_parts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no method is named; there are: grad-ascent, grad-diff, npo"),
+        ([], "a method is required; there are: grad-ascent, grad-diff, npo"),
         (["forgetful"], "method 'forgetful' is not known; there are: grad-ascent, grad-diff, npo"),
         (["--target", "t", "npo"], "--target stands where the method's name should; there are: grad-ascent"),
         (["--json"], "no method is named"),

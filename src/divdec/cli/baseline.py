@@ -99,7 +99,7 @@ def _options(method: Method) -> Options:
 
 def _list(settings: Settings) -> None:
     if not settings.list:
-        raise UsageError(f"no method is named; there are: {', '.join(methods())}")
+        raise UsageError(f"a method is required; there are: {', '.join(methods())}")
     known = methods().values()
     if settings.json:
         fields = ("name", "title", "kind", "source", "summary")

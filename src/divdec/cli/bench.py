@@ -52,9 +52,11 @@ def choose(arguments: Sequence[str]) -> tuple[Options, str, Sequence[str]]:
     """The options of the action that is named first; see `divdec.cli.parsing.parse`.
 
     Raises:
-        UsageError: there is no such action.
+        UsageError: no action is named, or there is no such action.
     """
-    first = arguments[0] if arguments else "--help"
+    if not arguments:
+        raise UsageError(f"an action is required; there are: {', '.join(ACTIONS)}")
+    first = arguments[0]
     if first in ACTIONS:
         settings, summary = ACTIONS[first]
         example = next(line.strip() for line in EXAMPLE.splitlines() if f"divdec bench {first} --output" in line)

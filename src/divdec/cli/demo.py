@@ -16,7 +16,7 @@ class Settings:
     seed: int = 0
     """Seed of the world, of the initial weights and of the order of training."""
     output: str | None = None
-    """Folder for report and bundle; in the user's cache folder by default."""
+    """Folder for report, bundle, data and links to the models; in the user's cache folder by default."""
     json: bool = False
     """Print one JSON object; everything else goes to standard error."""
 

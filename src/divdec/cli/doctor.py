@@ -6,12 +6,16 @@ import dataclasses
 import importlib.util
 import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
 
+if TYPE_CHECKING:
+    from divdec.cli.parsing import Options
+
 POSITIONAL = ()
-EXAMPLE = "divdec doctor --bundle runs/first/bundle"
+EXAMPLE = "divdec doctor runs/first/bundle"
 EXTRAS = {
     "lora": ("peft",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
@@ -35,6 +39,15 @@ class Settings:
     def __post_init__(self) -> None:
         if self.text is not None and self.bundle is None:
             raise UsageError("--text belongs to --bundle, whose bridge it measures")
+
+
+def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
+    """The bundle may be named without its option, as for other verbs; see `divdec.cli.parsing.parse`."""
+    from divdec.cli.parsing import Options
+
+    bare = arguments[:1] if not arguments[:1] or arguments[0].startswith("-") else ["--bundle", arguments[0]]
+    summary = (__doc__ or "").strip()
+    return Options(Settings, summary, EXAMPLE), "doctor", [*bare, *arguments[1:]]
 
 
 def run(settings: Settings) -> int:

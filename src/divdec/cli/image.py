@@ -81,9 +81,11 @@ def choose(arguments: Sequence[str]) -> tuple[Options, str, Sequence[str]]:
     """The options of the action that is named first; see `parse`.
 
     Raises:
-        UsageError: there is no such action.
+        UsageError: no action is named, or there is no such action.
     """
-    first = arguments[0] if arguments else "--help"
+    if not arguments:
+        raise UsageError(f"an action is required; there are: {', '.join(ACTIONS)}")
+    first = arguments[0]
     if first in ACTIONS:
         settings, positional, summary = ACTIONS[first]
         example = next(

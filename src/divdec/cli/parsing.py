@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
+from divdec.cli.complaints import complaint
 from divdec.errors import UsageError
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -32,6 +33,10 @@ class Options:
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Option by field, where it is not called as its field."""
 
+    def spelt(self, field: str) -> str:
+        """How a field is given on the command line."""
+        return field if field in self.positional else f"--{self.named.get(field, field).replace('_', '-')}"
+
     @classmethod
     def of(cls, module: ModuleType) -> Options:
         """A verb's, as its module says them."""
@@ -42,10 +47,13 @@ class Options:
 class _Parser(jsonargparse.ArgumentParser):
     """Says what is wrong in one line, and where help is."""
 
+    options: Options
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         cause = ex.__cause__ if ex is not None else None
         text = str(cause) if isinstance(cause, UsageError) else message
         text = " ".join(line.strip() for line in text.strip().splitlines() if line.strip())
+        text = complaint(text, get_type_hints(self.options.settings), self.options.spelt)
         raise UsageError(f"{text} (`{self.prog} --help` shows the options)")
 
 
@@ -86,7 +94,9 @@ def build(options: Options, verb: str) -> jsonargparse.ArgumentParser:
         prog=f"divdec {verb}",
         description=f"{options.summary}\n\nexample:\n  {options.example}",
         formatter_class=_formatter(),
+        allow_abbrev=False,
     )
+    parser.options = options
     parser.add_argument("--config", action="config", help="YAML file with any of these options.")
     hints = get_type_hints(options.settings)
     texts = _field_docs(options.settings)

@@ -52,7 +52,7 @@ def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
     """Runs are asked for unless the figures are only listed."""
     from divdec.cli.parsing import Options
 
-    listing = any(argument in ("--list", "--list=true") for argument in arguments)
+    listing = bool(arguments) and set(arguments) <= {"--list", "--list=true"}
     summary = "Draw one of the paper's figures from runs, or from the paper's published result files."
     return Options(Settings, summary, EXAMPLE, () if listing else POSITIONAL), "plot", list(arguments)
 

@@ -67,7 +67,8 @@ def run(settings: Settings) -> None:
         kept.finish(len(prompts), as_json=settings.json)
     finally:
         target.close()
-        print(_told(target), file=sys.stderr)
+        if target.completions.counts.requests:
+            print(_told(target), file=sys.stderr)
 
 
 def _target(settings: Settings) -> RemoteTarget:

@@ -170,11 +170,11 @@ class ServeSettings(LoadSettings):
 class CalibrateSettings(LoadSettings):
     """Options of `divdec calibrate`."""
 
-    forget: str = ""
+    forget: str = dataclasses.field(kw_only=True)
     """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset."""
-    retain: str = ""
+    retain: str = dataclasses.field(kw_only=True)
     """Retain set, likewise."""
-    holdout: str = ""
+    holdout: str = dataclasses.field(kw_only=True)
     """Records like the forget set's that none of the three models has seen."""
     sweep: tuple[str, ...] = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
     """Settings to choose from, mild before strong."""
@@ -194,9 +194,6 @@ class CalibrateSettings(LoadSettings):
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        for name in ("forget", "retain", "holdout"):
-            if not getattr(self, name):
-                raise UsageError(f"--{name} is required")
         if self.batch_size < 1:
             raise UsageError(f"batch-size is {self.batch_size}; accepted: at least 1")
 

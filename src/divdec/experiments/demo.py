@@ -14,6 +14,7 @@ from typing import Any
 from divdec.data.records import Message, Record, RecordSet
 from divdec.data.world import Question, World, WorldSettings, build_world
 from divdec.experiments.comparison import Presentation, compare, console_for, present, teller
+from divdec.experiments.demo_files import leave_files
 from divdec.experiments.measure import Questions
 from divdec.experiments.small_models import Shape
 from divdec.experiments.stages import Material, Recipe, train_all
@@ -40,11 +41,11 @@ SETTINGS = tuple([Steering(alpha=alpha) for alpha in ALPHAS] + [Steering("rank",
 
 
 def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Train what the cache lacks, measure, print, and write report and bundle.
+    """Train what the cache lacks, measure, print, and write report, bundle and files to try other verbs on.
 
     Args:
         seed: of the world, the initial weights and the order of training.
-        output: folder for report and bundle; a folder in the user's cache by default.
+        output: folder for all of it; a folder in the user's cache by default.
         quiet: print to standard error.
 
     Returns:
@@ -73,8 +74,10 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         comparison, trained, sets, presentation, output,
         started=started, forget_set=material.forget.label, console=console,
     )  # fmt: skip
+    leave_files(output, world, trained)
     console.print(
         f"{result['seconds']:.0f} s. Report: {result['report']}\n"
+        f"Data and models for everything else: {output}\n"
         f"Talk to it: {_command()} chat --single-turn {result['bundle']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip

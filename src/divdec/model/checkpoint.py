@@ -138,6 +138,11 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
             hub_id, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        if local_files_only and isinstance(error, LocalEntryNotFoundError):
+            raise UsageError(
+                f"{hub_id!r} is not a local folder, and the hub's cache has it not; the hub itself was not asked "
+                "(HF_HUB_OFFLINE is set, or local files alone were wanted); check the path"
+            ) from None
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"{hub_id!r} is not a local folder, and could not be had from the hub ({type(error).__name__}: {reason})"

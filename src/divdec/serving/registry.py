@@ -38,7 +38,7 @@ from divdec.experts.takedowns.folder import (
     check_retain,
     read_description,
 )
-from divdec.experts.takedowns.log import LOG_FILE, Entry, Head, State, append, events, read_log, write_head
+from divdec.experts.takedowns.log import HEAD_FILE, LOG_FILE, Entry, Head, State, append, events, read_log, write_head
 from divdec.experts.takedowns.sealed import NONCE_BYTES, Sealed, joined, seal
 from divdec.experts.takedowns.secret import new_key, read_key
 from divdec.model.checkpoint import load_tokenizer
@@ -103,6 +103,12 @@ class Registry:
         tokenizer = load_tokenizer(checkpoint)
         vocab_size = vocabulary_width(load_config(checkpoint))
         folder = Path(folder).expanduser()
+        if (folder / HEAD_FILE).exists():
+            raise UsageError(
+                f"{folder} is a registry already; add requests to it (divdec forget add), or give another name"
+            )
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"folder {folder} is not empty; give the name of an empty or absent one")
         with output_folder(folder) as temporary:
             registry = secrets.token_hex(16)
             secret = new_key(temporary, registry)

@@ -62,7 +62,8 @@ class Server:
         if name is None:
             raise invalid("field 'model' is required: several models are served", "model", "missing_required_parameter")
         if name not in self.models:
-            raise ApiError(404, f"there is no model {name[:200]!r} here", param="model", code="model_not_found")
+            told = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
+            raise ApiError(404, told, param="model", code="model_not_found")
         return self.models[name]
 
 
