@@ -71,7 +71,7 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "device is 'abacus'"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "output is 'cost.pdf'"),
         (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "aux no/such is neither a number nor"),
-        (["--target", "8B", "--aux", "1B"], "forget_tokens"),
+        (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(options, message, capsys):

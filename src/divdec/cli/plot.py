@@ -49,10 +49,10 @@ class Settings:
 
 
 def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
-    """Runs are asked for unless the figures are only listed."""
+    """Runs are asked for, first, unless the figures are only listed."""
     from divdec.cli.parsing import Options
 
-    listing = bool(arguments) and set(arguments) <= {"--list", "--list=true"}
+    listing = arguments[:1] and arguments[0].startswith("-") and {"--list", "--list=true"} & set(arguments)
     summary = "Draw one of the paper's figures from runs, or from the paper's published result files."
     return Options(Settings, summary, EXAMPLE, () if listing else POSITIONAL), "plot", list(arguments)
 
