@@ -1,7 +1,7 @@
 """Which settings of each method are tried.
 
 'small' suits models of a few million parameters, whose learning rates are a hundred times those of large ones; every
-method has five to eight settings. 'paper' is the paper's (appendix TOFU). It knows nothing of torch.
+method has five to ten settings. 'paper' is the paper's (appendix TOFU). It knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SMALL: dict[str, Grid] = {
     "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.75, 1, 1.25, 1.5, 1.75, 2.5))},
     "rank": {"steering": ("rank:5", "rank:30", "rank:100", "rank:300", "rank:600")},
     "distill": {"lr": (3e-4, 1e-3, 2e-3), "rehearse": (0, 200)},
-    "grad-ascent": {"learning_rate": (1e-4, 2e-4, 3e-4, 5e-4), "epochs": (2.0, 4.0), **_BATCHES},
-    "grad-diff": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (3.0, 5.0), **_BATCHES},
-    "npo": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (3.0, 5.0), **_BATCHES},
+    "grad-ascent": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (2.0, 4.0), **_BATCHES},
+    "grad-diff": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
+    "npo": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
     "simnpo": {"learning_rate": (1e-3, 2e-3, 3e-3), "epochs": (5.0, 10.0), **_BATCHES},
     "rmu": {
-        "learning_rate": (1e-3, 2e-3, 3e-3, 5e-3),
+        "learning_rate": (2e-3, 3e-3, 5e-3, 1e-2),
         "alpha": (1.0, 10.0),
         "coefficient": (20.0,),
         "epochs": (5.0,),
         "layer": (2,),
         **_BATCHES,
     },
-    "undial": {"learning_rate": (1e-4, 2e-4, 3e-4, 1e-3), "epochs": (2.0, 4.0), **_BATCHES},
+    "undial": {"learning_rate": (2e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 4.0), **_BATCHES},
     "idk-dpo": {"learning_rate": (5e-4, 1e-3, 2e-3, 4e-3), "epochs": (3.0, 6.0), **_BATCHES},
     "whp": {"learning_rate": (5e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
     "offset": {"learning_rate": (1e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 5.0)},
