@@ -381,10 +381,11 @@ def test_the_log_tells_who_and_when(registry, articles):
     assert all(event["time"].endswith("+00:00") for event in events)
 
 
-def test_bad_requests_change_nothing(folder, registry, articles, tmp_path, capsys):
+def test_bad_requests_change_nothing(folder, registry, checkpoints, articles, tmp_path, capsys):
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "text.txt").write_text(articles[12])
+    anew = ["init", "--retain", str(tmp_path / "text.txt"), "--target", str(checkpoints / "target")]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for arguments, words in (
         (["add", "--id", "one", "--file", str(tmp_path / "text.txt")], "already"),
@@ -395,12 +396,15 @@ def test_bad_requests_change_nothing(folder, registry, articles, tmp_path, capsy
         (["remove", "--id", "three"], "no request 'three'"),
         (["remove", "--id", "one", "--file", "x"], "--file has no meaning for remove"),
         (["burn"], "burn"),
+        (anew, "is a registry already; add requests to it"),
     ):
         action, *rest = arguments
         assert main(["forget", action, str(folder), *rest]) == 2
         error = capsys.readouterr().err.strip().splitlines()
         assert len(error) == 1
         assert words in error[0]
+    assert main(["forget", "init", str(tmp_path), *anew[1:]]) == 2
+    assert "is not empty; give the name of an empty or absent one" in capsys.readouterr().err
     changed = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
     assert changed == {path: content for path, content in before.items() if path.name != "lock"}
 

@@ -122,6 +122,7 @@ def test_unknown_models_paths_and_methods(http):
     for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS), (PATHS[2], {"prompt": "a"}), (PATHS[3], {"tokens": [1]})):
         error = error_of(http.post(path, json=asked | {"model": "../tiny"}), 404)
         assert error["code"] == "model_not_found"
+        assert "there are: tiny" in error["message"]
         response = http.get(path)
         error_of(response, 405)
         assert response.headers["allow"] == "POST"
