@@ -107,4 +107,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm demo .pytest_cache .ruff_cache .import_linter_cache

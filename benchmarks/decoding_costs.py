@@ -120,7 +120,8 @@ def bundle_named(name, data, path):
         return path(name), material_of(path(name))
     bundle = cache_folder() / name / "seed-0" / "bundle"
     if not bundle.is_dir():
-        raise UsageError(f"{bundle} does not exist; make it with: make {name}")
+        command = {"demo": "divdec demo", "tofu-small": "make tofu-small"}[name]
+        raise UsageError(f"{bundle} does not exist; make it with: {command}")
     return bundle, sets
 
 
