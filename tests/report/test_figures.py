@@ -207,6 +207,20 @@ class TestOwn:
             [0.6, 0.8],
         ]
 
+    def test_a_comparison_stands_for_its_seeds(self, tmp_path):
+        """The best of many settings on one seed is no mean over seeds, nor are one seed's leaks a line of their own."""
+        comparison(tmp_path)
+        content = json.loads((tmp_path / "comparison.json").read_text())
+        for line in content["grid"]:
+            line["seeds"] = {"0": {}, "1": {}} if line["setting"] in ("", "linear:1") else {"0": {}}
+        write_json(tmp_path / "comparison.json", content)
+        found = best(results_of(asked(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
+        assert {one.label: one.seeds for one in found if one.title == "Linear DD"} == {"Linear DD  α = 1": 2}
+        assert "NPO  lr 0.0002" in {one.label for one in found}
+        (tmp_path / "seed-0" / "npo" / "leaks").mkdir(parents=True)
+        write_results(Results("leaks", "leak", {"leak@1-attack": 0.9}, {}), tmp_path / "seed-0" / "npo" / "leaks")
+        assert set(lines(drawn("leak", tmp_path).figure.axes[0])) == {"Target", "Linear DD"}
+
     def test_leaks_of_an_evaluation_have_intervals(self, tmp_path):
         scores = {str(place): {"score": float(place < 3)} for place in range(20)}
         for name in ("target", "steered"):

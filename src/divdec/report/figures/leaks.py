@@ -35,7 +35,11 @@ def leaks(asked: Asked) -> Drawn:
     found: dict[str, Leaks] = {}
     kinds: set[str] = set()
     sources = []
-    for source in files_called(asked.runs, PUBLISHED, COMPARISON, SUMMARY):
+    files = files_called(asked.runs, PUBLISHED, COMPARISON, SUMMARY)
+    compared = {source.path.parent for source in files if source.path.name == COMPARISON}
+    for source in files:
+        if source.path.name == SUMMARY and not compared.isdisjoint(source.path.parents):
+            continue  # one seed of what the comparison has means of
         own, kind = _read(source, asked)
         if own:
             sources.append(source.name)

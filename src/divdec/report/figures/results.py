@@ -49,6 +49,8 @@ class Result:
     """Which auxiliaries steer, as folders are called."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a value is missing."""
+    seeds: int = 1
+    """Over how many the values are means."""
 
     @property
     def kind(self) -> Kind:
@@ -97,14 +99,21 @@ def results_of(asked: Asked, figure: str) -> dict[str, list[Result]]:
 
 
 def best(results: Sequence[Result], name: str) -> list[Result]:
-    """Of each method the setting that is best by a measure; those without a value are left out."""
+    """Of each method the setting that is best by a measure; those without a value are left out.
+
+    Only those that were measured on as many seeds as any of the method stand for it: the best of many settings on the
+    seed where they were searched is no mean over seeds.
+    """
     sign = 1 if MEASURES[name].better == "higher" else -1
+
+    def rank(result: Result) -> tuple[int, float]:
+        return result.seeds, sign * (result.values[name] or 0.0)
+
     found: dict[str, Result] = {}
     for result in results:
-        value = result.values.get(name)
-        if value is not None and (
-            result.title not in found or sign * value > sign * (found[result.title].values[name] or 0.0)
-        ):
+        if result.values.get(name) is None:
+            continue
+        if result.title not in found or rank(result) > rank(found[result.title]):
             found[result.title] = result
     return list(found.values())
 
@@ -178,16 +187,22 @@ def _compared(source: Source, variant: str) -> list[Result]:
             Result(
                 line["method"],
                 title_of(line["method"]),
-                _strength(rule, float(strength.split(":")[0])) if steered else setting,
+                _strength(rule, float(strength.split(":")[0])) if steered else _short(setting),
                 line["values"],
                 {name: (ends[0], ends[1]) for name, ends in line["intervals"].items()},
                 source,
                 "tofu",
                 rule if steered else None,  # pyright: ignore[reportArgumentType]
                 float(strength.split(":")[0]) if steered else None,
+                seeds=len(line.get("seeds", ())),
             )
         )
     return found
+
+
+def _short(setting: str) -> str:
+    """Options as a person would write them."""
+    return setting.replace("learning_rate", "lr").replace("_", " ")
 
 
 def _named(results: Results, folder: Path, run: Path, role: str | None) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def bars(axes: Axes, rows: Sequence[Bar], x_label: str) -> None:
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlim(0, 1.1 * max((max((row.value, *(row.interval or ()))) for row in rows), default=1.0) or 1.0)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(x_label)
+    axes.set_xlabel(x_label, loc="right")  # long names leave it little room
     axes.grid(True, axis="x")
 
 
