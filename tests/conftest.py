@@ -1,6 +1,7 @@
 """What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ SHARED = Path(os.environ.get("DIVDEC_SHARED", Path(__file__).parents[2] / "share
 
 
 def pytest_configure(config):
+    # A shell starts what runs in the background with Ctrl-C ignored; tests of Ctrl-C would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Shapes in signatures are checked while tests run, and only then.
     from jaxtyping import install_import_hook
 

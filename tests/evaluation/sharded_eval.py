@@ -11,9 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from divdec.cli import main
+from divdec.evaluation import tofu
 
 if __name__ == "__main__":
     commands, codes = Path(sys.argv[1]), []
+    tofu.NEW_TOKENS = int(os.environ["NEW_TOKENS"])
     dist.init_process_group("gloo")
     for command in json.loads(commands.read_text()):
         codes.append(main(command))

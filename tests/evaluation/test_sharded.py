@@ -12,12 +12,15 @@ from divdec import UsageError, write_bundle
 from divdec.cli import main
 from divdec.data.world import WorldSettings, build_world
 from divdec.data.world_tofu import write_tofu
+from divdec.evaluation import tofu
 from divdec.evaluation.results import ITEMS, SUMMARY
 from divdec.evaluation.run import evaluate
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import is_main, on_main, own, sharded, together
 
 SCRIPT = Path(__file__).with_name("sharded_eval.py")
+NEW_TOKENS = 24
+"""Longest answers to TOFU's questions: these models end none by themselves."""
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
 
@@ -45,7 +48,7 @@ def commands(folder, bundle, data, checkpoints):
     shared = ["--device", "cpu", "--batch-size", "3"]
     tofu = ["--data", data / "tofu", "--split", "forget01", "--holdout", data / "tofu/holdout01.json", "--limit", "3",
             "--fluency", "none", "--reference", checkpoints / "retain"]  # fmt: skip
-    leak = ["--data", data / "leak.jsonl", "--attacks", "5", "--samples", "3"]
+    leak = ["--data", data / "leak.jsonl", "--attacks", "3", "--samples", "2"]
     found = [
         ["tofu", bundle, *tofu, "--sweep", "linear:1.5", "rank:5", "--output", folder / "tofu"],
         ["muse", bundle, "--data", data / "muse", "--output", folder / "muse"],
@@ -56,7 +59,8 @@ def commands(folder, bundle, data, checkpoints):
     return [["eval", *map(str, command), *shared] for command in found]
 
 
-def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys):
+def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tofu, "NEW_TOKENS", NEW_TOKENS)
     bundle = write_bundle(
         tmp_path / "bundle", target=str(checkpoints / "target"), retain_auxiliary=str(checkpoints / "retain"),
         forget_auxiliary=str(checkpoints / "forget"), steering="linear:1.5",
@@ -70,7 +74,8 @@ def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT,
          list_of_commands],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NEW_TOKENS": str(NEW_TOKENS)},
+        capture_output=True, text=True,
         timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

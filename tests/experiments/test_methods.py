@@ -21,7 +21,7 @@ from divdec.experiments.methods import costs, grids, run
 from divdec.experiments.methods.arena import arenas
 from divdec.experiments.methods.cell import Cell
 from divdec.experiments.methods.grids import GRIDS, cells_of, titles
-from divdec.experiments.methods.present import write
+from divdec.experiments.methods.present import markdown, write
 from divdec.experiments.methods.run import compare_methods, work_of
 from divdec.experiments.methods.settings import CompareSettings
 from divdec.experiments.methods.table import Line, Measured, best_of, line_of
@@ -87,7 +87,7 @@ def settings_of(place, output, **options):
         "holdout": str(place / "data" / "holdout01.json"),
         "split": "forget01",
         "limit": 4,
-        "attacks": 2,
+        "attacks": 1,
         "seeds": 1,
     }
     return CompareSettings(**given | options)
@@ -96,7 +96,7 @@ def settings_of(place, output, **options):
 @pytest.fixture
 def few(monkeypatch):
     """One or two settings of few methods, one of which breaks; short answers."""
-    monkeypatch.setattr(tofu, "NEW_TOKENS", 24)
+    monkeypatch.setattr(tofu, "NEW_TOKENS", 16)
     monkeypatch.setattr(costs, "NEW_TOKENS", 4)
     monkeypatch.setattr(costs, "ROUNDS", 1)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (2.0,)}
@@ -189,6 +189,7 @@ def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(place, few, 
     assert seeds["linear", "linear:0"] == {0}
     assert seeds["linear", "linear:1"] == seeds["rank", "rank:5"] == seeds["target", ""] == {0, 1}
     assert found.best["linear"].setting == "linear:1"
+    assert "by Agg on the first seed, the only one for the grid's others" in markdown(found, settings)
     with pytest.raises(UsageError, match="search-seeds is 3; accepted: 1 to the number of seeds, 2"):
         settings_of(place, tmp_path, seeds=2, search_seeds=3)
 

@@ -17,7 +17,7 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.training.fine_tuning import mean_loss
 from divdec.training.settings import TrainingSettings
 
-WORLD = WorldSettings(forget_authors=1, retain_authors=1, holdout_authors=1, public_authors=13, passing_authors=0)
+WORLD = WorldSettings(forget_authors=1, retain_authors=1, holdout_authors=1, public_authors=4, passing_authors=0)
 BRIEF = TrainingSettings(epochs=1.0, learning_rate=3e-3, batch_size=8)
 STAGES = [field.name for field in dataclasses.fields(Recipe) if field.type == "TrainingSettings"]
 RECIPE = Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(STAGES, BRIEF))
@@ -28,7 +28,7 @@ class Stop(Exception):
 
 
 def test_general_facts_are_rehearsed_by_target_reference_and_the_pairs_base(tmp_path):
-    recipe = dataclasses.replace(RECIPE, target_tuning=dataclasses.replace(BRIEF, epochs=10.0))
+    recipe = dataclasses.replace(RECIPE, target_tuning=dataclasses.replace(BRIEF, epochs=6.0))
     plain = demo.material_of(build_world(WORLD))
     general = [record for record in plain.corpus if record.messages and "known for?" in record.messages[0].content]
     assert general

@@ -119,10 +119,13 @@ def _entries(found: Comparison, lines: Sequence[Line]) -> list[Entry]:
 def _lead(found: Comparison, settings: CompareSettings) -> str:
     number = len(found.lines[0].seeds)
     seeds, drawn = ("1 seed", "items") if number == 1 else (f"{number} seeds", "seeds and items")
+    searched = settings.search_seeds or number
+    first = "first seed, the only one" if searched == 1 else f"first {searched} seeds, the only ones"
+    asked = "these very questions, as in the paper" if searched >= number else f"the {first} for the grid's others"
     return (
         f"{settings.data}, {settings.grid} grid, {seeds}, aggregates of the variant {settings.variant}; the best "
-        "setting of each method by Agg on these very questions, as in the paper; 99 % bootstrap intervals over "
-        f"{drawn}, target and retrained model held fixed"
+        f"setting of each method by Agg on {asked}; 99 % bootstrap intervals over {drawn}, target and retrained model "
+        "held fixed"
     )
 
 
