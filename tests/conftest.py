@@ -1,5 +1,6 @@
 """What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -25,7 +26,18 @@ def pytest_configure(config):
     # Shapes in signatures are checked while tests run, and only then.
     from jaxtyping import install_import_hook
 
-    install_import_hook("divdec", "beartype.beartype")
+    install_import_hook(shaped_modules(), "beartype.beartype")
+
+
+def shaped_modules():
+    """The modules whose signatures name shapes, where checks have something to check: every call pays for them.
+
+    Not the rows of answers: their bookkeeping is called for every token, and would take longer than the models.
+    """
+    (root,) = importlib.util.find_spec("divdec").submodule_search_locations
+    found = [path.relative_to(root) for path in Path(root).rglob("*.py") if "jaxtyping" in path.read_text()]
+    names = {".".join(("divdec", *path.with_suffix("").parts)).removesuffix(".__init__") for path in found}
+    return sorted(names - {"divdec.decoding.rows"})
 
 
 @pytest.fixture(scope="session")

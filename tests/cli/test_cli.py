@@ -361,7 +361,7 @@ def long_training(world, checkpoints, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     return [
         "train", "--base", checkpoints / "forget", "--forget", tmp_path / "forget.jsonl", "--retain",
-        tmp_path / "retain.jsonl", "--target", checkpoints / "target", "--lr", "1e-3", "--epochs", "20",
+        tmp_path / "retain.jsonl", "--target", checkpoints / "target", "--lr", "1e-3", "--epochs", "10",
         "--batch-size", "4",
     ]  # fmt: skip
 
@@ -382,7 +382,7 @@ def test_ctrl_c_during_training_loses_nothing(long_training, tmp_path):
     assert "the same command goes on from there" in error.splitlines()[-1]
     result = divdec(*arguments, "--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["auxiliaries"]["retain_auxiliary"]["steps"] == 20 * 8
+    assert json.loads(result.stdout)["auxiliaries"]["retain_auxiliary"]["steps"] == 10 * 8
     whole = divdec(*long_training, "--output", tmp_path / "whole")
     assert whole.returncode == 0
     for part in ("retain_auxiliary", "forget_auxiliary"):

@@ -27,8 +27,8 @@ def test_the_library_shows_nothing_but_the_steered_model(steering, make, folder)
 @pytest.mark.parametrize(
     ("steering", "speculates"),
     [
-        ("linear:1.5", False),
         ("rank:40", True),
+        pytest.param("linear:1.5", False, marks=pytest.mark.slow),
         pytest.param("linear:1.5", True, marks=pytest.mark.slow),
         pytest.param("rank:40", False, marks=pytest.mark.slow),
     ],

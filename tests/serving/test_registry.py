@@ -202,7 +202,7 @@ def act(registry, texts, action):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("action", ["add", "remove", "compact"])
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articles, action, step, tmp_path):
     for number in range(3):
         registry.add(f"old {number}", texts_of("t", [articles[10 + number]]))
