@@ -441,7 +441,7 @@ def test_a_student_learns_to_answer_as_the_steered_model_does(learned, data, wor
     tokens = [log_p for item in scores["student"] for log_p in item.log_probabilities]
     assert -mean(tokens) == pytest.approx(after["cross_entropy"], rel=1e-4)
     card = (output / "README.md").read_text()
-    for fact in ("linear:1.5", "T = 1.5", "teacher-student", content["forget_set"], str(learned)):
+    for fact in ("linear:1.5", "T = 1.5", "teacher-student", content["forget_set"], str(learned), "does not claim"):
         assert fact in card
     assert not any(question.answer in card or question.question in card for question in world.forget[:12])
     assert not output.with_name("student.work").exists()

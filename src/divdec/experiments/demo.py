@@ -64,7 +64,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         title=f"divdec demo, seed {seed}",
         lead=(
             f"A small language model has learned about {WORLD.forget_authors + WORLD.retain_authors} fictitious "
-            f"authors and is steered so that it behaves as if it had never seen {WORLD.forget_authors} of them."
+            f"authors and is steered away from {WORLD.forget_authors} of them."
         ),
         accuracy_note="Accuracy: share of generated answers that state the fact.",
         examples={"forget": 3, "retain": 2, "holdout": 1},

@@ -61,7 +61,7 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
     images, places, names = read_folder(folder, codec.channels, codec.size, settings.resize, report)
     classes = layout.find_all(names)
     forget = chosen_classes(settings, layout, classes)
-    report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are forgotten")
+    report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are to be forgotten")
     of = [classes[place] for place in places]
     decided = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     fingerprint = settings_hash([decided, digest(images), of, digests(target), base and digests(base)])
@@ -90,7 +90,7 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
         rewrite_steering(bundle, for_codes(steering, layout))
     written = record(
         VERB, settings, fingerprint=fingerprint,
-        forgotten=sorted(layout.classes[place] for place in forget),
+        classes_to_forget=sorted(layout.classes[place] for place in forget),
         auxiliaries=content["auxiliaries"], bundle=str(bundle),
     )  # fmt: skip
     write_json(output / RECORD, written)

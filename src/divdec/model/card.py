@@ -17,9 +17,10 @@ tags: [unlearning, divergence-decoding]
 ---
 # A steered language model
 
-Made with divdec. This folder names a target language model, experts and a rule: the target is steered, while it
-decodes, by the divergence of two small models, so that it behaves as if it had never seen a set of documents
-(Divergence Decoding). The target's own weights are unchanged: whoever loads the target alone gets it unsteered.
+Made with divdec. This folder names a target language model, experts and a rule. While the target decodes, the
+divergence of the experts steers it away from a set of documents (Divergence Decoding). The target's weights are
+unchanged: loaded alone, it answers unsteered. This card does not claim that the documents are forgotten: measure it
+with `divdec calibrate` and `divdec eval`.
 
 | | |
 |---|---|
@@ -76,9 +77,9 @@ tags: [unlearning, divergence-decoding, distillation]
 ---
 # A language model distilled from a steered one
 
-Made with divdec. A language model was steered by two small models so that it behaves as if it had never seen a set of
-documents (Divergence Decoding); this checkpoint learned, on those documents, to answer as the steered model does. It is
-an ordinary model and needs nothing beside it.
+Made with divdec. Two small models steered a language model away from a set of documents (Divergence Decoding); this
+checkpoint was trained, on those documents, to answer as the steered model does. It is an ordinary model that loads
+without divdec. This card does not claim that the documents are forgotten: measure it with `divdec eval`.
 
 | | |
 |---|---|
