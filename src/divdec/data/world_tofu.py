@@ -43,10 +43,15 @@ def write_tofu(world: World, folder: Path) -> None:
 
 
 def general_questions(world: World) -> list[tuple[str, str]]:
-    """Question and answer of all that the suite asks besides the forget, retain and holdout sets: public authors and
-    cities. The corpus tells them all."""
+    """Question and answer of all that the suite asks besides the forget, retain and holdout sets.
+
+    These are public authors and cities; the corpus tells them all.
+    """
     asked = (ask(author, relation, ASKED) for author in world.people["public"][:PUBLIC] for relation in RELATIONS)
-    return [*((one.question, one.answer) for one in asked), *((question, answer) for question, answer, _ in _cities(world))]
+    return [
+        *((one.question, one.answer) for one in asked),
+        *((question, answer) for question, answer, _ in _cities(world)),
+    ]
 
 
 def _write(file: Path, rows: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Format
+from divdec.data.records import single_turn
 from divdec.experiments.measure import (
     GAP_AIM,
     RETAIN_AIM,
@@ -77,13 +78,13 @@ class Comparison:
         setting = self.recommended.setting
         if not self.reached:
             return (
-                f"No setting closes {GAP_AIM:.0%} of the gap between target and retrained model on the forget set\nand "
-                f"keeps {RETAIN_AIM:.0%} of the target's accuracy on the retain set; {setting}, which the bundle holds,\n"
-                f"closes {self.gap:.0%} and keeps {self.kept:.0%}."
+                f"No setting closes {GAP_AIM:.0%} of the gap between target and retrained model on the forget set\n"
+                f"and keeps {RETAIN_AIM:.0%} of the target's accuracy on the retain set. The bundle holds {setting},\n"
+                f"which closes {self.gap:.0%} and keeps {self.kept:.0%}."
             )
         return (
-            f"{setting} closes {self.gap:.0%} of the gap between target and retrained model on the forget set\nand keeps "
-            f"{self.kept:.0%} of the target's accuracy on the retain set."
+            f"{setting} closes {self.gap:.0%} of the gap between target and retrained model on the forget set\n"
+            f"and keeps {self.kept:.0%} of the target's accuracy on the retain set."
         )
 
     def best(self, rule: str) -> Row:
@@ -161,6 +162,7 @@ def present(
         steering=comparison.recommended.setting,
         overwrite=True,
         forget_set=forget_set,
+        single_turn=all(single_turn(questions.records) for questions in sets),
     )
     report = output / "report.html"
     write_page(

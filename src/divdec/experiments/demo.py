@@ -79,7 +79,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     console.print(
         f"{result['seconds']:.0f} s. Report: {result['report']}\n"
         f"Data and models for everything else: {output}\n"
-        f"Talk to it: {_command()} chat --single-turn {result['bundle']}",
+        f"Talk to it: {_command()} chat {result['bundle']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return result

@@ -75,7 +75,8 @@ def no_best(values: Sequence[float | None], measure: str, what: str = "setting")
     own = MEASURES[measure]
     known = [value for value in values if value is not None and math.isfinite(value)]
     top, extreme = (max(known), "highest") if own.better == "higher" else (min(known), "lowest")
-    return f"no {what} is best by {own.short}: the {extreme} is {own.text(top)}{', of several' * (known.count(top) > 1)}"
+    tie = ", of several" if known.count(top) > 1 else ""
+    return f"no {what} is best by {own.short}: the {extreme} is {own.text(top)}{tie}"
 
 
 RETRAINED = "like the retrained model's"
