@@ -191,6 +191,38 @@ def test_chat_speculates(bundle, monkeypatch, capsys):
     assert said[1].err.count("drafter retain") == 2
 
 
+def test_an_output_file_is_not_replaced_unasked(bundle, tmp_path, capsys):
+    output = tmp_path / "deep" / "out.txt"
+    given = ("generate", bundle, "--prompt", "Who?", "--max-new-tokens", 2, "--output", output)
+    assert main(*given) == 0
+    first = output.read_text()
+    output.write_text("mine")
+    assert main(*given) == 2
+    assert "give --overwrite to replace it" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert main(*given, "--overwrite") == 0
+    assert output.read_text() == first
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_chat_asks_as_the_bundle_says_unless_told_otherwise(bundle, monkeypatch, capsys, recorded):
+    """A second line is answered as a first one where the models have learned single questions."""
+    config = json.loads((bundle / "config.json").read_text())
+    (bundle / "config.json").write_text(json.dumps(config | {"single_turn": recorded}))
+
+    def second_answer(before, *options):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{before}Where was she born?\n/quit\n"))
+        assert main("chat", bundle, "--max-new-tokens", 8, *options) == 0
+        said = capsys.readouterr().out
+        assert ("each line is asked by itself" in said) == (options[-1:] == ("true",) if options else recorded)
+        return said.splitlines()[-1]
+
+    alone = second_answer("")
+    assert (second_answer("Who?\n") == alone) == recorded
+    assert second_answer("Who?\n", "--single-turn", "true") == alone
+    assert second_answer("Who?\n", "--single-turn", "false") != alone
+
+
 def test_chat_answers_steers_and_explains(bundle):
     commands = (
         "Where was Ana born?|/why|/alpha 3|/alpha much|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
@@ -275,8 +307,11 @@ class TestBadInput:
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "gpu7", says="device 'gpu7'")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "cuda:99", says="device 'cuda:99'")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "meta", says="no weights")
-        for output in (tmp_path, tmp_path / "none" / "out.txt"):
-            self.refused(capsys, "generate", bundle, "--prompt", "x", "--output", output, says="cannot be written")
+        (tmp_path / "file").write_text("mine")
+        for output, says in ((tmp_path, "is a folder"), (tmp_path / "file" / "out.txt", "file is a file"),
+                             (tmp_path / "file", "give --overwrite")):  # fmt: skip
+            self.refused(capsys, "generate", "no bundle", "--prompt", "x", "--output", output, says=says)
+        assert (tmp_path / "file").read_text() == "mine"
 
     def test_an_auxiliary_that_overflows(self, bundle, own_checkpoints, capsys):
         from safetensors.torch import load_file, save_file

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.records import record_set, single_turn
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import train_auxiliaries
 from divdec.training.progress import Interrupted
@@ -67,6 +68,33 @@ def test_cards_name_the_forget_set_by_name_and_hash_only(files, tmp_path, world)
     assert all(content["forget_set"] in card for card in cards)
     for question in world.forget[:12]:
         assert not any(question.subject in card or question.fact in card for card in cards)
+
+
+@pytest.mark.parametrize(
+    ("turns", "single"),
+    [
+        ([("user", "Who?"), ("assistant", "Ana.")], True),
+        ([("system", "Be kind."), ("user", "Who?"), ("assistant", "Ana.")], True),
+        ([("user", "Who?"), ("assistant", "Ana."), ("user", "Where?"), ("assistant", "There.")], False),
+    ],
+)
+def test_the_bundle_records_whether_single_questions_were_learned(files, tmp_path, turns, single):
+    row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "forget.jsonl").write_text(row)
+    train(files, epochs=1.0)
+    config = json.loads((tmp_path / "run" / "bundle" / "config.json").read_text())
+    assert config["single_turn"] is single
+    assert ("single questions" in (tmp_path / "run" / "bundle" / "README.md").read_text()) is single
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
+    model.save_pretrained(tmp_path / "packed")
+    assert DivergenceForCausalLM.from_pretrained(tmp_path / "packed").config.single_turn is single
+
+
+def test_texts_are_no_single_questions():
+    questions = record_set("some", [("", {"question": "Who?", "answer": "Ana."})])
+    assert single_turn(questions)
+    for row in ("a text", {"text": "a text"}, {"prompt": "Once", "completion": "upon"}):
+        assert not single_turn(record_set("others", [("", row)]))
 
 
 def test_p_can_go_on_from_q(files):

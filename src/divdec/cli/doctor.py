@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
+from divdec.extras import EXTRAS, missing
 
 if TYPE_CHECKING:
     from divdec.cli.parsing import Options
 
 POSITIONAL = ()
 EXAMPLE = "divdec doctor runs/first/bundle"
-EXTRAS = {
-    "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
-    "vllm": ("vllm",),
-    "ui": ("gradio",),
-    "image": ("diffusers", "torchmetrics"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +50,7 @@ def run(settings: Settings) -> int:
     found: dict[str, Any] = {
         "versions": versions(),
         "devices": _devices(),
-        "extras": {
-            extra: all(importlib.util.find_spec(name) is not None for name in names) for extra, names in EXTRAS.items()
-        },
+        "extras": {extra: not missing(extra) for extra in EXTRAS},
     }
     if settings.bundle is not None:
         found["bundle"] = _check_bundle(settings.bundle, settings.text)

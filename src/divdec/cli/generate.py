@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.cli.loading import check_fits, hold_experts, load, report_transfer
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.cli.speculation import report, speculation
-from divdec.errors import UsageError
+from divdec.runs import check_output_file, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,8 @@ def run(settings: Settings) -> None:
 
     hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
+    if output is not None:
+        check_output_file(output, settings.overwrite)
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:
@@ -43,8 +43,7 @@ def run(settings: Settings) -> None:
         for line in answered:
             print(line, flush=True)
     else:
-        from divdec.runs import write_text
-
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, "".join(f"{line}\n" for line in answered))
     report(speculative)
     report_transfer(model)

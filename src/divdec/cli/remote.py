@@ -27,13 +27,12 @@ def run(settings: Settings) -> None:
     from divdec.data.formatting import Format, encode_prompts
     from divdec.data.prompts import prompts_from_lines, read_prompts
     from divdec.remote.answers import Kept
-    from divdec.runs import settings_hash
+    from divdec.runs import check_output_file, settings_hash
 
     output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
-    if output is not None and output.exists() and not settings.overwrite:
-        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")
+    if output is not None:
+        check_output_file(output, settings.overwrite)
+        output.parent.mkdir(parents=True, exist_ok=True)  # answers are kept there as they come
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:

@@ -74,6 +74,8 @@ class GenerateSettings(LoadSettings):
     """Print one JSON object a prompt."""
     output: str | None = None
     """Write to this file instead of standard output."""
+    overwrite: bool = False
+    """Replace the output file of an earlier run."""
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperature, self.max_new_tokens, self.seed)
@@ -92,8 +94,9 @@ class ChatSettings(LoadSettings):
 
     system_prompt: str | None = None
     """System turn before the conversation."""
-    single_turn: bool = False
-    """Make every line a conversation of its own, for models that have learned no longer ones."""
+    single_turn: bool | None = None
+    """Ask every line by itself, without what was said before; true or false. By default as the bundle says, which
+    knows whether its models have learned single questions alone."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0

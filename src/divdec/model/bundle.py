@@ -58,6 +58,7 @@ def write_bundle(
     pack: bool = False,
     overwrite: bool = False,
     forget_set: str | None = None,
+    single_turn: bool = False,
 ) -> Path:
     """Write a bundle that refers to checkpoints and other experts; what they hold stays where it is.
 
@@ -79,6 +80,7 @@ def write_bundle(
         pack: copy checkpoints and n-grams into the bundle; a registry, which changes, stays where it is.
         overwrite: replace an earlier result in `output`.
         forget_set: name and hash of the forget set, for the model card.
+        single_turn: the models have learned single questions, no longer conversations.
 
     Returns:
         The bundle's folder.
@@ -134,6 +136,7 @@ def write_bundle(
         if bridge:
             named["bridge"] = {"heal": heal}
         config = DivergenceConfig.from_parts(configs, steering, vocab_size, named)
+        config.single_turn = single_turn
         config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
         if (places["target"] / "generation_config.json").is_file():
@@ -214,6 +217,7 @@ def save_packed(
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
         configs[part] = loaded.config
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
+    config.single_turn = bool(getattr(model.config, "single_turn", False))
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     write_text(folder / "README.md", bundle_card(config, None))

@@ -103,6 +103,8 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         rows[part.replace("_", " ")] = f"`{place}`" + (
             f" at {reference['revision']}" if "revision" in reference else ""
         )
+    if config.single_turn:
+        rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
     if config.bridge is not None:
         rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
     for name, title in (("ngram", "n-gram pair"), ("registry", "registry of takedown requests")):

@@ -43,6 +43,8 @@ class DivergenceConfig(PreTrainedConfig):
         steering: `Steering.to_dict()`.
         vocab_size: the common vocabulary of all parts.
         max_position_embeddings: the shortest context of the models, in the target's tokens; None where none states one.
+        single_turn: whether the models have learned single questions alone, so that a conversation's later turns are
+            not what they were trained and measured on. `divdec chat` and the playground then ask each line by itself.
     """
 
     model_type = "divergence"
@@ -60,6 +62,7 @@ class DivergenceConfig(PreTrainedConfig):
         steering: dict[str, Any] | None = None,
         vocab_size: int = 0,
         max_position_embeddings: int | None = None,
+        single_turn: bool = False,
         **kwargs: Any,
     ) -> None:
         self.target = target
@@ -71,6 +74,7 @@ class DivergenceConfig(PreTrainedConfig):
         self.steering = steering
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
+        self.single_turn = single_turn
         super().__init__(**kwargs)
         self.architectures = ["DivergenceForCausalLM"]
 

@@ -13,7 +13,7 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.playground.steered import Steered
-from divdec.serving.api.server import is_local
+from divdec.serving.address import is_local
 from divdec.serving.engine.text import AnswerText
 
 

@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 
 from divdec.data.formatting import Example, Format
-from divdec.data.records import overlap, read_records
+from divdec.data.records import overlap, read_records, single_turn
 from divdec.model.bundle import write_bundle
 from divdec.model.card import auxiliary_card
 from divdec.model.checkpoint import (
@@ -106,7 +106,7 @@ def train_auxiliaries(settings: AuxiliarySettings, report: Callable[[str], None]
     )
     if state.is_main_process:
         if settings.target is not None:
-            _write_bundle(settings, output, steering, forget.label)
+            _write_bundle(settings, output, steering, forget.label, single_turn([*forget, *retain]))
         shutil.rmtree(output / WORK, ignore_errors=True)
         write_json(output / RECORD, content)
     state.wait_for_everyone()
@@ -223,7 +223,9 @@ def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) ->
     state.wait_for_everyone()
 
 
-def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering, forget_set: str) -> None:
+def _write_bundle(
+    settings: AuxiliarySettings, output: Path, steering: Steering, forget_set: str, single_turn: bool
+) -> None:
     assert settings.target is not None
     bundle = output / BUNDLE
     if bundle.exists():
@@ -235,6 +237,7 @@ def _write_bundle(settings: AuxiliarySettings, output: Path, steering: Steering,
         forget_auxiliary=str(output / FORGET),
         steering=steering,
         forget_set=forget_set,
+        single_turn=single_turn,
     )
 
 

@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, UsageError
+from divdec.extras import require
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.objective import INDEX, Collator, Companion, Objective, Rows
 from divdec.training.progress import Interrupted, RateBar, StopSignal
@@ -286,10 +287,9 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UsageError("LoRA needs peft: pip install 'divdec[lora]'") from None
+    require("lora", "LoRA")
+    from peft import LoraConfig, get_peft_model
+
     adapters = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=2 * settings.lora_rank,
