@@ -12,6 +12,9 @@ import torch
 LOGITS = 1e-4
 """Of float32 logits: about a hundred times what rounding does to the tests' models, whose logits are of order 10."""
 
+LOSSES = 1e-5
+"""Of losses and other means, relative to them."""
+
 
 def assert_close(found, expected):
     """Logits, log-probabilities, or keys and values, computed in another order."""
