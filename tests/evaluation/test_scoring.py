@@ -11,14 +11,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import reference
 from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
-from divdec.data.formatting import IGNORED, Example, encode, encode_prompt
+from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.influence import pushed_down
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.evaluation.text import contains_fact, rouge_l_recall
-from exactness import LOGITS, assert_same_text
+from exactness import LOGITS, assert_same_answer
 
 EXAMPLES = [
     Example([5, 9, 200, 31, 7], [IGNORED, IGNORED, 200, 31, 7]),
@@ -226,10 +226,12 @@ def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
         Record("", messages=(Message("user", text),)) for text in ("Who?", "Where was Ana Holway born?", "A b c")
     ]
     together = answers(model, tokenizer, records, max_new_tokens=6)
-    for record, found in zip(records, together, strict=True):
-        prompt = encode_prompt(record, tokenizer)
-        ids = continuations(model, tokenizer, [prompt], max_new_tokens=6)[0]
-        assert_same_text(model, tokenizer, prompt, found, ids)
+    prompts = encode_prompts(records, tokenizer)
+    found = continuations(model, tokenizer, prompts, max_new_tokens=6)
+    assert together == [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
+    for prompt, ids in zip(prompts, found, strict=True):
+        alone = continuations(model, tokenizer, [prompt], max_new_tokens=6)[0]
+        assert_same_answer(model, prompt, ids, alone)
 
 
 def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):
