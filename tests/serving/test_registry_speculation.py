@@ -14,6 +14,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.takedowns.live import RegistryExperts
 from divdec.serving.registry import Registry
+from exactness import assert_same_answers
 
 TOKENS, PROMPT, LENGTH = 48, 12, 16  # of a text that the target knows by heart, of its beginning, of an answer
 
@@ -80,19 +81,19 @@ def beginnings(known):
 def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, articles, known, count):
     prompts = beginnings(known)[:count]
     before = answer(model, prompts, speculative=3)
-    assert torch.equal(before, answer(model, prompts))
+    assert_same_answers(model, prompts, before, answer(model, prompts))
     registry.add("case", texts_of("t", articles[10:11]))
     statistics = SpeculationStatistics()
     during = answer(model, prompts, speculative=Speculation(3, statistics=statistics))
-    assert torch.equal(during, answer(model, prompts))
-    assert torch.equal(during, answer(model, prompts, speculative=True))
+    assert_same_answers(model, prompts, during, answer(model, prompts))
+    assert_same_answers(model, prompts, during, answer(model, prompts, speculative=True))
     # The text that the target went on with is said no longer.
     assert before[0, -LENGTH:][:4].tolist() == known[10][PROMPT : PROMPT + 4]
     assert during[0, -LENGTH:][:4].tolist() != known[10][PROMPT : PROMPT + 4]
     assert statistics.drafter == ("retain" if isinstance(model.experts, CombinedExperts) else "ngram")
     assert 0 < statistics.acceptance_rate < 1
     registry.remove("case")
-    assert torch.equal(answer(model, prompts, speculative=3), before)
+    assert_same_answers(model, prompts, answer(model, prompts, speculative=3), before)
 
 
 class Interruption(BaseStreamer):
@@ -117,7 +118,7 @@ def test_a_takedown_during_an_answer_counts_in_the_next_one(model, registry, art
     assert [entry.id for entry in registry.entries()] == ["case"]
     assert torch.equal(running, before)
     following = answer(model, prompts, speculative=3)
-    assert torch.equal(following, answer(model, prompts))
+    assert_same_answers(model, prompts, following, answer(model, prompts))
     assert not torch.equal(following, before)
 
 
@@ -129,5 +130,5 @@ def test_an_answer_that_goes_on_from_a_kept_cache_follows_the_registry(model, re
     before = answer(model, first.tolist())
     registry.add("case", texts_of("t", articles[10:11]))
     after = answer(model, first.tolist(), past_key_values=cache, speculative=3)
-    assert torch.equal(after, answer(model, first.tolist()))
+    assert_same_answers(model, first.tolist(), after, answer(model, first.tolist()))
     assert not torch.equal(after, before)
