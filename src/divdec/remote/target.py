@@ -139,7 +139,7 @@ class RemoteTarget:
                 self._abilities = probe(self.completions, prompt, limits, biased=biased)
             context = Context(self._experts, self.steering, self._width, self.completions.size, self._longest)
         draws = _Draws(temperature, seed)
-        text = AnswerText(self.completions.tokenizer, stop)
+        text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
             step = self._step(context, ids, min(self.settings.block, max_new_tokens - len(answer.choices)), draws)
