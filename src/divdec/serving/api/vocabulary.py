@@ -91,10 +91,6 @@ class Vocabulary:
             if token >= self.size:
                 raise invalid(f"{param}: token id {token} is outside the vocabulary of {self.size} tokens", param)
 
-    def special(self, token: int) -> str | None:
-        """How a special token is written; None for any other."""
-        return self._special.get(token)
-
     def bytes(self, token: int) -> bytes:
         """What a token stands for; a special one, what it is written as."""
         if (special := self._special.get(token)) is not None:
@@ -120,8 +116,9 @@ class Vocabulary:
         encoding = await self._apart(lambda: self.tokenizer(text, return_offsets_mapping=True))
         found, end = [], 0
         for start, stop in encoding["offset_mapping"][:count]:
-            # White space belongs to the token behind it; a token that the tokenizer has added begins where text goes on.
-            found.append(end if start == stop or not text[end:start].strip() and end <= start else start)
+            if start == stop or text[end:start].isspace():  # added by the tokenizer, or said with the space before it
+                start = end
+            found.append(start)
             end = max(end, stop)
         return found
 
