@@ -212,3 +212,16 @@ def test_log_probabilities_that_are_none_tell_nothing(opened, provider, byte_tok
             completions.ask(*ask)
     else:
         assert completions.ask(*ask)[0].told is None
+
+
+def test_an_unnamed_end_of_several_is_not_sure(opened, provider, byte_tokenizer):
+    def end(content, body):
+        content["choices"][0].update(text="", finish_reason="stop", logprobs={"tokens": [""], "top_logprobs": [None]})
+
+    endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1, pause=0.01)
+    for others in ((), (5,)):
+        completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_ends=others)
+        opened(completions.endpoint)
+        (position,) = completions.ask(byte_tokenizer("The sea").input_ids, Abilities(answer_ids=False), {})
+        assert position.token == byte_tokenizer.eos_token_id
+        assert (position.token in position.alike) == bool(others)

@@ -94,6 +94,7 @@ class Completions:
         end: int,
         size: int | None = None,
         extra: Mapping[str, Any] | None = None,
+        other_ends: Collection[int] = (),
     ) -> None:
         """Prepare.
 
@@ -103,6 +104,7 @@ class Completions:
             end: the token that ends an answer.
             size: how many of its tokens may come, from the first; all by default.
             extra: further fields of every request, such as {"top_k": 0} for a server that samples among few.
+            other_ends: further tokens that end an answer; which of them it was is not sure where it is not named.
 
         Raises:
             UsageError: a further field is one that requests have already.
@@ -112,6 +114,7 @@ class Completions:
         self.counts = Counts()
         self.endpoint = dataclasses.replace(endpoint, on_retry=lambda _: self.counts.add(retries=1))
         self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
+        self._unnamed_end = Position(end, None, alike={end: frozenset(other_ends)} if other_ends else {})
         self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
         self._by_text: dict[bytes, list[int]] = {}
         self._tells_spaces = False
@@ -165,7 +168,7 @@ class Completions:
         reason = choice.get("finish_reason")
         found = self._positions(choice, text, abilities, ended=reason == "stop")
         if reason == "stop" and len(found) < tokens and (not found or found[-1].token != self.end):
-            found.append(Position(self.end, None))
+            found.append(self._unnamed_end)
         if not found:
             raise UsageError(
                 f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}): "
