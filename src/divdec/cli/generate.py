@@ -61,6 +61,7 @@ def _answers(
 
     from divdec.data.formatting import Format, encode_prompts, padding_id
     from divdec.evaluation.generation import left_padded
+    from divdec.serving.engine.text import answer_text, token_text
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)
@@ -89,9 +90,9 @@ def _answers(
         sequences = output.sequences if settings.logprobs else output
         for row, prompt in enumerate(batch):
             ids = _until_end(sequences[row, input_ids.shape[1] :].tolist(), model, padding)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+            text = answer_text(tokenizer, encoded[row], ids)
             if not (settings.json or settings.logprobs):
-                yield text  # pyright: ignore[reportReturnType]
+                yield text
                 continue
             content = {
                 "prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages],
@@ -100,11 +101,11 @@ def _answers(
             if settings.logprobs:
                 content["tokens"] = [
                     {
-                        "token": tokenizer.decode([token]),
+                        "token": token_text(tokenizer, [*encoded[row], *ids[:place]], token),
                         "id": token,
                         "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
                     }
-                    for token, logits in zip(ids, output.logits, strict=False)
+                    for place, (token, logits) in enumerate(zip(ids, output.logits, strict=False))
                 ]
             yield json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
 

@@ -99,7 +99,8 @@ def _target(settings: Settings) -> RemoteTarget:
     assert steering is not None
     opened = open_sources(sources)
     warn_if_unsteered(steering)
-    completions = Completions(endpoint, opened.tokenizer, opened.ends[0], opened.vocab_size, _extra(settings))
+    first, *others = opened.ends
+    completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(settings), others)
     return RemoteTarget(
         completions, opened.experts, steering, asked,
         ends=opened.ends, longest=opened.longest, width=opened.vocab_size,

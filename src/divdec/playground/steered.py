@@ -112,7 +112,7 @@ class Steered:
         """
         self.check(steering)
         wait_for_checks()
-        text = AnswerText(self.tokenizer, ())
+        text = AnswerText(self.tokenizer, (), prompt)
         cache, eligible = self.model.new_cache(), steering.eligible(self.model.vocab_size)
         read, held = prompt, None
         for _ in range(min(self.manner.max_new_tokens, self._positions - len(prompt))):

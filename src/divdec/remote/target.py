@@ -8,6 +8,7 @@ tells, and where neither proves the choice, how far it may be off is told.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -139,7 +140,7 @@ class RemoteTarget:
                 self._abilities = probe(self.completions, prompt, limits, biased=biased)
             context = Context(self._experts, self.steering, self._width, self.completions.size, self._longest)
         draws = _Draws(temperature, seed)
-        text = AnswerText(self.completions.tokenizer, stop)
+        text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
             step = self._step(context, ids, min(self.settings.block, max_new_tokens - len(answer.choices)), draws)
@@ -174,12 +175,17 @@ class RemoteTarget:
         assert self._abilities is not None
         wanted = self._wanted(context, ids)[0]
         known: set[int] = set()
-        # Without a bias another request would tell the same.
-        tries = self.settings.tries if self.settings.method == "bias" else 1
+        # Without a bias another request would tell the same; a draw is taken as it is where it is not sure what it is.
+        unsure = not self._abilities.answer_ids and self.completions.has_names_alike
+        drawn_unsure = unsure and draws.temperature > 0 and not wanted.isneginf().any()
+        tries = self.settings.tries if self.settings.method == "bias" and not drawn_unsure else 1
+        limits = self.settings.limits
+        if unsure:  # one entry is for asking which of several tokens with one name it was
+            limits = dataclasses.replace(limits, entries=max(limits.entries - 1, 1))
         for left in reversed(range(tries)):
             bias = Bias({}, wanted)
             if self.settings.method == "bias":
-                bias = choose_bias(wanted, self.settings.limits, known, closest=not left and draws.temperature > 0)
+                bias = choose_bias(wanted, limits, known, closest=not left and draws.temperature > 0)
             drawing = draws.temperature if self.settings.method == "bias" else 0.0
             # What is drawn by rejection needs no log-probabilities.
             abilities = dataclasses.replace(self._abilities, top_logprobs=0) if drawing else self._abilities
@@ -188,12 +194,29 @@ class RemoteTarget:
             reply = self.completions.ask(
                 ids, abilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
             )
+            if not draws.temperature:
+                reply[0] = self._resolved(ids, reply[0], bias)
             first = self._judge(reply[0], wanted, bias, draws, last=not left)
             if first is None:
                 known |= {reply[0].token, *(reply[0].told or ())}
                 continue
             return [first, *self._further(context, ids, reply, first, bias, draws)]
         raise AssertionError("the last try is always judged")
+
+    def _resolved(self, ids: list[int], position: Position, bias: Bias) -> Position:
+        """A greedy choice of which it is sure which token it is, where asking once more can say so.
+
+        Without this token another one comes, unless the name was of another token, which then comes again.
+        """
+        assert self._abilities is not None
+        token, limits = position.token, self.settings.limits
+        entries = {**bias.entries, token: -limits.largest}
+        if token not in position.alike or self.settings.method != "bias" or len(entries) > limits.entries:
+            return position
+        (other,) = self.completions.ask(ids, self._abilities, entries)
+        if other.token in {token, *position.alike[token]}:
+            return position
+        return dataclasses.replace(position, alike={t: o for t, o in position.alike.items() if t != token})
 
     def _further(
         self, context: Context, ids: list[int], reply: list[Position], first: Choice, bias: Bias, draws: _Draws
@@ -234,9 +257,10 @@ class RemoteTarget:
             choice = self._drawn(position, wanted, bias, draws)
         elif last and not wanted.isneginf().any():
             # It is taken in any case: as the provider draws, and to call some of those exact would bias the others.
-            return Choice(token, total_variation=bias.total_variation(draws.temperature))
+            distance = bias.total_variation(draws.temperature)
+            return Choice(token, total_variation=1.0 if token in position.alike else distance)
         elif draws.uniform() < bias.acceptance(token, draws.temperature):
-            return Choice(token)
+            return Choice(token, total_variation=1.0 if token in position.alike else 0.0)
         else:
             choice = Choice(token, total_variation=bias.total_variation(draws.temperature))
         if wanted[choice.token].isneginf() and last:
@@ -248,7 +272,7 @@ class RemoteTarget:
 
     def _greedy(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias) -> Choice:
         """The best token that is known, and how much better an unknown one could be."""
-        by_bias = Choice(position.token, gap=bias.gap(position.token))
+        by_bias = Choice(position.token, math.inf if position.token in position.alike else bias.gap(position.token))
         told = self._candidates(position, bias)
         if told is None and self.settings.method == "candidates":
             raise UsageError(NOTHING_TOLD.format(self._name))
@@ -273,16 +297,22 @@ class RemoteTarget:
         ids = torch.tensor(list(position.told))
         logprobs = torch.tensor(list(position.told.values()), dtype=torch.float64)
         ceiling = torch.full_like(sent, position.floor)
+        for token, others in position.alike.items():
+            if token in position.told:
+                ceiling[list(others)] = max(position.told[token], position.floor)
+        unsure = torch.tensor([token in position.alike for token in position.told])
         if not self._abilities.raw_logprobs:
-            return Candidates(ids, logprobs - sent[ids], ceiling - sent)
+            return Candidates(ids, logprobs - sent[ids], ceiling - sent, unsure)
+        if position.token in position.alike:
+            return Candidates(ids, logprobs, ceiling, unsure)
         # No other token was better under the bias.
         score = position.told[position.token] + sent[position.token]
-        if (logprobs + sent[ids]).max() > score + _DISOBEYED:
+        if (logprobs + sent[ids])[~unsure].max() > score + _DISOBEYED:
             raise FailedClosed(
                 f"model {self._name} did not choose the token that its log-probabilities and "
                 "logit_bias make the likeliest; it cannot be steered"
             )
-        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent))
+        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent), unsure)
 
 
 class _Draws:
