@@ -15,6 +15,7 @@ from torch import Tensor
 from divdec.fail_closed import check
 
 NONE = -1  # a draft that proposes nothing
+NO_TOKEN = "no token can be chosen: a score is NaN or +inf, or the rule and the logits processors rule out every token"
 
 
 class Verdict(NamedTuple):
@@ -50,16 +51,32 @@ def pick(weights: Float[Tensor, "*batch vocab"], uniform: Float[Tensor, "*batch"
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
+def first_choice(scores: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
+    """The token with the highest score.
+
+    Raises:
+        FailedClosed: a score is NaN or +inf, or all are −inf; `argmax` would name a token that is ruled out.
+    """
+    check(scores.amax(dim=-1).isfinite().all(), NO_TOKEN)
+    return scores.argmax(dim=-1)
+
+
 def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor, "batch block"]) -> Verdict:
     """Keep drafts while each is the steered model's first choice; then take that first choice.
 
     Args:
         scores: steered scores after every logits processor, before each draft.
         drafts: proposed tokens, −1 for none.
+
+    Raises:
+        FailedClosed: of a token that is kept no score is finite; see `first_choice`.
     """
     tokens = scores.argmax(dim=-1)
     accepted = tokens == drafts
-    return Verdict(tokens, accepted, _kept(accepted))
+    kept = _kept(accepted)
+    undecided = torch.arange(drafts.shape[1], device=kept.device) >= kept[:, None]
+    check((scores.amax(dim=-1).isfinite() | undecided).all(), NO_TOKEN)
+    return Verdict(tokens, accepted, kept)
 
 
 def verify_sampled(

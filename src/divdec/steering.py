@@ -18,9 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from divdec.errors import UsageError
+from divdec.fail_closed import check
 
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
+UNDEFINED = "the steered logits are NaN or +inf, or rule out every token; nothing is answered from them"
 LARGEST_ALPHA = 1000.0  # beyond it logits overflow, or somebody mistyped
 ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
 
@@ -264,12 +266,14 @@ class Steering:
         divergence: Float[Tensor, "... vocab"],
         eligible: Bool[Tensor, " vocab"] | None = None,
     ) -> Float[Tensor, "... vocab"]:
-        """Steer the target's logits by this rule; `eligible` is `self.eligible(vocab)`, made once by the caller."""
-        if self.rule == "linear":
-            return steer_linear(target_logits, divergence, self.alpha)
+        """Steer the target's logits by this rule; `eligible` is `self.eligible(vocab)`, made once by the caller.
+
+        Raises:
+            FailedClosed: a steered logit is NaN or +inf, or no token is left.
+        """
         if eligible is None:
             eligible = self.eligible(target_logits.shape[-1])
-        return steer_rank(target_logits, divergence, self.k, self.fill, eligible)
+        return next(sweep([self], target_logits, divergence, eligible))
 
 
 def sweep(
@@ -288,14 +292,20 @@ def sweep(
 
     Yields:
         Steered logits of each setting, in float32.
+
+    Raises:
+        FailedClosed: a steered logit is NaN or +inf, or no token is left.
     """
     ks = [setting.k for setting in settings if setting.rule == "rank"]
     ranking = _Ranking.of(target_logits, divergence, ks, eligible) if ks else None
     for setting in settings:
         if ranking is not None and setting.rule == "rank":
-            yield ranking.suppress(setting.k, setting.fill)
+            steered = ranking.suppress(setting.k, setting.fill)
         else:
-            yield steer_linear(target_logits, divergence, setting.alpha)
+            steered = steer_linear(target_logits, divergence, setting.alpha)
+        # The largest is NaN where any is. A choice among tokens that are all ruled out would be the first of them.
+        check(steered.detach().amax(dim=-1).isfinite().all(), UNDEFINED)
+        yield steered
 
 
 def _number(text: str, given: str) -> float:

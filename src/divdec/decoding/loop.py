@@ -22,8 +22,7 @@ from divdec.decoding.rows import Criteria, Processors, Rows
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.decoding.uniform import Uniform
 from divdec.errors import UsageError
-from divdec.fail_closed import check
-from divdec.sampling import pick, verify_greedy, verify_sampled
+from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 LARGEST = 8  # tokens that are drafted at most where the number is not given
 
@@ -100,7 +99,7 @@ class Decoding:
         if self.config.do_sample:
             tokens = pick(scores.softmax(dim=-1), self.uniform(self.active, [0] * len(self.active), 1)[..., 2])
         else:
-            tokens = scores.argmax(dim=-1)
+            tokens = first_choice(scores)
         before = list(self.active)
         self._take(tokens, [1] * len(before), logits, scores)
         self._let_go(before)
@@ -117,7 +116,6 @@ class Decoding:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )
-        check(~output.logits.isnan().any(), "the target overflowed: its logits are no numbers")
         return output.logits.to(device=self.rows.ids.device, dtype=torch.float32)
 
     def step(self) -> None:

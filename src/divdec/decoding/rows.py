@@ -12,7 +12,9 @@ import torch
 import transformers
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
+
+from divdec.decoding.processors import keep_suppressed
 
 # What looks at the scores alone, so that all positions can be processed at once.
 _CONTEXT_FREE = frozenset(
@@ -75,7 +77,7 @@ class Rows:
         texts = self.ids[:, :length]
         if len(chosen) == len(texts):
             return texts
-        shown = [row if row in chosen else chosen[0] for row in range(len(texts))]
+        shown = [row if row in chosen or self.lengths[row] >= length else chosen[0] for row in range(len(texts))]
         return texts[torch.tensor(shown, device=texts.device)]
 
     def _make_room(self, length: int) -> None:
@@ -91,8 +93,10 @@ class Processors:
     """Logits processors, each given the whole batch at one length as `generate` would."""
 
     def __init__(self, processors: LogitsProcessorList, rows: Rows) -> None:
-        self._processors: Any = processors  # whose types ask for LongTensor
+        # Each as it is: whether a token is left is asked of those that are kept alone (`divdec.sampling`).
+        self._processors: Any = LogitsProcessorList(map(self._by_row, processors))
         self._rows = rows
+        self._chosen: Sequence[int] = ()
         self.reads_tokens = any(type(processor) not in _CONTEXT_FREE for processor in processors)
 
     def __call__(
@@ -115,7 +119,7 @@ class Processors:
             return logits
         if not self.reads_tokens:
             flat = logits.flatten(0, 1)
-            return self._processors(self._rows.ids[:1, :1].expand(len(flat), 1), flat.clone()).view_as(logits)
+            return self._processed(self._rows.ids[:1, :1].expand(len(flat), 1), flat.clone()).view_as(logits)
         found = logits.clone()
         impossible: set[int] = set()
         lengths = [self._rows.lengths[row] + offset for row in rows]
@@ -128,13 +132,26 @@ class Processors:
             places, chosen, columns = (list(column) for column in zip(*here, strict=True))
             given = whole.clone()
             given[chosen] = logits[places, columns]
-            texts = self._rows.texts(chosen, length)
-            found[places, columns] = self._processors(texts, given)[chosen]
+            self._chosen = chosen
+            found[places, columns] = self._processed(self._rows.texts(chosen, length), given)[chosen]
             if drafts is not None:
                 proposed = found[places, columns].gather(1, drafts[places, columns].clamp(min=0)[:, None])
                 ruled_out = (proposed[:, 0] == -torch.inf) | (drafts[places, columns] < 0)
                 impossible |= {place for place, out in zip(places, ruled_out.tolist(), strict=True) if out}
         return found
+
+    def _processed(
+        self, texts: Int[Tensor, "some tokens"], scores: Float[Tensor, "some vocab"]
+    ) -> Float[Tensor, "some vocab"]:
+        suppressed = scores == -torch.inf
+        return keep_suppressed(self._processors(texts, scores), suppressed)
+
+    def _by_row(self, processor: Any) -> Any:
+        """Ask `prefix_allowed_tokens_fn` about the chosen rows alone, which show their own text."""
+        if type(processor) is not PrefixConstrainedLogitsProcessor:
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda row, text: allowed(row, text) if row in self._chosen else [0], 1)
 
 
 class Criteria:

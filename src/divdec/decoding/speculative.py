@@ -19,10 +19,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from divdec.decoding.drafters import DRAFTERS
 from divdec.decoding.loop import Decoding
+from divdec.decoding.processors import REMEMBERING
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import UsageError
-
-_STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +114,17 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
         )
 
 
+def check_processors(processors: LogitsProcessorList, search: str) -> None:
+    """Refuse processors that follow one answer token by token, where a search tries several or goes back.
+
+    Raises:
+        UsageError: names the processor.
+    """
+    for processor in processors:
+        if isinstance(processor, REMEMBERING):
+            raise UsageError(f"{search} is not offered with {type(processor).__name__}, which remembers every token")
+
+
 def check_cache(cache: Cache) -> None:
     """Refuse a cache that keeps what cannot be gone back in exactly.
 
@@ -143,6 +153,4 @@ def _check(
     if model_kwargs.get("past_key_values") is None:
         raise UsageError("speculation goes back in the cache: leave use_cache on")
     check_cache(model_kwargs["past_key_values"])
-    for processor in processors:
-        if type(processor).__name__ in _STATEFUL:
-            raise UsageError(f"speculation is not offered with {type(processor).__name__}, which remembers every token")
+    check_processors(processors, "speculation")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, set_seed
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from divdec.decoding.processors import ClassifierFreeGuidance
 from divdec.errors import UsageError
 from divdec.imaging.layout import Codes, ImageLayout
 from divdec.imaging.settings import SamplingSettings
@@ -24,29 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from divdec.decoding.speculative import Speculation
-
-
-class Guidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
-    """Classifier-free guidance, `log s(any class) + scale · (log s(class) − log s(any class))`.
-
-    s is the steered model both times (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that steering
-    suppresses in either of the two stays suppressed; the difference would be infinite, or no number.
-    """
-
-    def __call__(
-        self, input_ids: Int[Tensor, "images tokens"], scores: Float[Tensor, "images vocab"]
-    ) -> Float[Tensor, "images vocab"]:
-        """Guide one step."""
-        class_scores = scores.log_softmax(dim=-1)
-        any_scores = self.get_unconditional_logits(input_ids)[:, -1].to(scores.dtype).log_softmax(dim=-1)
-        suppressed = (class_scores == -torch.inf) | (any_scores == -torch.inf)
-        if bool(suppressed.all(dim=-1).any()):
-            raise UsageError(
-                "the rank rule suppresses so many codes with and without the class that none is left to draw; take a "
-                "smaller k, or no guidance"
-            )
-        guided = any_scores + self.guidance_scale * (class_scores - any_scores)
-        return guided.masked_fill(suppressed, -torch.inf)
 
 
 def sample(
@@ -139,5 +116,7 @@ def check_model(model: PreTrainedModel, layout: ImageLayout) -> None:
         raise UsageError(f"the model has {positions} positions, an image needs {layout.length}")
 
 
-def _guidance(model: PreTrainedModel, any_class: Int[Tensor, "1 1"], images: int, scale: float) -> Guidance:
-    return Guidance(scale, model, unconditional_ids=any_class.expand(images, 1).to(model.device))  # pyright: ignore[reportArgumentType]
+def _guidance(
+    model: PreTrainedModel, any_class: Int[Tensor, "1 1"], images: int, scale: float
+) -> ClassifierFreeGuidance:
+    return ClassifierFreeGuidance(scale, model, unconditional_ids=any_class.expand(images, 1).to(model.device))  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.errors import UsageError
@@ -51,13 +51,49 @@ def positions_of(
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
 
 
-def check_finite(
-    divergence: Float[Tensor, "batch kept vocab"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
-) -> None:
+def padding_of(
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None, kept: int
+) -> Bool[Tensor, "batch kept 1"] | None:
+    """Which of the last positions are padding; None where it is known that none is."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, -kept:] == 0
+    # Asking a GPU would make the host wait for it.
+    return None if padding.device.type == "cpu" and not padding.any() else padding[..., None]
+
+
+def check_target(target_logits: Float[Tensor, "... vocab"]) -> None:
+    """Fail closed where the target's logits are NaN or +inf, or all −inf; it may rule out some tokens by −inf."""
+    largest = target_logits.detach().amax(dim=-1)  # NaN where any is
+    check(largest.isfinite().all(), "the target's logits are not finite (it overflowed); nothing is answered from them")
+
+
+def check_divergence(divergence: Float[Tensor, "... vocab"]) -> None:
     """Fail closed: a divergence that is NaN or infinite would leave some token unsteered."""
-    finite = divergence.isfinite().all(dim=-1)
-    if attention_mask is not None:
-        # What stands after a padding token is read by nobody and may be anything.
-        finite = finite | (attention_mask[:, -divergence.shape[1] :] == 0).to(finite.device)
+    divergence = divergence.detach()
+    finite = divergence.amax(dim=-1).isfinite() & divergence.amin(dim=-1).isfinite()
     message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
     check(finite.all(), message)
+
+
+def check_prompts(
+    attention_mask: Int[Tensor, "rows past_and_tokens"] | None, prompts: int, name: str = "prompt"
+) -> None:
+    """Refuse prompts that end in padding: the token after it would be no continuation of the text.
+
+    Args:
+        attention_mask: 1 for real tokens, 0 for padding; None where there is no padding.
+        prompts: how many there are, each of which may stand in several rows.
+        name: what they are called in the error.
+
+    Raises:
+        UsageError: names the first that does.
+    """
+    if attention_mask is None:
+        return
+    padded = (attention_mask[:, -1] == 0).nonzero()
+    if len(padded):
+        number = int(padded[0]) * prompts // len(attention_mask)
+        raise UsageError(
+            f'{name} {number} ends in padding; generation needs padding on the left (tokenizer.padding_side = "left")'
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from divdec.decoding.speculative import Speculation, check_search, speculate
+from divdec.decoding.processors import SteeredProcessors
+from divdec.decoding.speculative import Speculation, check_processors, check_search, speculate
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.compiled import fixed_cache, keep
@@ -17,6 +19,17 @@ from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import new_cache
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.model.cache import DivergenceCache
+from divdec.model.checks import check_prompts
+
+SEARCHES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+# Each drafts with the target's own layers or hidden states, or mixes an assistant's probabilities into the answer.
+UNSTEERED_OPTIONS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
 
 
 class SteeredGeneration(GenerationMixin):
@@ -25,6 +38,7 @@ class SteeredGeneration(GenerationMixin):
     target: Any
     experts: Any
     generation_config: Any
+    steering: Any
     _cache_owner: int
 
     def new_cache(self) -> DivergenceCache:
@@ -52,7 +66,9 @@ class SteeredGeneration(GenerationMixin):
             **kwargs: as there.
 
         Raises:
-            UsageError: speculation was asked for together with beams or another search of its own.
+            UsageError: a prompt ends in padding, a search or option is not offered, or speculation was asked for
+                together with beams or another search of its own.
+            FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
@@ -75,6 +91,69 @@ class SteeredGeneration(GenerationMixin):
                 keep(cache.lent.pop())
         return answer
 
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        check_processors(kwargs["logits_processor"], "beam search")
+        return self._plain._beam_search(*args, **kwargs)
+
+    # With the signature that transformers reads.
+    @functools.wraps(GenerationMixin._assisted_decoding)  # pyright: ignore[reportAttributeAccessIssue]
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_processors(kwargs["logits_processor"], "assisted decoding")
+        return self._plain._assisted_decoding(*args, **kwargs)
+
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> SteeredProcessors:
+        mask = kwargs.get("negative_prompt_attention_mask")
+        check_prompts(mask, 0 if mask is None else len(mask), "negative prompt")
+        processors = self._plain._get_logits_processor(generation_config, *args, **kwargs)
+        ends = getattr(generation_config, "_eos_token_tensor", None)
+        length, beams = kwargs.get("input_ids_seq_length") or 0, generation_config.num_beams or 1
+        return SteeredProcessors(processors, length, ends, beams)
+
+    def _get_deprecated_gen_repo(
+        self, generation_mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+    ) -> Any:
+        # Where transformers would fetch a search's code from the hub.
+        if custom_generate is None and generation_mode not in SEARCHES:
+            raise UsageError(
+                f"{generation_mode.value.replace('_', ' ')} is not offered by a steered model; accepted: greedy "
+                "decoding, sampling, beams, assisted decoding and prompt lookup"
+            )
+        return self._plain._get_deprecated_gen_repo(generation_mode, trust_remote_code, custom_generate)
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
+        for name in UNSTEERED_OPTIONS:
+            value = getattr(generation_config, name, None)
+            if value is not None and value is not False:
+                raise UsageError(
+                    f"{name}={value!r} is not offered by a steered model: it reads hidden states or mixes in "
+                    "probabilities that are not steered; leave it out"
+                )
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION and generation_mode_kwargs.get("assistant_model")
+        if drafts and generation_config.do_sample and (self.steering.rule, self.steering.fill) == ("rank", "hard"):
+            # transformers accepts a draft of probability 0 where it draws 0 exactly, once in 2²⁴ times.
+            raise UsageError(
+                "sampling with an assistant_model may keep a token that the rank rule suppresses: use speculative=True"
+            )
+        self._plain._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> Any:
+        """Replace the last token of a prompt by one that goes on from its text; see `GenerationMixin.heal_tokens`.
+
+        Raises:
+            UsageError: there are several prompts, or the prompt has another number of tokens then: the attention mask
+                would not fit.
+        """
+        healed = self._plain.heal_tokens(input_ids, tokenizer) if len(input_ids) == 1 else None
+        if healed is None or healed.shape != input_ids.shape:
+            raise UsageError(
+                "token_healing is offered for one prompt at a time, whose text has as many tokens when it is read again"
+            )
+        return healed
+
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("speculative", None)
         self._plain._validate_model_kwargs(model_kwargs)
@@ -94,6 +173,7 @@ class SteeredGeneration(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
+        check_prompts(model_kwargs.get("attention_mask"), batch_size)
         # transformers would build a cache for one model only.
         if model_kwargs.get("past_key_values") is not None:
             cache = self._own_cache(model_kwargs["past_key_values"])

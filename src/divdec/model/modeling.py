@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -26,7 +26,14 @@ from divdec.experts.placed_beside import Beside, Pending
 from divdec.experts.placed_pass import RemotePass
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
-from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
+from divdec.model.checks import (
+    check_divergence,
+    check_mask,
+    check_target,
+    padding_of,
+    positions_of,
+    refuse_unknown,
+)
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.model.output import causal_output
@@ -211,7 +218,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Steered logits after every token (or after the last `logits_to_keep`).
+        """Steered logits after every token (or after the last `logits_to_keep`); the same at all padding.
 
         Args:
             input_ids: the tokens since what the cache holds.
@@ -226,7 +233,8 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
 
         Raises:
             UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
-            FailedClosed: the experts gave a divergence that is not finite.
+            FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
+                no token is left.
         """
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
@@ -238,7 +246,12 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         target_logits, divergence, found = self._run(*given, steering=steering)
         logits = self._steer(target_logits, divergence, steering)
         if (whole := found.complete(logits)) is not None:
-            logits = self._steer(target_logits, self._checked(whole, target_logits, attention_mask), steering)
+            padding = padding_of(attention_mask, target_logits.shape[1])
+            logits = self._steer(target_logits, self._checked(whole, target_logits, padding), steering)
+        if labels is not None and attention_mask is not None:
+            # A text's first token follows padding on the left, which says nothing of it.
+            before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)
+            labels = labels.masked_fill((before == 0).to(labels.device), -100)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
     def components(
@@ -252,11 +265,12 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         """The target's own logits and the divergence, to which any rule can be applied (`steering.apply`).
 
         Many settings can so be measured on one pass of the three models. The first of the two is unsteered:
-        nothing that answers may use it alone.
+        nothing that answers may use it alone. Both are 0 at padding.
 
         Raises:
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
-            FailedClosed: the experts gave a divergence that is not finite, or the caches differ in length.
+            FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
+                the caches differ in length.
         """
         return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[:2]
 
@@ -286,16 +300,19 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
             divergence = found.finish()
         if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
-        return target_logits, self._checked(divergence, target_logits, attention_mask), found
+        padding = padding_of(attention_mask, target_logits.shape[1])
+        target_logits = _without_padding(target_logits, padding)
+        check_target(target_logits)
+        return target_logits, self._checked(divergence, target_logits, padding), found
 
     def _checked(
         self,
         divergence: Float[Tensor, "batch kept width"],
         target_logits: Float[Tensor, "batch kept vocab"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+        padding: Bool[Tensor, "batch kept 1"] | None,
     ) -> Float[Tensor, "batch kept vocab"]:
-        divergence = divergence[..., : self.vocab_size].to(target_logits.device)
-        check_finite(divergence, attention_mask)
+        divergence = _without_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
+        check_divergence(divergence)
         return divergence
 
     def _steer(
@@ -338,3 +355,10 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
         """Refused: the three parts share one vocabulary."""
         raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
+
+
+def _without_padding(
+    values: Float[Tensor, "batch kept vocab"], padding: Bool[Tensor, "batch kept 1"] | None
+) -> Float[Tensor, "batch kept vocab"]:
+    """The same values, 0 at padding: experts may say nothing there, and the target's own logits must not leave."""
+    return values if padding is None else values.masked_fill(padding.to(values.device), 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from divdec.errors import UsageError
 from divdec.experts.protocol import Experts
-from divdec.model.checks import check_finite, positions_of
+from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
 
 
@@ -54,7 +54,7 @@ class Context:
         self._ids = list(ids)
         divergence = self._experts.divergence(given, None, positions_of(given, None, keep), self._cache, last)
         divergence = divergence[0, :, : self._width].cpu()
-        check_finite(divergence[None], None)
+        check_divergence(divergence)
         zeros = torch.zeros_like(divergence)
         return self._steering.apply(zeros, divergence, self._eligible)[:, : self._size].double()
 

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from divdec.errors import FailedClosed
 from divdec.model.cache import DivergenceCache
 from divdec.model.joining import can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
@@ -155,13 +154,10 @@ def follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> Non
 
 def _extend(sequences: Sequence[Running], logits: Float[Tensor, "rows vocab"]) -> Told:
     greedy = logits.argmax(dim=-1).tolist()  # all at once, since most requests ask for nothing else
-    numbers = (~logits.isnan().any(dim=-1)).tolist()
     told: Told = []
     for place, sequence in enumerate(sequences):
         try:
             plain = sequence.sampling.temperature == 0 and not sequence.processors
-            if not numbers[place]:
-                raise FailedClosed("the target overflowed: its logits are no numbers")
             if sequence.most <= 0:
                 piece: Piece | Exception = sequence.end_empty()
             else:

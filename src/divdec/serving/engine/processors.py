@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
-    LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -17,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from divdec.decoding.processors import SteeredProcessors
 from divdec.serving.engine.requests import Sampling
 
 
@@ -50,7 +50,7 @@ class CountPenalty(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-def processors_of(sampling: Sampling, prompt_length: int) -> LogitsProcessorList:
+def processors_of(sampling: Sampling, prompt_length: int) -> SteeredProcessors:
     """What changes the steered logits before a token is drawn, in vLLM's order: biases, penalties, warpers."""
     found: list[Any] = []
     if sampling.logit_bias:
@@ -68,4 +68,4 @@ def processors_of(sampling: Sampling, prompt_length: int) -> LogitsProcessorList
             found.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             found.append(TopPLogitsWarper(float(sampling.top_p)))
-    return LogitsProcessorList(found)
+    return SteeredProcessors(found)

@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import same_weights
-from divdec.model.checks import check_finite
+from divdec.model.checks import check_divergence, check_target
 from divdec.model.configuration import AUXILIARIES
 from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts, weight_files
 from divdec.serving.vllm.token_memory import TokenMemory
@@ -109,7 +109,8 @@ class DivergenceForCausalLM(nn.Module):
         """Steered logits in float32; None on a rank to which vLLM does not gather logits.
 
         Raises:
-            FailedClosed: the divergence is not finite, or the memory of the last tokens cannot be read.
+            FailedClosed: the divergence or the target's logits are not finite, or the memory of the last tokens cannot
+                be read.
         """
         hidden = dict(zip(self.widths, hidden_states.split(list(self.widths.values()), dim=-1), strict=True))
         logits = {part: model.compute_logits(hidden[part].contiguous()) for part, model in self.models.items()}
@@ -117,7 +118,8 @@ class DivergenceForCausalLM(nn.Module):
             return None
         logits = {part: found[..., : self.vocab_size].float() for part, found in logits.items()}
         divergence = self._divergence(logits, hidden.get("memory"))
-        check_finite(divergence[None], None)
+        check_target(logits["target"])
+        check_divergence(divergence)
         return self.steering.apply(logits["target"], divergence, self.eligible)
 
     def _divergence(

@@ -1,0 +1,114 @@
+"""Logits processors that cannot bring back what the rule has suppressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from divdec.errors import UsageError
+from divdec.fail_closed import check
+from divdec.sampling import NO_TOKEN
+
+REMEMBERING = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Processors that follow one answer from token to token, and cannot go back or follow another."""
+
+
+class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Classifier-free guidance, `log s(unconditional) + scale · (log s(conditional) − log s(unconditional))`.
+
+    s is the steered model both times (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that steering
+    suppresses in either of the two stays suppressed; the difference would be infinite, or no number.
+    """
+
+    @classmethod
+    def of(cls, processor: Any) -> Any:
+        """Transformers' own guidance as this one; any other processor as it is."""
+        if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
+            return processor
+        guidance = cls.__new__(cls)
+        vars(guidance).update(vars(processor))
+        return guidance
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Guide one step."""
+        conditional = scores.log_softmax(dim=-1)
+        unconditional = self.get_unconditional_logits(input_ids)[:, -1].to(scores).log_softmax(dim=-1)
+        suppressed = (conditional == -torch.inf) | (unconditional == -torch.inf)
+        if bool(suppressed.all(dim=-1).any()):
+            raise UsageError(
+                "the rank rule suppresses so many tokens with and without the condition that none is left to draw; "
+                "take a smaller k, or no guidance"
+            )
+        guided = unconditional + self.guidance_scale * (conditional - unconditional)
+        return guided.masked_fill(suppressed, -torch.inf)
+
+
+class SteeredProcessors(LogitsProcessorList):
+    """Logits processors after which a suppressed token is still suppressed and there is a token to choose.
+
+    A processor may give any score to any token: transformers' own revive tokens where all others are ruled out, or
+    make NaN of −inf, and `argmax` would then choose them.
+    """
+
+    def __init__(
+        self,
+        processors: Iterable[Any] = (),
+        prompt_length: int = 0,
+        ends: Int[Tensor, " ends"] | None = None,
+        num_beams: int = 1,
+    ) -> None:
+        """Take processors.
+
+        Args:
+            processors: in the order in which they are applied.
+            prompt_length: how many tokens stand before an answer.
+            ends: tokens that end an answer; nothing is chosen after them.
+            num_beams: how many rows each prompt has; one of them must have a token to choose.
+        """
+        super().__init__(map(ClassifierFreeGuidance.of, processors))
+        self._prompt_length, self._ends, self._num_beams = prompt_length, ends, num_beams
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"], **kwargs: Any
+    ) -> Float[Tensor, "rows vocab"]:
+        """Processed scores.
+
+        Raises:
+            FailedClosed: a processor gave NaN or +inf, or no token is left.
+        """
+        if not self:  # the steered logits themselves are checked where they are made
+            return scores
+        suppressed = scores == -torch.inf
+        processed = keep_suppressed(super().__call__(input_ids, scores, **kwargs), suppressed)  # pyright: ignore[reportArgumentType]
+        largest = processed.amax(dim=-1)  # NaN where any is
+        goes_on = largest > -torch.inf
+        if self._ends is not None:
+            ended = torch.isin(input_ids[:, self._prompt_length :], self._ends.to(input_ids.device)).any(dim=-1)
+            goes_on = goes_on | ended.to(goes_on.device)
+        check((largest < torch.inf).all() & goes_on.view(-1, self._num_beams).any(dim=-1).all(), NO_TOKEN)
+        return processed
+
+
+def keep_suppressed(scores: Tensor, suppressed: Tensor) -> Tensor:
+    """Processed scores, −inf where a token was suppressed before.
+
+    Raises:
+        UsageError: a processor gave scores of another shape.
+    """
+    if scores.shape != suppressed.shape:
+        raise UsageError(
+            f"a logits processor gave scores of shape {tuple(scores.shape)}; a steered model needs "
+            f"{tuple(suppressed.shape)}: one row for each sequence, one score for each token"
+        )
+    return scores.masked_fill(suppressed, -torch.inf)
