@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import reference
 from divdec import Steering, UsageError, steer_linear, steer_rank
-from divdec.steering import sweep
+from divdec.errors import FailedClosed
+from divdec.steering import FILLS, sweep
 
 VOCAB = 7
 NUMBERS = st.floats(-20, 20, width=32)
@@ -109,10 +110,15 @@ def test_computed_and_returned_in_float32(dtype):
 def test_an_undefined_divergence_never_gives_the_targets_logits():
     target = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     divergence = torch.tensor([[math.nan, 0.0, 0.0], [1.0, 0.0, -1.0]])
-    for steering in map(Steering.parse, ("linear:1", "rank:1", "rank:1:soft")):
-        steered = steering.apply(target, divergence)
+    for steered in (steer_linear(target, divergence, 1.0), *(steer_rank(target, divergence, 1, f) for f in FILLS)):
         assert steered[0].isnan().any()
         assert not steered[1].isnan().any()
+    for steering in map(Steering.parse, ("linear:1", "rank:1", "rank:1:soft")):
+        assert steering.apply(target[1:], divergence[1:]).isfinite().any()
+        with pytest.raises(FailedClosed, match="NaN"):
+            steering.apply(target, divergence)
+        with pytest.raises(FailedClosed, match="NaN"):
+            list(sweep([steering], target, divergence))
 
 
 @pytest.mark.parametrize("k", [0, -1, 4, 5])

@@ -44,7 +44,7 @@ PROCESSORS = {
     "MinPLogitsWarper": lambda model: (0.2,),
     "NoBadWordsLogitsProcessor": lambda model: ([[7], [8, 9]], END),
     "NoRepeatNGramLogitsProcessor": lambda model: (2,),
-    "PrefixConstrainedLogitsProcessor": lambda model: (lambda row, text: list(range(16)), 1),
+    "PrefixConstrainedLogitsProcessor": lambda model: (lambda row, text: [3, 4, 5], 1),
     "RepetitionPenaltyLogitsProcessor": lambda model: (1.3,),
     "SequenceBiasLogitsProcessor": lambda model: ({(token,): 50.0 for token in range(16)},),
     "SuppressTokensAtBeginLogitsProcessor": lambda model: (list(range(4, 20)), 4),

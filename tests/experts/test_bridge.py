@@ -483,6 +483,22 @@ class TestSteered:
             prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
             assert_same_answers(steered, prompts, *answers, padding=0)
 
+    @pytest.mark.parametrize("rule", ["linear:2", "rank:20"])
+    def test_padding_on_the_right_shows_nothing_of_the_target(self, steered, tokenizers, rule):
+        steered.steering = rule
+        ids, mask = left_padded(
+            [ids_of(tokenizers["bpe"], text)[:length] for text, length in zip(TEXTS, (12, 9, 5), strict=False)]
+        )
+        shifts = (mask == 0).sum(1).tolist()
+        ids, mask = (torch.stack([row.roll(-n) for row, n in zip(t, shifts, strict=True)]) for t in (ids, mask))
+        with torch.no_grad():
+            logits = steered(ids, attention_mask=mask).logits
+        assert logits[mask == 0].unique(dim=0).shape[0] == 1
+        assert set(logits[mask == 0].unique().tolist()) <= {0.0, -torch.inf}
+        for speculative in (None, 2):
+            with pytest.raises(UsageError, match="prompt 1 ends in padding"):
+                steered.generate(ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0, speculative=speculative)
+
     def test_prompt_lookup_rolls_back(self, steered, tokenizers):
         ids = torch.tensor([ids_of(tokenizers["bpe"], TEXTS[0])[:12] * 2])
         options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}

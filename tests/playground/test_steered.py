@@ -83,6 +83,18 @@ def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
     assert_same_answer(steered.model, mine.prompt(QUESTION), [token.id for token in found], expected[: len(found)])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nothing_is_answered_where_the_target_overflows(steered, value):
+    mine = Steered(copy.deepcopy(steered.model), steered.tokenizer, Manner(max_new_tokens=4))
+    mine.model.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
+    prompt = mine.prompt(QUESTION)
+    for steering in (ALPHA, Steering("rank", k=5)):
+        with pytest.raises(FailedClosed, match="not finite"):
+            next(mine.answer(prompt, steering))
+        with pytest.raises(FailedClosed, match="not finite"):
+            mine.likelihoods("Where?", "Here", [steering])
+
+
 def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(steered):
     prompt = steered.prompt(QUESTION)
     strong = Steering(alpha=4.0)

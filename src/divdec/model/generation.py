@@ -91,15 +91,17 @@ class SteeredGeneration(GenerationMixin):
                 keep(cache.lent.pop())
         return answer
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        check_processors(kwargs["logits_processor"], "beam search")
-        return self._plain._beam_search(*args, **kwargs)
+    def _beam_search(self, input_ids: Any, logits_processor: Any, *args: Any, **kwargs: Any) -> Any:
+        check_processors(logits_processor, "beam search")
+        return self._plain._beam_search(input_ids, logits_processor, *args, **kwargs)
 
     # With the signature that transformers reads.
     @functools.wraps(GenerationMixin._assisted_decoding)  # pyright: ignore[reportAttributeAccessIssue]
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        check_processors(kwargs["logits_processor"], "assisted decoding")
-        return self._plain._assisted_decoding(*args, **kwargs)
+    def _assisted_decoding(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Any, logits_processor: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        check_processors(logits_processor, "assisted decoding")
+        return self._plain._assisted_decoding(input_ids, logits_processor, *args, **kwargs)
 
     def _get_logits_processor(
         self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
