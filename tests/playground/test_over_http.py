@@ -11,7 +11,7 @@ from divdec.playground.over_http import Broken, OverHttp
 from divdec.playground.play import AGAIN, Chosen, Playground
 from divdec.playground.steered import Manner
 from divdec.playground.tokens import answer_html
-from divdec.serving.api.server import bind
+from divdec.serving.address import bind
 from divdec.steering import Steering
 from exactness import assert_same_text
 from served import engine_of, serving
