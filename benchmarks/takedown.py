@@ -25,7 +25,7 @@ from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
 from divdec.experiments.small_models import Shape, new_model, train_tokenizer
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, output_folder, settings_hash
@@ -109,7 +109,7 @@ def main():
             registry = Registry.create(
                 Path(place) / str(order), texts_of("retain", retain[:KNOWN]), folder, order=order
             )
-            model = DivergenceForCausalLM.from_experts(target, RegistryExperts(registry.folder))
+            model = DivergenceForCausalLM.from_experts(target, Takedowns(registry.folder))
             registry.add("articles", texts_of("articles", forget))
             for alpha in given.alphas:
                 model.steering = f"linear:{alpha:g}"
@@ -133,7 +133,7 @@ def growth(place, checkpoint, data, sizes):
     )
     texts = [text for text in found if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
-    experts = RegistryExperts(registry.folder)
+    experts = Takedowns(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
     ids = torch.tensor([registry.tokenizer()(article)["input_ids"][:64]])
     found, held = {}, 0
@@ -149,7 +149,7 @@ def growth(place, checkpoint, data, sizes):
         row["add_megabyte"] = timed(lambda: registry.add("large", texts_of("t", [megabyte])))
         row["taken_up_megabyte"] = timed(experts.snapshot)
         row["next_answer"] = timed(lambda: experts.divergence(ids, cache=experts.new_cache()))
-        row["open_all"] = timed(lambda: RegistryExperts(registry.folder))
+        row["open_all"] = timed(lambda: Takedowns(registry.folder))
         for name in ("large", *(f"probe {n}" for n in range(5))):
             registry.remove(name)
         row["compact"] = timed(registry.compact)

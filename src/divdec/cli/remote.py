@@ -97,13 +97,13 @@ def _target(settings: Settings) -> RemoteTarget:
             settings.tokenizer, settings.retain, settings.forget, settings.ngram, settings.registry,
             bridge=settings.bridge, device=device,
         )  # fmt: skip
-    assert steering is not None
+    steering = steering or Steering()  # without effect: a registry needs no rule
     opened = open_sources(sources)
     warn_if_unsteered(steering)
     completions = Completions(endpoint, opened.tokenizer, opened.ends[0], opened.vocab_size, _extra(settings))
     return RemoteTarget(
         completions, opened.experts, steering, asked,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size,
+        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
     )  # fmt: skip
 
 
