@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PASSAGES = 20  # measured at most
 PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: of a plain text's prompt, of a continuation, of a recital
-STRONGEST = 160.0  # what a strength is raised to at most
+STRONGEST = 80.0  # what a strength is raised to at most: from there on other answers change (docs/limits.md)
 
 
 @dataclass(frozen=True)
