@@ -10,9 +10,8 @@ from divdec.data.records import texts_of
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.generation import left_padded
-from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.serving.registry import Registry
 from exactness import assert_same_answers
 
@@ -58,12 +57,12 @@ def registry(tmp_path, checkpoints, articles):
     return Registry.create(tmp_path / "registry", texts_of("retain", articles[:8]), checkpoints / "target", order=3)
 
 
-@pytest.fixture(params=["alone", "combined"])
+@pytest.fixture(params=["alone", "beside a pair"])
 def model(request, registry, target, pair):
-    experts = RegistryExperts(registry.folder)
-    if request.param == "combined":
-        experts = CombinedExperts([(pair, 0.05), (experts, 1.0)])
-    return DivergenceForCausalLM.from_experts(target, experts, "linear:20")
+    takedowns = Takedowns(registry.folder, strength=20.0)
+    if request.param == "alone":
+        return DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+    return DivergenceForCausalLM.from_experts(target, pair, "linear:1", takedowns=takedowns)
 
 
 def answer(model, prompts, **options):
@@ -90,7 +89,7 @@ def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, art
     # The text that the target went on with is said no longer.
     assert before[0, -LENGTH:][:4].tolist() == known[10][PROMPT : PROMPT + 4]
     assert during[0, -LENGTH:][:4].tolist() != known[10][PROMPT : PROMPT + 4]
-    assert statistics.drafter == ("retain" if isinstance(model.experts, CombinedExperts) else "ngram")
+    assert statistics.drafter == ("retain" if isinstance(model.experts, NeuralPair) else "ngram")
     assert 0 < statistics.acceptance_rate < 1
     registry.remove("case")
     assert_same_answers(model, prompts, answer(model, prompts, speculative=3), before)

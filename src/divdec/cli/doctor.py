@@ -87,10 +87,11 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
     return {
         "name": name,
         "loads": True,
-        "steering": str(model.steering),
+        "steering": model.rule,
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
         "experts": _kinds(model.experts),
+        **_takedowns(model.takedowns),
         **_bridge(model.experts, tokenizer, text),
         "chat_template": bool(tokenizer.chat_template),
     }
@@ -99,6 +100,13 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
 def _kinds(experts: Any) -> list[str]:
     parts = getattr(experts, "parts", (experts,))
     return [type(part).__name__ for part in parts]
+
+
+def _takedowns(takedowns: Any) -> dict[str, str]:
+    if takedowns is None:
+        return {}
+    state = takedowns.snapshot().state
+    return {"takedowns": f"{len(state.entries)} requests in force at strength {state.strength:g}"}
 
 
 def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:

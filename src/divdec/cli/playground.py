@@ -110,6 +110,7 @@ def _of_server(settings: Settings) -> Any:
 def _of_bundle(settings: Settings) -> Any:
     from divdec.cli.loading import load
     from divdec.cli.settings import LoadSettings
+    from divdec.experts.combined import NoExperts
     from divdec.playground.choice import Choice
     from divdec.playground.play import Playground
     from divdec.playground.steered import Steered
@@ -127,7 +128,7 @@ def _of_bundle(settings: Settings) -> Any:
         model, registry = with_registry(model, tokenizer, settings.registry), Registry(settings.registry)
     own = model.steering
     eligible = model.vocab_size if own.vocabulary is None else len(own.vocabulary)
-    choice = Choice(own, eligible, rank=not getattr(model.experts, "changes", False))
+    choice = Choice(own, eligible, rank=not isinstance(model.experts, NoExperts))
     steered = Steered(model, tokenizer, _manner(settings, bool(model.config.single_turn)), reveal=settings.show_target)
     target = Target(steered, settings.host) if settings.show_target else None
     name = Path(settings.bundle).expanduser().resolve().name

@@ -96,14 +96,14 @@ def _target(settings: Settings) -> RemoteTarget:
             settings.tokenizer, settings.retain, settings.forget, settings.ngram, settings.registry,
             bridge=settings.bridge, device=device,
         )  # fmt: skip
-    assert steering is not None
+    steering = steering or Steering()  # without effect: a registry needs no rule
     opened = open_sources(sources)
     warn_if_unsteered(steering)
     first, *others = opened.ends
     completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(settings), others)
     return RemoteTarget(
         completions, opened.experts, steering, asked,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size,
+        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from divdec.model.checkpoint import (
     load_config,
     load_tokenizer,
 )
-from divdec.model.configuration import AUXILIARIES, NO_RANK, DivergenceConfig
+from divdec.model.configuration import AUXILIARIES, NO_RULE, DivergenceConfig
 from divdec.model.loading import check_tokenizer, read_config, weight_of
 from divdec.model.vocabularies import (
     check_same_vocabulary,
@@ -48,11 +48,10 @@ def write_bundle(
     target: str,
     retain_auxiliary: str | None = None,
     forget_auxiliary: str | None = None,
-    steering: Steering | str,
+    steering: Steering | str | None = None,
     ngram: str | os.PathLike[str] | None = None,
     ngram_weight: float = 1.0,
     registry: str | os.PathLike[str] | None = None,
-    registry_weight: float = 1.0,
     bridge: bool = False,
     heal: bool = False,
     pack: bool = False,
@@ -69,11 +68,11 @@ def write_bundle(
         target: folder or hub id ('org/name', 'org/name@revision') of P.
         retain_auxiliary: likewise of q, which has not seen the forget set.
         forget_auxiliary: likewise of p, which has. Both may be left out where there are other experts.
-        steering: the rule, such as 'linear:1.5'.
+        steering: the rule, such as 'linear:1.5'; None where nothing but a registry steers, which needs no rule.
         ngram: folder of an n-gram pair (`divdec ngram`).
         ngram_weight: what its divergence is multiplied by.
-        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows.
-        registry_weight: what its divergence is multiplied by.
+        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows. Its
+            strength is its own.
         bridge: the auxiliaries have another tokenizer than the target.
         heal: with `bridge`, where a token of the target ends within one of the auxiliaries', take the divergence of
             those tokens that go on from there.
@@ -90,7 +89,12 @@ def write_bundle(
             or the output folder is in use. Nothing has then been written.
     """
     output = Path(output).expanduser()
-    steering = Steering.parse(steering)
+    has_experts = retain_auxiliary is not None or forget_auxiliary is not None or ngram is not None
+    if steering is None and has_experts:
+        raise UsageError("a pair or n-grams need a rule: give a steering, such as linear:1.5")
+    if steering is not None and registry is not None and not has_experts:
+        raise UsageError(NO_RULE)
+    steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
     given = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
     _check_kinds(given, ngram, registry, bridge, heal)
@@ -102,15 +106,13 @@ def write_bundle(
         if folder is not None
     }
     check_apart(output.resolve(), [*places.values(), *(folder.resolve() for folder in folders.values())])
-    if registry is not None and steering.rule == "rank":
-        raise UsageError(NO_RANK)
     for part, reference in references.items():
         if reference.folder is not None or pack:
             check_weights(places[part])
     configs = {part: load_config(place) for part, place in places.items()}
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
     vocab_size = _vocabulary(configs, tokenizers, places, bridge)
-    counted, sizes = _counted(folders, tokenizers["target"], {"ngram": ngram_weight, "registry": registry_weight})
+    counted, sizes = _counted(folders, tokenizers["target"], ngram_weight)
     vocab_size = min(vocab_size, *sizes) if sizes else vocab_size
     steering.check_vocabulary(vocab_size)
     for part, reference in references.items():
@@ -156,8 +158,8 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None
         raise UsageError(f"bundle {str(bundle)!r} is not a folder here; its steering cannot be changed")
     config = read_config(folder)
     steering.check_vocabulary(config.vocab_size)
-    if config.registry is not None and steering.rule == "rank":
-        raise UsageError(NO_RANK)
+    if config.retain_auxiliary is None and config.ngram is None:
+        raise UsageError(NO_RULE)
     config.steering = steering.to_dict()
     write_text(folder / "config.json", config.to_json_string())
     card = folder / "README.md"
@@ -199,6 +201,11 @@ def save_packed(
         raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
     if safe_serialization is not True:
         raise UsageError("bundles are written as safetensors only")
+    if model.takedowns is not None:
+        raise UsageError(
+            "a model that follows a registry of takedown requests cannot be saved from memory; write its bundle with "
+            "`divdec bundle --pack --registry`"
+        )
     if not is_main_process:
         return
     folder = Path(save_directory)
@@ -275,7 +282,7 @@ def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], places: dic
 
 
 def _counted(
-    folders: dict[str, Path], tokenizer: Any, weights: dict[str, float]
+    folders: dict[str, Path], tokenizer: Any, ngram_weight: float
 ) -> tuple[dict[str, dict[str, Any]], list[int]]:
     """References of n-grams and registry, and the vocabularies that they count."""
     references: dict[str, dict[str, Any]] = {}
@@ -286,17 +293,16 @@ def _counted(
 
             about = describe_pair(place)
             load_pair(place)
-            references[name] = {"sha256": file_sha256(place / DESCRIPTION)}
+            references[name] = {"sha256": file_sha256(place / DESCRIPTION), "weight": ngram_weight}
+            weight_of(references[name], name)
         else:
             from divdec.experts.takedowns.folder import read_description
-            from divdec.experts.takedowns.live import RegistryExperts
+            from divdec.experts.takedowns.live import Takedowns
 
             about = read_description(place)
-            references[name] = {"id": RegistryExperts(place).id}
+            references[name] = {"id": Takedowns(place).id}
         check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
         sizes.append(about["vocab_size"])
-        references[name]["weight"] = weights[name]
-        weight_of(references[name], name)
     return references, sizes
 
 

@@ -90,7 +90,9 @@ without divdec. This card does not claim that the documents are forgotten: measu
 def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     """The model card of a bundle."""
     rows = {
-        "steering": str(Steering.from_dict(config.steering or {})),
+        "steering": "takedown requests alone"
+        if config.retain_auxiliary is None and config.ngram is None and config.registry
+        else str(Steering.from_dict(config.steering or {})),
         "forget set": forget_set or "not stated",
         "common vocabulary": f"{config.vocab_size} tokens",
     }
@@ -107,9 +109,10 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
     if config.bridge is not None:
         rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
-    for name, title in (("ngram", "n-gram pair"), ("registry", "registry of takedown requests")):
-        if reference := getattr(config, name):
-            rows[title] = f"`{reference['folder']}`, weight {reference.get('weight', 1.0):g}"
+    if config.ngram:
+        rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
+    if config.registry:
+        rows["registry of takedown requests"] = f"`{config.registry['folder']}`"
     return BUNDLE.format(rows=_rows(rows))
 
 

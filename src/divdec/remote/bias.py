@@ -110,10 +110,17 @@ def choose_bias(
 def _suppressing(
     wanted: Float[Tensor, " vocab"], ruled_out: Tensor, limits: BiasLimits, known: Collection[int]
 ) -> Bias:
-    """As many of the suppressed tokens as go in, those first that the target is known to like."""
+    """As many of the suppressed tokens as go in, those first that the target is known to like; then the others."""
     suppressed = [token for token in sorted(known) if ruled_out[token]]
     suppressed += [token for token in ruled_out.nonzero().flatten().tolist() if token not in set(suppressed)]
-    return Bias(dict.fromkeys(suppressed[: limits.entries], -limits.largest), wanted.clone())
+    entries = dict.fromkeys(suppressed[: limits.entries], -limits.largest)
+    # What takedown requests want of the others, the most first.
+    missing, lowered = wanted.clone(), wanted.masked_fill(ruled_out, 0.0)
+    for token in lowered.argsort(stable=True)[: limits.entries - len(entries)].tolist():
+        if lowered[token] < 0:
+            entries[token] = max(float(lowered[token]), -limits.largest)
+            missing[token] -= entries[token]
+    return Bias(entries, missing)
 
 
 def _bias(wanted: Float[Tensor, " vocab"], chosen: Int[Tensor, " entries"], base: float, limits: BiasLimits) -> Bias:

@@ -18,7 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
+from divdec.experts.takedowns.live import Takedowns
+from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, Candidates, choose_bias
 from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
 from divdec.remote.completions import Abilities, Completions, Position
@@ -44,6 +47,7 @@ class RemoteTarget:
         ends: Sequence[int] = (),
         longest: int | None = None,
         width: int | None = None,
+        takedowns: Takedowns | None = None,
     ) -> None:
         """Join them; nothing is asked yet.
 
@@ -56,12 +60,15 @@ class RemoteTarget:
             longest: most tokens that the experts can read.
             width: of the vocabulary that is steered; the experts' by default. A rank rule counts all of it, as it
                 does in a steered model whose vocabulary is padded.
+            takedowns: a registry of takedown requests, whose correction is added to what the rule wants.
 
         Raises:
             UsageError: the rule needs what an API does not give, or does not fit the vocabulary.
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
+        if steering.rule == "rank" and isinstance(experts, NoExperts):
+            raise UsageError(NO_RULE)
         self._width = experts.vocab_size if width is None else width
         steering.check_vocabulary(self._width)
         if self._width < completions.size:
@@ -71,7 +78,7 @@ class RemoteTarget:
             )
         self.completions, self.steering = completions, steering
         self.settings = settings or RemoteSettings()
-        self._experts, self._longest = experts, longest
+        self._experts, self._longest, self._takedowns = experts, longest, takedowns
         self.sure = Sure()
         self._ends = frozenset([completions.end, *ends])
         self._abilities: Abilities | None = None
@@ -138,7 +145,9 @@ class RemoteTarget:
                 limits = self.settings.limits
                 biased = self.settings.method == "bias"
                 self._abilities = probe(self.completions, prompt, limits, biased=biased)
-            context = Context(self._experts, self.steering, self._width, self.completions.size, self._longest)
+            context = Context(
+                self._experts, self.steering, self._width, self.completions.size, self._longest, self._takedowns
+            )
         draws = _Draws(temperature, seed)
         text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)

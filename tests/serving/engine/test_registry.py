@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.experts.takedowns.log import LOG_FILE
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.requests import Sampling
@@ -28,7 +28,7 @@ def registry(tmp_path, checkpoints, world):
 @pytest.fixture
 def model(registry, tokenizer):
     target = tiny_model("llama", len(tokenizer), 0, 64, 2)
-    return DivergenceForCausalLM.from_experts(target, RegistryExperts(registry.folder), "linear:3")
+    return DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(registry.folder, strength=3.0))
 
 
 def greedy(model, ids, number):
