@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import itertools
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from divdec.baselines.composite_config import CompositeConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
+from divdec.experts.forward import stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
@@ -46,7 +47,6 @@ DECODINGS = {
     "guard": "divdec.baselines.guard:Guard",
     "eco": "divdec.baselines.eco:Eco",
 }
-_OWNERS = itertools.count(-1, -1)  # steered models count upwards: nobody takes the other's caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,16 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         self.decoding = decoding
         self.vocab_size = config.vocab_size
         self.generation_config = copy.deepcopy(self.target.generation_config)
-        self._cache_owner = next(_OWNERS)
+        self._cache_owner = uuid.uuid4().hex
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
+
+    @property
+    def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(stateful_types(self.decoding))
 
     @property
     def target(self) -> PreTrainedModel:

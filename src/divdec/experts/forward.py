@@ -72,9 +72,28 @@ def lengths_of(cache: Cache) -> list[int]:
     return getattr(cache, "lengths", None) or [length_of(cache)]
 
 
-def takes_cache(model: nn.Module) -> bool:
-    """Whether the model can go on from keys and values that it has computed before."""
-    return "past_key_values" in _forward_parameters(type(model))
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether all that the model keeps of what it has read is in a `DynamicCache`, which counts its tokens."""
+    supported: Any = getattr(model, "_supports_default_dynamic_cache", bool)
+    return (
+        "past_key_values" in _forward_parameters(type(model))
+        and supported()
+        # RecurrentGemma's modules hold the state themselves: every sequence would see the others'.
+        and not any("recurrent_states" in vars(module) for module in model.modules())
+        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
+    )
+
+
+def stateful_types(*parts: object) -> list[str]:
+    """The types of the models within `parts` that sum up what they read, so that no token can be taken back."""
+    modules = [module for part in parts for module in (part.modules() if isinstance(part, nn.Module) else [part])]
+    return sorted(
+        {
+            getattr(getattr(module, "config", None), "model_type", "in another process")
+            for module in modules
+            if getattr(module, "_is_stateful", False)
+        }
+    )
 
 
 @functools.cache

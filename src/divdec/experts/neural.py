@@ -150,12 +150,13 @@ def check_part(name: str, model: nn.Module) -> None:
     """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
 
     Raises:
-        UsageError: it is wrapped (PEFT), or recurrent with a state of its own kind (Mamba, RWKV).
+        UsageError: it is wrapped (PEFT), or keeps what it has read outside of a `DynamicCache` (Mamba, RWKV, MiniMax,
+            RecurrentGemma).
     """
     if not isinstance(model, PreTrainedModel) or not takes_cache(model):
         raise UsageError(
-            f"{name} is a {type(model).__name__}, whose forward takes no past_key_values; accepted: a causal language "
-            "model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
+            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
+            "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
         )
 
 

@@ -14,7 +14,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.compiled import fixed_cache, keep
 from divdec.experts.fixed_cache import FixedCache
-from divdec.experts.forward import new_cache
+from divdec.experts.forward import new_cache, stateful_types
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.model.cache import DivergenceCache
 
@@ -25,7 +25,7 @@ class SteeredGeneration(GenerationMixin):
     target: Any
     experts: Any
     generation_config: Any
-    _cache_owner: int
+    _cache_owner: str
 
     def new_cache(self) -> DivergenceCache:
         """An empty cache for target and experts."""
@@ -74,6 +74,18 @@ class SteeredGeneration(GenerationMixin):
             while cache.lent:
                 keep(cache.lent.pop())
         return answer
+
+    @property
+    def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(stateful_types(self.target, self.experts))
+
+    def _validate_generation_mode(self, generation_mode: GenerationMode, *args: Any, **kwargs: Any) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            raise UsageError(
+                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
+                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
+            )
+        self._plain._validate_generation_mode(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("speculative", None)

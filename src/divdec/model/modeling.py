@@ -7,8 +7,8 @@ target's own. It knows nothing of files; `divdec.model.bundle` writes and reads 
 from __future__ import annotations
 
 import copy
-import itertools
 import os
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_OWNERS = itertools.count()
-
-
-class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin):
+class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverride]
+    SteeredGeneration, PreTrainedModel, GenerationMixin
+):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
     Attributes:
@@ -72,11 +71,15 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         self.experts = experts
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self._cache_owner = next(_OWNERS)
+        self._cache_owner = uuid.uuid4().hex
         self._beside: Beside | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
 
     @classmethod
     def from_parts(

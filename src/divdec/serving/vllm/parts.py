@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
+from divdec.experts.forward import stateful_types
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.loading import (
@@ -137,18 +138,22 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
 
 
 def check_whole(parts: BundleParts) -> None:
-    """Refuse a checkpoint that lacks weights, which an engine might leave as memory had them.
+    """Refuse a checkpoint with a recurrent state, or that lacks weights, which an engine might leave as memory had them.
 
     Only the headers of the files are read.
 
     Raises:
-        UsageError: names a weight.
+        UsageError: names a weight, or a model with a recurrent state, which was not tried.
     """
     for part, place in parts.places.items():
         try:
-            load_model(place, device_map="meta")
+            model = load_model(place, device_map="meta")
         except UsageError as error:
             raise UsageError(f"{part}: {error}") from None
+        if found := stateful_types(model):
+            raise UsageError(
+                f"{part} ({place}) has a recurrent state ({found[0]}), which was not tried on vLLM; serve it without"
+            )
 
 
 def head_size_of(config: PreTrainedConfig) -> int:
