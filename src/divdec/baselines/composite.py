@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from divdec.baselines.composite_config import CompositeConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
-from divdec.experts.forward import stateful_types
+from divdec.experts.forward import device_of, recomputes, stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
@@ -108,6 +109,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: CompositeConfig, decoding: Decoding | None = None) -> None:
         if decoding is None:
@@ -128,6 +130,11 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return bool(stateful_types(self.decoding))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        return device_of(self.target)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -207,7 +214,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or use_cache is None):
+        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
         past_length = cache.check_length() if cache is not None else 0
         check_mask(input_ids, attention_mask, past_length)

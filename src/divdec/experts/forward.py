@@ -31,7 +31,7 @@ def logits_of(
     fixed = cache if isinstance(cache, FixedCache) else None
     if fixed is not None:
         fixed.check_room(input_ids.shape[1])
-    device: Any = model.get_input_embeddings().weight.device
+    device = device_of(model)
     accepted = _forward_parameters(type(model))
     arguments: dict[str, Any] = {
         "input_ids": input_ids,
@@ -53,6 +53,17 @@ def logits_of(
     if fixed is not None:
         fixed.held.move(input_ids.shape[1])
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its tokens: where its embeddings lie or, offloaded (accelerate), where they are brought."""
+    embeddings: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    device: torch.device = embeddings.weight.device
+    hook = getattr(embeddings, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]) if device.type == "meta" else ():
+        if (brought := getattr(one, "execution_device", None)) is not None:
+            return torch.device(brought)
+    return device
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -82,6 +93,11 @@ def takes_cache(model: PreTrainedModel) -> bool:
         and not any("recurrent_states" in vars(module) for module in model.modules())
         and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
     )
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a model within computes its layers anew for gradients (gradient checkpointing): it then fills no cache."""
+    return any(getattr(part, "gradient_checkpointing", False) and part.training for part in module.modules())
 
 
 def stateful_types(*parts: object) -> list[str]:

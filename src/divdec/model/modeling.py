@@ -19,7 +19,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
 from divdec.experts.neural import NeuralPair, check_part, logit_width
 from divdec.experts.placed import Placement, started
 from divdec.experts.placed_beside import Beside, Pending
@@ -56,6 +56,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(
         self, config: DivergenceConfig, target: PreTrainedModel | None = None, experts: Experts | None = None
@@ -176,6 +177,11 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         save_packed(self, save_directory, **kwargs)
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        return device_of(self.target)
+
+    @property
     def steering(self) -> Steering:
         """The rule that steers this model."""
         return self._steering
@@ -222,7 +228,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             position_ids: derived from the mask where they are not given, so that padding never shifts a token.
             past_key_values: a `DivergenceCache`, or None.
             labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
-            use_cache: make and return a cache when none is given; on by default, as for any transformers model.
+            use_cache: make and return a cache when none is given; on by default, as for any transformers model, but
+                for training with gradient checkpointing.
             logits_to_keep: number of positions to return, from the end; 0 returns all.
             **kwargs: `return_dict`, `num_items_in_batch` (for the loss), and what generation and tokenizers add
                 and the parts do not need (`cache_position`, `token_type_ids`).
@@ -234,7 +241,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or use_cache is None):
+        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
         given = input_ids, attention_mask, position_ids, cache, logits_to_keep
         steering = self._steering  # once: what comes from other processes may be for this rule alone

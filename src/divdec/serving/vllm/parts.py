@@ -21,7 +21,6 @@ from divdec.model.loading import (
     weight_of,
 )
 from divdec.model.vocabularies import common_vocabulary, vocabulary_sha256, vocabulary_width
-from divdec.runs import read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
 
 
 def check_whole(parts: BundleParts) -> None:
-    """Refuse a checkpoint with a recurrent state, or that lacks weights, which an engine might leave as memory had them.
+    """Refuse a recurrent model, and a checkpoint that lacks weights, which an engine might leave as memory had them.
 
     Only the headers of the files are read.
 
@@ -159,14 +158,6 @@ def check_whole(parts: BundleParts) -> None:
 def head_size_of(config: PreTrainedConfig) -> int:
     """Size of a model's attention heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def weight_files(place: Path) -> list[Path]:
-    """The safetensors files of a checked checkpoint, those that its index names where it has one."""
-    index = place / "model.safetensors.index.json"
-    if index.is_file():
-        return [place / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    return sorted(place.glob("*.safetensors"))
 
 
 def _counted(folder: Path, config: DivergenceConfig, options: EngineOptions, tokenizer: str) -> CombinedExperts | None:
