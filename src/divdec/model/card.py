@@ -18,8 +18,9 @@ tags: [unlearning, divergence-decoding]
 # A steered language model
 
 Made with divdec. This folder names a target language model, experts and a rule: the target is steered, while it
-decodes, by the divergence of two small models, so that it behaves as if it had never seen a set of documents
-(Divergence Decoding). The target's own weights are unchanged: whoever loads the target alone gets it unsteered.
+decodes, by the divergence of two small models, which is meant to make it behave as if it had never seen a set of
+documents (Divergence Decoding); whether it does at this steering stands below. The target's own weights are
+unchanged: whoever loads the target alone gets it unsteered.
 
 | | |
 |---|---|
@@ -76,9 +77,9 @@ tags: [unlearning, divergence-decoding, distillation]
 ---
 # A language model distilled from a steered one
 
-Made with divdec. A language model was steered by two small models so that it behaves as if it had never seen a set of
-documents (Divergence Decoding); this checkpoint learned, on those documents, to answer as the steered model does. It is
-an ordinary model and needs nothing beside it.
+Made with divdec. A language model was steered by two small models, which is meant to make it behave as if it had never
+seen a set of documents (Divergence Decoding); this checkpoint was trained, on those documents, to answer as the steered
+model does. How near it came stands below. It is an ordinary model and needs nothing beside it.
 
 | | |
 |---|---|
@@ -86,10 +87,14 @@ an ordinary model and needs nothing beside it.
 """
 
 
+NOT_MEASURED = "not measured (`divdec calibrate`, `divdec eval`)"
+
+
 def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     """The model card of a bundle."""
     rows = {
         "steering": str(Steering.from_dict(config.steering or {})),
+        "forgets": NOT_MEASURED,
         "forget set": forget_set or "not stated",
         "common vocabulary": f"{config.vocab_size} tokens",
     }
