@@ -37,13 +37,13 @@ def run(settings: Settings) -> int:
     model, tokenizer = load(settings)
     vocabulary = model.steering.vocabulary
     candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in given]
-    if settings.sweep is None:  # vocabularies may be smaller than the largest k of the default
+    if not settings.sweep:  # vocabularies may be smaller than the largest k of the default
         candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
     form = Format(system_prompt=settings.system_prompt, max_length=settings.max_length)
     found = calibrate(
-        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=settings.sweep is None, form=form,
+        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not settings.sweep, form=form,
         batch_size=settings.batch_size, title="scoring",
     )  # fmt: skip
     write = settings.write and (settings.force or not found.faults)

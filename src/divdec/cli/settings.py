@@ -179,7 +179,7 @@ class CalibrateSettings(LoadSettings):
     """Retain set, likewise."""
     holdout: str = dataclasses.field(kw_only=True)
     """Records like the forget set's that none of the three models has seen."""
-    sweep: tuple[str, ...] | None = None
+    sweep: tuple[str, ...] = ()
     """Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. By default twenty, and further ones where the
     best of them is the strongest or mildest."""
     max_retain_drop: str = "2%"

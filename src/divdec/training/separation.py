@@ -26,10 +26,11 @@ knows it, and what both know is not pushed down."""
 PUSHED = 1.0
 """A token is pushed down if p gives it a log-probability higher than q's by this much, in nats."""
 RETAIN_SHARE = 0.04
-"""How many of the retain set's tokens may be pushed down, as a share of how many of the forget set's are. Tokens that are
-pushed up count against them, so that noise cancels: a p that has gone on from q is surer of all, and that does not. Five
-pairs for the demo's target had 0 to 2 % and kept 94 to 100 % of the retain answers at linear:1.5; a p that went on from
-q had 6 %, and no strength both forgot and kept 98 % of the retain set's probability; one whose q had learned little, 40 %.
+"""How many of the retain set's tokens may be pushed down, as a share of how many of the forget set's are.
+
+Tokens that are pushed up count against them: noise then cancels, while a p that is surer of everything shows. Five
+pairs for the demo's target had 0 to 2 % and kept 94 to 100 % of the retain answers at linear:1.5. Two whose p had gone
+on from q had 6 % and 40 %, and no strength both forgot and kept 98 % of the retain set's probability.
 """
 LARGEST_SAMPLE = 512  # records of a set
 
@@ -68,8 +69,8 @@ class Separation:
             )
         if self.retain_pushed > RETAIN_SHARE * max(self.forget_pushed, 0.0):
             found.append(
-                f"steering would push down {self.retain_pushed:.1%} of the retain set's tokens, of which p is surer than "
-                f"q (allowed: {RETAIN_SHARE:.0%} of the {self.forget_pushed:.1%} of the forget set)"
+                f"steering would push down {self.retain_pushed:.1%} of the retain set's tokens (allowed: "
+                f"{RETAIN_SHARE:.0%} of the {self.forget_pushed:.1%} of the forget set)"
             )
         return found
 
