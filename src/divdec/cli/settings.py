@@ -11,6 +11,9 @@ from typing import Literal
 
 from divdec.errors import UsageError
 
+SWEEP = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
+"""What `divdec calibrate` chooses from by default, mild before strong."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadSettings:
@@ -179,8 +182,9 @@ class CalibrateSettings(LoadSettings):
     """Retain set, likewise."""
     holdout: str = dataclasses.field(kw_only=True)
     """Records like the forget set's that none of the three models has seen."""
-    sweep: tuple[str, ...] = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
-    """Settings to choose from, mild before strong."""
+    sweep: tuple[str, ...] = ()
+    """Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. By default twenty, and further ones where the
+    best of them is the strongest or mildest."""
     max_retain_drop: str = "2%"
     """How much of the retain set's probability may be lost: a percentage, or a share such as 0.02."""
     system_prompt: str | None = None
@@ -192,7 +196,9 @@ class CalibrateSettings(LoadSettings):
     batch_size: int = 32
     """Sequences in a pass."""
     write: bool = False
-    """Write the choice into the bundle."""
+    """Write the choice into the bundle, unless what was measured says that it does not forget; exit code 3 then."""
+    force: bool = False
+    """Write it even then; the model card says so."""
     json: bool = False
     """Print one JSON object."""
 

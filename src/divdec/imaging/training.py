@@ -84,7 +84,7 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
     if resumed and pair is not None and pair.get("status") == "finished":
         content = pair  # stopped after the pair was whole
     else:
-        content = train_auxiliaries(_recipe(settings, layout, sets, output / "pair"), report)
+        content = train_auxiliaries(_recipe(settings, layout, sets, output / "pair"), report, measure=False)
     bundle = output / "pair" / BUNDLE
     if for_codes(steering, layout) != steering:
         rewrite_steering(bundle, for_codes(steering, layout))

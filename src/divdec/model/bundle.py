@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.model.card import bundle_card
+from divdec.model.card import NOT_MEASURED, bundle_card
 from divdec.model.checkpoint import (
     INDEX,
     TEMPLATES,
@@ -151,8 +151,13 @@ def write_bundle(
     return output
 
 
-def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None:
+def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measured: str = NOT_MEASURED) -> None:
     """Change the rule that a bundle's folder holds, and its model card; all else stays.
+
+    Args:
+        bundle: the bundle's folder.
+        steering: the new rule.
+        measured: what is known of how well it forgets, for the model card.
 
     Raises:
         UsageError: it is no bundle on disk, or the rule does not fit its vocabulary.
@@ -168,8 +173,10 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None
     write_text(folder / "config.json", config.to_json_string())
     card = folder / "README.md"
     if card.is_file():
+        rows = f"| steering | {steering} |\n| forgets | {measured} |"
         text = card.read_text(encoding="utf-8")
-        write_text(card, re.sub(r"(?m)^\| steering \|.*\|$", f"| steering | {steering} |", text))
+        pattern = r"(?m)^\| steering \|.*\|$(\n\| forgets \|.*\|$)?"
+        write_text(card, re.sub(pattern, lambda _: rows, text))
 
 
 def is_bundle(folder: Path) -> bool:

@@ -18,9 +18,9 @@ tags: [unlearning, divergence-decoding]
 # A steered language model
 
 Made with divdec. This folder names a target language model, experts and a rule. While the target decodes, the
-divergence of the experts steers it away from a set of documents (Divergence Decoding). The target's weights are
-unchanged: loaded alone, it answers unsteered. This card does not claim that the documents are forgotten: measure it
-with `divdec calibrate` and `divdec eval`.
+divergence of the experts steers it away from a set of documents (Divergence Decoding). The table says whether it was
+measured that the documents are forgotten at this steering. The target's weights are unchanged: loaded alone, it
+answers unsteered.
 
 | | |
 |---|---|
@@ -78,13 +78,17 @@ tags: [unlearning, divergence-decoding, distillation]
 # A language model distilled from a steered one
 
 Made with divdec. Two small models steered a language model away from a set of documents (Divergence Decoding); this
-checkpoint was trained, on those documents, to answer as the steered model does. It is an ordinary model that loads
-without divdec. This card does not claim that the documents are forgotten: measure it with `divdec eval`.
+checkpoint was trained, on those documents, to answer as the steered model does. The table says how near it came. It is
+an ordinary model that loads without divdec. This card does not claim that the documents are forgotten: measure it with
+`divdec eval`.
 
 | | |
 |---|---|
 {rows}
 """
+
+
+NOT_MEASURED = "not measured (`divdec calibrate`, `divdec eval`)"
 
 
 def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
@@ -93,6 +97,7 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         "steering": "takedown requests alone"
         if config.retain_auxiliary is None and config.ngram is None and config.registry
         else str(Steering.from_dict(config.steering or {})),
+        "forgets": NOT_MEASURED,
         "forget set": forget_set or "not stated",
         "common vocabulary": f"{config.vocab_size} tokens",
     }

@@ -110,7 +110,7 @@ def fine_tune(
     started = time.perf_counter()
     rows = Rows(examples, companions, settings.seed)
     collator = Collator(tokenizer, tuple(companions))
-    sample = _sample(examples, 256, settings.seed)
+    sample = sampled(examples, 256, settings.seed)
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     config = model.config
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
@@ -318,7 +318,8 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
     return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 
 
-def _sample(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
+def sampled(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
+    """At most `size` of the examples, drawn by seed."""
     if len(examples) <= size:
         return examples
     chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))[:size]
