@@ -326,6 +326,8 @@ def test_what_would_bypass_the_method_is_refused(load, tmp_path):
         model(ids, past_key_values=DynamicCache())
     with pytest.raises(UsageError, match="new_cache"):
         model(ids, past_key_values=load("guard").new_cache())
+    with pytest.raises(UsageError, match="new_cache"):
+        copy.deepcopy(model)(ids, past_key_values=model.new_cache())
     with pytest.raises(UsageError, match="output_hidden_states"):
         model(ids, output_hidden_states=True)
     with pytest.raises(UsageError, match="keep its folder"):

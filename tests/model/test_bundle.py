@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.serving.vllm.parts import EngineOptions, read_parts
 
 IDS = torch.tensor([[5, 9, 200, 31]])
 
@@ -65,7 +66,9 @@ def test_it_holds_references_and_no_weights(bundle):
     assert size_of(bundle) < 8_000
     config = json.loads((bundle / "config.json").read_text())
     assert config["target"]["folder"] == "../models/target"  # they lie side by side and can move together
-    assert set(config["target"]["sha256"]) == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert set(config["target"]["sha256"]) == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    }  # fmt: skip
     card = (bundle / "README.md").read_text()
     assert "linear:1.5" in card
 
@@ -95,6 +98,19 @@ def test_a_packed_bundle_stands_alone(own_checkpoints, tmp_path):
     shutil.rmtree(own_checkpoints)
     moved = Path(shutil.move(bundle, tmp_path / "moved"))
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved)), before)
+
+
+def test_an_index_of_shards_that_are_gone_is_not_read(own_checkpoints, tmp_path):
+    """transformers leaves it behind where a model is saved in shards and then as one file."""
+    model = tiny_model("llama", 512, 9)
+    for size in ("20KB", "5GB"):
+        (own_checkpoints / "retain/model.safetensors").unlink(missing_ok=True)
+        model.save_pretrained(own_checkpoints / "retain", max_shard_size=size)
+    assert (own_checkpoints / "retain/model.safetensors.index.json").is_file()
+    expected = logits_of(DivergenceForCausalLM.from_pretrained(write(own_checkpoints, tmp_path / "again")))
+    packed = write(own_checkpoints, tmp_path / "packed", pack=True)
+    assert not (packed / "retain_auxiliary/model.safetensors.index.json").exists()
+    assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(packed)), expected)
 
 
 def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
@@ -374,6 +390,34 @@ class TestLoadingRefuses:
         (own_checkpoints / "retain" / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(UsageError, match="outside the folder"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_two_sets_of_weights(self, bundle, own_checkpoints):
+        """transformers would load the single file, though the shards were saved after it."""
+        tiny_model("llama", 512, 1).save_pretrained(own_checkpoints / "retain", max_shard_size="20KB")
+        for verify in (True, False):
+            with pytest.raises(UsageError, match="two sets of weights"):
+                DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
+        with pytest.raises(UsageError, match="two sets of weights"):
+            write(own_checkpoints, bundle.parent / "another")
+
+    @pytest.mark.parametrize("part", ["target", "retain", "forget"])
+    @pytest.mark.parametrize(
+        "name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer_config.json"]
+    )
+    def test_a_tokenizer_that_reads_otherwise(self, bundle, own_checkpoints, part, name):
+        """What stands around a message decides what a part reads."""
+        file = own_checkpoints / part / name
+        text = file.read_text() if file.is_file() else ""
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text + "\n")
+        with pytest.raises(UsageError, match=rf"{part}.*{name} (has changed|is new) .*--no-verify"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+        with pytest.raises(UsageError, match=name):
+            read_parts(str(bundle), None, EngineOptions())
+        DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+        again = write(own_checkpoints, bundle.parent / "again", pack=True)
+        DivergenceForCausalLM.from_pretrained(again)
+        assert (again / part if part == "target" else again / f"{part}_auxiliary").joinpath(name).is_file()
 
     @pytest.mark.parametrize("option", [{"subfolder": "target"}, {"output_loading_info": True}])
     def test_options_of_a_single_checkpoint(self, bundle, option):

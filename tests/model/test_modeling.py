@@ -1,6 +1,8 @@
 """The steered model against three independent forwards and the formula, and through every door of generate()."""
 
+import copy
 import io
+import pickle
 from contextlib import redirect_stdout
 
 import pytest
@@ -353,6 +355,27 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="belongs to another steered model"):
             steered.generate(input_ids=torch.tensor([PROMPTS[0] + [3]]), past_key_values=cache, max_new_tokens=2)
 
+    @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_a_cache_of_the_model_that_was_copied(self, steered, copied):
+        """A copy may be trained, or steered otherwise: what the original has read is not what it would have."""
+        cache = steered.new_cache()
+        ids = torch.tensor([PROMPTS[1]])
+        with torch.no_grad():
+            steered(ids[:, :4], past_key_values=cache)
+            generate(steered, PROMPTS)  # the pair is stacked now
+            copies = [copied(steered), copied(steered)]
+            for model in copies:
+                with pytest.raises(UsageError, match="belongs to another steered model"):
+                    model(ids[:, 4:], past_key_values=cache)
+            with pytest.raises(UsageError, match="belongs to another steered model"):
+                copies[0](ids[:, 4:], past_key_values=copies[1].new_cache())
+            assert generate(copies[0], PROMPTS) == generate(steered, PROMPTS)
+            # Copies of caches stay the model's, as beams and conversations that branch need.
+            branch, unpickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+            logits = [steered(ids[:, 4:], past_key_values=own).logits for own in (cache, branch, unpickled)]
+        assert torch.equal(logits[0], logits[1])
+        assert torch.equal(logits[0], logits[2])
+
     def test_a_part_that_keeps_no_cache(self, steered, monkeypatch):
         forward = steered.experts.retain.forward
         monkeypatch.setattr(
@@ -373,7 +396,7 @@ class TestFailsClosed:
         )
         adapted = peft.get_peft_model(make_parts("llama")[1], peft.LoraConfig(r=2, target_modules="all-linear"))
         for parts in ((recurrent, retain, forget), (target, recurrent, forget), (target, retain, recurrent)):
-            with pytest.raises(UsageError, match="takes no past_key_values"):
+            with pytest.raises(UsageError, match="keep what it has read in a DynamicCache"):
                 DivergenceForCausalLM.from_parts(*parts)
         with pytest.raises(UsageError, match="merge adapters first"):
             check_part("forget auxiliary", adapted)

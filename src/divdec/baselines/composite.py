@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import itertools
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
@@ -23,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from divdec.baselines.composite_config import CompositeConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
+from divdec.experts.forward import device_of, recomputes, stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
@@ -46,7 +48,6 @@ DECODINGS = {
     "guard": "divdec.baselines.guard:Guard",
     "eco": "divdec.baselines.eco:Eco",
 }
-_OWNERS = itertools.count(-1, -1)  # steered models count upwards: nobody takes the other's caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: CompositeConfig, decoding: Decoding | None = None) -> None:
         if decoding is None:
@@ -118,8 +120,21 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         self.decoding = decoding
         self.vocab_size = config.vocab_size
         self.generation_config = copy.deepcopy(self.target.generation_config)
-        self._cache_owner = next(_OWNERS)
+        self._cache_owner = uuid.uuid4().hex
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
+
+    @property
+    def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(stateful_types(self.decoding))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        return device_of(self.target)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -199,7 +214,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or use_cache is None):
+        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
         past_length = cache.check_length() if cache is not None else 0
         check_mask(input_ids, attention_mask, past_length)

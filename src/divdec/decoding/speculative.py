@@ -22,6 +22,8 @@ from divdec.decoding.loop import Decoding
 from divdec.decoding.processors import REMEMBERING
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import UsageError
+from divdec.experts.forward import stateful_types
+from divdec.experts.shifting import holds_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def speculate(
     Raises:
         UsageError: what was asked for cannot be speculated on.
     """
-    _check(input_ids, generation_config, model_kwargs, logits_processor, synced_gpus)
+    _check(model, input_ids, generation_config, model_kwargs, logits_processor, synced_gpus)
     statistics = speculation.statistics
     decoding = Decoding(
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
@@ -125,19 +127,22 @@ def check_processors(processors: LogitsProcessorList, search: str) -> None:
             raise UsageError(f"{search} is not offered with {type(processor).__name__}, which remembers every token")
 
 
-def check_cache(cache: Cache) -> None:
-    """Refuse a cache that keeps what cannot be gone back in exactly.
+def check_cache(cache: Cache, model: Any) -> None:
+    """Refuse a model whose cache cannot be gone back in exactly.
 
     Raises:
         UsageError: a part has a recurrent state (linear attention), which sums up its tokens.
     """
-    if any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+    found = stateful_types(model.target, model.experts)
+    if found or not all(map(holds_tokens, cache.layers)):
         raise UsageError(
-            "speculation is not offered for models with a recurrent state (linear attention): leave it out"
+            f"speculation is not offered for models with a recurrent state ({', '.join(found) or 'convolutions'}): "
+            "leave it out"
         )
 
 
 def _check(
+    model: Any,
     input_ids: Int[Tensor, "batch tokens"],
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -152,5 +157,5 @@ def _check(
         raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
     if model_kwargs.get("past_key_values") is None:
         raise UsageError("speculation goes back in the cache: leave use_cache on")
-    check_cache(model_kwargs["past_key_values"])
+    check_cache(model_kwargs["past_key_values"], model)
     check_processors(processors, "speculation")

@@ -16,6 +16,7 @@ from divdec.data.formatting import Format, encode_prompts, padding_id
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
+from divdec.experts.forward import device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -140,8 +141,8 @@ def _continued(
                 places = order[start : start + batch_size]
                 input_ids, attention_mask = left_padded([prompts[place] for place in places], padding)
                 output = model.generate(  # pyright: ignore[reportCallIssue]
-                    input_ids=input_ids.to(model.device),
-                    attention_mask=attention_mask.to(model.device),
+                    input_ids=input_ids.to(device_of(model)),
+                    attention_mask=attention_mask.to(device_of(model)),
                     max_new_tokens=max_new_tokens,
                     pad_token_id=padding,
                     tokenizer=tokenizer if options.get("stop_strings") else None,

@@ -21,6 +21,7 @@ from divdec.experts.bridge_cache import BridgeCache, BridgeLayer, PairMemo, keep
 from divdec.experts.common_prefix import common_length
 from divdec.experts.context import Context, ContextReader, View
 from divdec.experts.divergence import Divergence
+from divdec.experts.forward import device_of, recomputes
 from divdec.experts.neural import check_part, logit_width, same_weights
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import PADDING
@@ -116,7 +117,7 @@ class BridgedPair(nn.Module):
         tokens = layer.extend(input_ids, attention_mask)
         if layer.memo is None:
             layer.contexts = [Context(self._reader) for _ in tokens]
-            layer.memo = PairMemo((self.retain, self.forget), len(tokens), self._keeps)
+            layer.memo = PairMemo((self.retain, self.forget), len(tokens), self._keeps and not recomputes(self))
         kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         places: list[tuple[int, int]] = []  # row and column of each view
         views: list[View] = []
@@ -137,8 +138,7 @@ class BridgedPair(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        weight: Any = self.retain.get_input_embeddings().weight
-        return weight.device
+        return device_of(self.retain)
 
     def _check_length(self, views: Sequence[View]) -> None:
         longest = max((len(view.ids) for view in views), default=0)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from divdec.errors import FailedClosed
 from divdec.experts.columns import columns_of
 from divdec.experts.context import Context
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.forward import length_of, logits_of, new_cache
 from divdec.experts.token_cache import TokenLayer
 
 Logits = tuple[Float[Tensor, "rows kept width"], Float[Tensor, "rows kept width"]]
@@ -117,6 +118,8 @@ class PairMemo:
         for place, model in enumerate(self.models):
             cache = self._caches[place] if self.keeps else None
             found.append(logits_of(model, input_ids, valid.long(), positions, cache, logits_to_keep))
+            if cache is not None and length_of(cache) != valid.shape[1]:
+                raise FailedClosed("an auxiliary did not keep the tokens in its cache")
         if self.keeps:
             self._valid = valid
             self.ids = [ids[:length] + new for ids, length, new in zip(self.ids, kept, added, strict=True)]

@@ -149,7 +149,12 @@ class FixedCache(StaticCache):
             UsageError: the architecture keeps something that cannot be rolled back in place (a sliding window, a
                 recurrent state), or its attention cannot be told which slots are filled.
         """
-        super().__init__(config=model.config.get_text_config(decoder=True), max_cache_len=max_length)
+        try:
+            super().__init__(config=model.config.get_text_config(decoder=True), max_cache_len=max_length)
+        except KeyError as error:  # a kind of layer that transformers has no static cache for (DeepSeek-V4)
+            raise UsageError(
+                f"cache_implementation='static' is not offered for {name}, which has layers of {error}; leave it out"
+            ) from None
         self.model = weakref.ref(model)
         self.held = Held()
         self.max_length = max_length

@@ -31,7 +31,7 @@ def logits_of(
     fixed = cache if isinstance(cache, FixedCache) else None
     if fixed is not None:
         fixed.check_room(input_ids.shape[1])
-    device: Any = model.get_input_embeddings().weight.device
+    device = device_of(model)
     accepted = _forward_parameters(type(model))
     arguments: dict[str, Any] = {
         "input_ids": input_ids,
@@ -55,6 +55,17 @@ def logits_of(
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its tokens: where its embeddings lie or, offloaded (accelerate), where they are brought."""
+    embeddings: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    device: torch.device = embeddings.weight.device
+    hook = getattr(embeddings, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]) if device.type == "meta" else ():
+        if (brought := getattr(one, "execution_device", None)) is not None:
+            return torch.device(brought)
+    return device
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache whose layers fit the model's architecture (sliding windows, hybrid layers)."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -72,9 +83,33 @@ def lengths_of(cache: Cache) -> list[int]:
     return getattr(cache, "lengths", None) or [length_of(cache)]
 
 
-def takes_cache(model: nn.Module) -> bool:
-    """Whether the model can go on from keys and values that it has computed before."""
-    return "past_key_values" in _forward_parameters(type(model))
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether all that the model keeps of what it has read is in a `DynamicCache`, which counts its tokens."""
+    supported: Any = getattr(model, "_supports_default_dynamic_cache", bool)
+    return (
+        "past_key_values" in _forward_parameters(type(model))
+        and supported()
+        # RecurrentGemma's modules hold the state themselves: every sequence would see the others'.
+        and not any("recurrent_states" in vars(module) for module in model.modules())
+        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
+    )
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a model within computes its layers anew for gradients (gradient checkpointing): it then fills no cache."""
+    return any(getattr(part, "gradient_checkpointing", False) and part.training for part in module.modules())
+
+
+def stateful_types(*parts: object) -> list[str]:
+    """The types of the models within `parts` that sum up what they read, so that no token can be taken back."""
+    modules = [module for part in parts for module in (part.modules() if isinstance(part, nn.Module) else [part])]
+    return sorted(
+        {
+            getattr(getattr(module, "config", None), "model_type", "in another process")
+            for module in modules
+            if getattr(module, "_is_stateful", False)
+        }
+    )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ It knows nothing of the target: widths may differ, and the divergence is narrowe
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -135,27 +136,44 @@ def _is_watched(module: nn.Module) -> bool:
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models hold the same numbers under the same names; the first that differs ends the search."""
-    first, second = dict(one.named_parameters()), dict(other.named_parameters())
-    if first.keys() != second.keys():
+    first, second = ({name for name, _ in model.named_parameters(remove_duplicate=False)} for model in (one, other))
+    if first != second:
         return False
-    return all(
-        not tensor.is_meta
-        and tensor.shape == second[name].shape
-        and torch.equal(tensor, second[name].to(tensor.device))
-        for name, tensor in first.items()
-    )
+    modules = dict(other.named_modules(remove_duplicate=False))
+    return all(_same_own_weights(part, modules[name]) for name, part in one.named_modules() if part._parameters)
+
+
+def _same_own_weights(one: nn.Module, other: nn.Module) -> bool:
+    with _brought(one), _brought(other):
+        second = dict(other.named_parameters(recurse=False))
+        return all(
+            not tensor.is_meta
+            and tensor.shape == second[name].shape
+            and torch.equal(tensor, second[name].to(tensor.device))
+            for name, tensor in one.named_parameters(recurse=False)
+        )
+
+
+def _brought(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Have a module's own weights at hand, offloaded or not."""
+    if not any(weight.is_meta for weight in module.parameters(recurse=False)):
+        return contextlib.nullcontext()
+    from accelerate.utils.modeling import align_module_device
+
+    return align_module_device(module)
 
 
 def check_part(name: str, model: nn.Module) -> None:
     """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
 
     Raises:
-        UsageError: it is wrapped (PEFT), or recurrent with a state of its own kind (Mamba, RWKV).
+        UsageError: it is wrapped (PEFT), or keeps what it has read outside of a `DynamicCache` (Mamba, RWKV, MiniMax,
+            RecurrentGemma).
     """
     if not isinstance(model, PreTrainedModel) or not takes_cache(model):
         raise UsageError(
-            f"{name} is a {type(model).__name__}, whose forward takes no past_key_values; accepted: a causal language "
-            "model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
+            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
+            "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
         )
 
 

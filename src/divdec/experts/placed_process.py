@@ -22,7 +22,7 @@ from divdec.experts.placed_halves import JoinedPair, Lost, OneOfPair
 from divdec.experts.placed_transfer import packed
 from divdec.experts.placed_wire import Link, Message
 from divdec.experts.protocol import Experts
-from divdec.experts.shifting import can_shift, take_columns
+from divdec.experts.shifting import can_shift, holds_tokens, take_columns
 from divdec.steering import Steering
 
 
@@ -32,7 +32,7 @@ def abilities_of(experts: Experts | OneOfPair) -> Abilities:
     windows = [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
     return Abilities(
         window=min(windows, default=None),
-        croppable=all(getattr(layer, "is_croppable", True) for layer in layers),
+        croppable=all(map(holds_tokens, layers)),
         shiftable=all(map(can_shift, layers)),
     )
 

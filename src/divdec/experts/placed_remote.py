@@ -60,6 +60,7 @@ class RemoteExperts:
         self.statistics = TransferStatistics()
         self._links, self._answers = tuple(links), links[0]
         self._abilities, self._timeout = abilities, timeout
+        self._is_stateful = not abilities.croppable
         self.entries, self.tolerance = entries, tolerance
         self._orders: Orders = collections.deque()
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Moving each row of a cache by columns of its own: what speculation in batches does to rows that kept fewer tokens.
+"""What can be done to a cache's layers: taking tokens back, selecting rows, moving rows apart.
 
-It knows nothing of why rows move.
+It knows nothing of why.
 """
 
 from __future__ import annotations
@@ -9,13 +9,40 @@ from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.experts.columns import columns_of
 from divdec.experts.fixed_cache import FixedLayer
 from divdec.experts.placed_cache import RemoteLayer
 from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.token_cache import TokenLayer
+
+_CHANGES = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
+
+
+def holds_tokens(layer: Any) -> bool:
+    """Whether a layer holds each of its tokens by itself, so that tokens can be taken back and rows selected.
+
+    A recurrent state sums them up. Layers of an architecture's own (DeepSeek-V4) may inherit methods that reach their
+    keys and values alone: they count only if they bring all of these methods themselves.
+    """
+    if isinstance(layer, RemoteLayer):
+        return layer.is_croppable
+    kind = type(layer)
+    known = kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__module__.startswith("divdec.")
+    return known or all(name in vars(kind) for name in _CHANGES)
+
+
+def can_roll_back(layer: Any) -> bool:
+    """Whether the last tokens can be removed now."""
+    recorded = getattr(layer, "record_past", False)
+    if not holds_tokens(layer):
+        # The inputs of a convolution are there while the past is recorded.
+        return recorded and hasattr(layer, "recurrent_states") and getattr(layer, "is_croppable", False)
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        return recorded or layer.get_seq_length() < window
+    return getattr(layer, "is_croppable", True)
 
 
 def can_shift(layer: Any) -> bool:

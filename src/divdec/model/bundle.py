@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from divdec.errors import UsageError
 from divdec.model.card import bundle_card
 from divdec.model.checkpoint import (
+    INDEX,
+    TEMPLATES,
     CheckpointReference,
     check_apart,
     check_different,
@@ -23,6 +25,8 @@ from divdec.model.checkpoint import (
     digests,
     load_config,
     load_tokenizer,
+    save_model,
+    weight_files,
 )
 from divdec.model.configuration import AUXILIARIES, NO_RANK, DivergenceConfig
 from divdec.model.loading import check_tokenizer, read_config, weight_of
@@ -210,7 +214,7 @@ def save_packed(
             weights = {
                 key.removeprefix(f"{name}."): value for key, value in state_dict.items() if key.startswith(f"{name}.")
             }
-        loaded.save_pretrained(folder / part, state_dict=weights, **kwargs)
+        save_model(loaded, folder / part, state_dict=weights, **kwargs)
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
         configs[part] = loaded.config
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
@@ -304,7 +308,11 @@ def _stored_path(given: str, place: Path, bundle: Path) -> str:
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> None:
-    destination.mkdir()
-    for pattern in ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"):
-        for file in source.glob(pattern):
-            shutil.copyfile(file, destination / file.name)
+    weights = weight_files(source)
+    others = [file for pattern in ("*.json", *TEMPLATES, "*.txt", "*.model") for file in source.glob(pattern)]
+    if len(weights) == 1:
+        others = [file for file in others if file.name != INDEX]
+    for file in (*weights, *others):
+        copied = destination / file.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -12,18 +10,18 @@ from transformers import Cache
 from divdec.errors import FailedClosed
 from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import length_of, lengths_of
-from divdec.experts.shifting import can_shift, take_columns
+from divdec.experts.shifting import can_roll_back, can_shift, holds_tokens, take_columns
 
 
 class DivergenceCache(Cache):
     """The target's cache and the experts', of equal length at all times.
 
     Its layers are those of its parts, so that reordering, repeating and selecting by batch, resetting and
-    cropping reach every model. `owner` tells the steered models of a process apart: the keys and values of one
-    mean nothing to another.
+    cropping reach every model. `owner` tells steered models apart: the keys and values of one mean nothing to
+    another, nor to a copy of it, which may be changed.
     """
 
-    def __init__(self, target: Cache, experts: Cache, owner: int) -> None:
+    def __init__(self, target: Cache, experts: Cache, owner: str) -> None:
         super().__init__(layers=[*target.layers, *experts.layers])
         self.owner = owner
         self.target = target
@@ -64,12 +62,34 @@ class DivergenceCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             raise RuntimeError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        if tokens_to_remove and not all(_can_roll_back(layer) for layer in self.layers):
+        if tokens_to_remove and not all(can_roll_back(layer) for layer in self.layers):
             raise RuntimeError(
                 "the cache of one part (a sliding window or recurrent state) cannot be rolled back; "
                 "call activate_past_recording() before the tokens are added"
             )
         super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row.
+
+        Raises:
+            RuntimeError: one part keeps a state whose rows this does not reach.
+        """
+        self._check_rows()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows.
+
+        Raises:
+            RuntimeError: one part keeps a state whose rows this does not reach.
+        """
+        self._check_rows()
+        super().batch_select_indices(indices)
+
+    def _check_rows(self) -> None:
+        if not all(map(holds_tokens, self.layers)):
+            raise RuntimeError("the cache of one part keeps a recurrent state, whose rows cannot be selected")
 
     @property
     def can_shift_rows(self) -> bool:
@@ -95,12 +115,3 @@ class DivergenceCache(Cache):
         columns = columns.clamp(min=0)
         for layer in self.layers:
             take_columns(layer, columns)
-
-
-def _can_roll_back(layer: Any) -> bool:
-    if getattr(layer, "record_past", False):
-        return True
-    window = getattr(layer, "sliding_window", None)
-    if window is not None:
-        return layer.get_seq_length() < window
-    return getattr(layer, "is_croppable", True)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?$")
-# Everything that decides what the model computes.
+INDEX = "model.safetensors.index.json"
+# Everything that decides what the model reads and computes.
+TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 HASHED = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
+    *("*.safetensors", "*.safetensors.index.json", "config.json", *TEMPLATES),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
 COMPOSITE = "divdec_composite"  # model type of baselines that wrap other checkpoints
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -151,8 +151,8 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 by file name of everything in a checkpoint that decides what the model computes."""
-    names = sorted({path.name for pattern in HASHED for path in folder.glob(pattern)})
+    """SHA-256 by file name of everything in a checkpoint that decides what the model reads and computes."""
+    names = sorted({path.relative_to(folder).as_posix() for pattern in HASHED for path in folder.glob(pattern)})
     return {name: file_sha256(folder / name) for name in names}
 
 
@@ -172,14 +172,7 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
     if _read_json(folder / "config.json").get("model_type") == COMPOSITE:
         return  # a baseline made of other checkpoints, which it checks itself when it is loaded
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        if any(Path(name).name != name for name in names):
-            raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         if any(next(folder.glob(pattern), None) for pattern in PICKLED):
             raise UsageError(
@@ -189,12 +182,57 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds no weights (*.safetensors)")
     for file in files:
         if not file.is_file():
-            raise UsageError(f"{folder}: {file.name} is named in {index.name} but missing")
+            raise UsageError(f"{folder}: {file.name} is named in {INDEX} but missing")
         try:
             with safe_open(file, framework="pt") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file} is corrupt ({error}); copy or download it again") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights: one, or the shards that an index names.
+
+    Raises:
+        UsageError: there are both, so that nobody knows which of them was saved last.
+    """
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    if any(Path(name).name != name for name in names):
+        raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
+    shards = [folder / name for name in names]
+    others = [shard for shard in shards if shard != whole and shard.is_file()]
+    if whole.is_file() and others:
+        raise UsageError(
+            f"{folder} holds two sets of weights, {whole.name} and the shards of {INDEX}: delete the one that is older, "
+            "or save the model into an empty folder"
+        )
+    return [whole] if whole.is_file() else shards  # saved as one file, transformers leaves an older index behind
+
+
+def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Save a model into a folder in which nothing of earlier weights stays; its other files are left alone.
+
+    Args:
+        model: offloaded (accelerate) or not.
+        folder: made if it is not there.
+        **options: what `save_pretrained` takes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.get("state_dict") is None and any(weight.is_meta for weight in model.parameters()):
+        from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+        options["state_dict"] = get_state_dict_offloaded_model(model)
+    # Not into the folder itself: the weights in memory may be those of its files.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        model.save_pretrained(temporary, **options)
+        for pattern in ("*.safetensors", "*.safetensors.index.json"):
+            for file in folder.glob(pattern):
+                file.unlink()
+        for file in Path(temporary).iterdir():
+            os.replace(file, folder / file.name)
 
 
 def check_plain(folder: Path, part: str) -> None:

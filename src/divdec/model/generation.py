@@ -16,7 +16,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.compiled import fixed_cache, keep
 from divdec.experts.fixed_cache import FixedCache
-from divdec.experts.forward import new_cache
+from divdec.experts.forward import new_cache, stateful_types
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_prompts
@@ -39,7 +39,7 @@ class SteeredGeneration(GenerationMixin):
     experts: Any
     generation_config: Any
     steering: Any
-    _cache_owner: int
+    _cache_owner: str
 
     def new_cache(self) -> DivergenceCache:
         """An empty cache for target and experts."""
@@ -91,6 +91,10 @@ class SteeredGeneration(GenerationMixin):
                 keep(cache.lent.pop())
         return answer
 
+    @property
+    def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(stateful_types(self.target, self.experts))
+
     def _beam_search(self, input_ids: Any, logits_processor: Any, *args: Any, **kwargs: Any) -> Any:
         check_processors(logits_processor, "beam search")
         return self._plain._beam_search(input_ids, logits_processor, *args, **kwargs)
@@ -139,6 +143,11 @@ class SteeredGeneration(GenerationMixin):
             # transformers accepts a draft of probability 0 where it draws 0 exactly, once in 2²⁴ times.
             raise UsageError(
                 "sampling with an assistant_model may keep a token that the rank rule suppresses: use speculative=True"
+            )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            raise UsageError(
+                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
+                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
             )
         self._plain._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 

@@ -7,8 +7,8 @@ target's own. It knows nothing of files; `divdec.model.bundle` writes and reads 
 from __future__ import annotations
 
 import copy
-import itertools
 import os
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
 from divdec.experts.neural import NeuralPair, check_part, logit_width
 from divdec.experts.placed import Placement, started
 from divdec.experts.placed_beside import Beside, Pending
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_OWNERS = itertools.count()
-
-
-class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin):
+class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverride]
+    SteeredGeneration, PreTrainedModel, GenerationMixin
+):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
     Attributes:
@@ -64,6 +63,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(
         self, config: DivergenceConfig, target: PreTrainedModel | None = None, experts: Experts | None = None
@@ -79,11 +79,15 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         self.experts = experts
         self.vocab_size = min(logit_width(target), experts.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self._cache_owner = next(_OWNERS)
+        self._cache_owner = uuid.uuid4().hex
         self._beside: Beside | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
 
     @classmethod
     def from_parts(
@@ -180,6 +184,11 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         save_packed(self, save_directory, **kwargs)
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        return device_of(self.target)
+
+    @property
     def steering(self) -> Steering:
         """The rule that steers this model."""
         return self._steering
@@ -226,7 +235,8 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
             position_ids: derived from the mask where they are not given, so that padding never shifts a token.
             past_key_values: a `DivergenceCache`, or None.
             labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
-            use_cache: make and return a cache when none is given; on by default, as for any transformers model.
+            use_cache: make and return a cache when none is given; on by default, as for any transformers model, but
+                for training with gradient checkpointing.
             logits_to_keep: number of positions to return, from the end; 0 returns all.
             **kwargs: `return_dict`, `num_items_in_batch` (for the loss), and what generation and tokenizers add
                 and the parts do not need (`cache_position`, `token_type_ids`).
@@ -239,7 +249,7 @@ class DivergenceForCausalLM(SteeredGeneration, PreTrainedModel, GenerationMixin)
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or use_cache is None):
+        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
         given = input_ids, attention_mask, position_ids, cache, logits_to_keep
         steering = self._steering  # once: what comes from other processes may be for this rule alone

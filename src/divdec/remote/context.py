@@ -10,6 +10,7 @@ from torch import Tensor
 
 from divdec.errors import UsageError
 from divdec.experts.protocol import Experts
+from divdec.experts.shifting import can_roll_back
 from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
 
@@ -61,9 +62,9 @@ class Context:
     def _keep(self, length: int) -> None:
         removed = len(self._ids) - length
         if removed:
-            try:
+            if all(map(can_roll_back, self._cache.layers)):
                 self._cache.crop(-removed)
-            except RuntimeError:  # a sliding window cannot be rolled back: it is read anew
+            else:  # a sliding window or a recurrent state: all is read anew
                 self._cache = self._experts.new_cache()
                 if length:
                     kept = torch.tensor([self._ids[:length]])

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.bootstrap import Bootstrap, mean_interval
+from divdec.experts.forward import device_of
 from divdec.steering import Steering
 from divdec.training.distillation_loss import Direction
 from divdec.training.distillation_objective import Distillation, LiveTeacher
@@ -111,7 +112,7 @@ def gradient_depth(
         # The very loss that distillation minimises. Student and teacher are one module here, so that the student's
         # output layer cannot stand aside while the teacher reads: it gives its logits first.
         objective = Distillation(LiveTeacher(model, temperature, direction), head=None)
-        device: Any = model.target.get_input_embeddings().weight.device
+        device = device_of(model.target)
         for name, examples in sets.items():
             rows = []
             for start in range(0, len(examples), batch_size):

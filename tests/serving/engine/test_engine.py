@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from architectures import tiny_architecture
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
@@ -83,6 +84,24 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
         assert "".join(piece.text for piece in pieces) == tokenizer.decode(expected, skip_special_tokens=True)
         assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         assert pieces[-1].finish_reason == ("stop" if expected[-1] == 0 else "length")
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
+def test_recurrent_states_are_not_shared_with_other_requests(model_type, tokenizer):
+    """Several at once, two of them with one prompt, and shorter ones that leave first."""
+    model = DivergenceForCausalLM.from_parts(
+        *(tiny_architecture(model_type, seed, vocab_size=512) for seed in range(3)), steering="linear:1.5"
+    )
+    prompts = [tokenizer(text).input_ids for text in (TEXTS[0], TEXTS[1], TEXTS[0])]
+    lengths = [10, 4, 7]
+
+    async def work(engine):
+        return await asyncio.gather(*map(answer, [engine] * 3, prompts, map(greedy, lengths)))
+
+    for prompt, number, pieces in zip(prompts, lengths, run(model, tokenizer, work), strict=True):
+        assert tokens_of(pieces) == alone(model, prompt, number)
+    with pytest.raises(UsageError, match=f"recurrent state .{model_type}"):
+        Engine(model, tokenizer, "tiny", speculation=Speculation())
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class Engine:
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
         if speculation is not None:
             make_drafter(speculation.drafter, model.experts, model.steering)
-            check_cache(model.new_cache())
+            check_cache(model.new_cache(), model)
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or LONGEST

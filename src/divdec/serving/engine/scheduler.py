@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.forward import stateful_types
+from divdec.experts.shifting import holds_tokens
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.alone import Alone
 from divdec.serving.engine.batch import Batch, Prefill, Told
@@ -218,9 +220,12 @@ class Closing(Exception):
 
 
 def _depends_on_others(model: DivergenceForCausalLM) -> bool:
-    """Whether an answer would be another with longer ones beside it, or if its prompt were read in parts.
+    """Whether an answer could be another with longer ones beside it, or if its prompt were read in parts.
 
-    Some rotary embeddings choose their factors by the largest position of a pass.
+    Some rotary embeddings choose their factors by the largest position of a pass. Recurrent states read padding, too,
+    and their rows cannot leave a batch.
     """
+    if stateful_types(model.target, model.experts) or not all(map(holds_tokens, model.new_cache().layers)):
+        return True
     kinds = (str(getattr(module, "rope_type", "")) for module in model.modules())
     return any("longrope" in kind or "dynamic" in kind for kind in kinds)

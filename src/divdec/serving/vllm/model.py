@@ -29,7 +29,8 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import same_weights
 from divdec.model.checks import check_divergence, check_target
 from divdec.model.configuration import AUXILIARIES
-from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts, weight_files
+from divdec.model.checkpoint import weight_files
+from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 
 

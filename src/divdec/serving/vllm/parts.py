@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
+from divdec.experts.forward import stateful_types
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.loading import (
@@ -20,7 +21,6 @@ from divdec.model.loading import (
     weight_of,
 )
 from divdec.model.vocabularies import common_vocabulary, vocabulary_sha256, vocabulary_width
-from divdec.runs import read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -137,31 +137,27 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
 
 
 def check_whole(parts: BundleParts) -> None:
-    """Refuse a checkpoint that lacks weights, which an engine might leave as memory had them.
+    """Refuse a recurrent model, and a checkpoint that lacks weights, which an engine might leave as memory had them.
 
     Only the headers of the files are read.
 
     Raises:
-        UsageError: names a weight.
+        UsageError: names a weight, or a model with a recurrent state, which was not tried.
     """
     for part, place in parts.places.items():
         try:
-            load_model(place, device_map="meta")
+            model = load_model(place, device_map="meta")
         except UsageError as error:
             raise UsageError(f"{part}: {error}") from None
+        if found := stateful_types(model):
+            raise UsageError(
+                f"{part} ({place}) has a recurrent state ({found[0]}), which was not tried on vLLM; serve it without"
+            )
 
 
 def head_size_of(config: PreTrainedConfig) -> int:
     """Size of a model's attention heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def weight_files(place: Path) -> list[Path]:
-    """The safetensors files of a checked checkpoint, those that its index names where it has one."""
-    index = place / "model.safetensors.index.json"
-    if index.is_file():
-        return [place / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    return sorted(place.glob("*.safetensors"))
 
 
 def _counted(folder: Path, config: DivergenceConfig, options: EngineOptions, tokenizer: str) -> CombinedExperts | None:

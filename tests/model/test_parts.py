@@ -1,0 +1,113 @@
+"""Parts as accelerate and training leave them: offloaded, saved over an earlier save, with gradient checkpointing."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
+
+from conftest import make_parts
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.experts.neural import same_weights
+
+IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
+GREEDY = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def offload(request, tmp_path_factory):
+    def change(model):
+        if request.param == "cpu":
+            return cpu_offload(model, torch.device("cpu"))
+        return disk_offload(model, tmp_path_factory.mktemp("offloaded"), torch.device("cpu"))
+
+    return change
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1, 2), (0, 1, 2)])
+def test_offloaded_parts_answer_the_same(plain, offload, chosen):
+    parts = [offload(part) if place in chosen else part for place, part in enumerate(make_parts("llama"))]
+    model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1.5")
+    assert all(weight.is_meta for place in chosen for weight in parts[place].parameters())
+    assert model.device == torch.device("cpu")
+    assert torch.equal(logits_of(model), logits_of(plain))
+    expected = plain.generate(IDS, **GREEDY)
+    for options in ({}, {"use_cache": False}, {"speculative": 2}, {"cache_implementation": "static"}, {"num_beams": 2}):
+        wanted = plain.generate(IDS, **GREEDY, **options) if "num_beams" in options else expected
+        assert torch.equal(model.generate(IDS, **GREEDY, **options), wanted), options
+
+
+def test_offloaded_weights_are_compared(offload):
+    """Two auxiliaries that are one would forget nothing."""
+    target, retain, forget = make_parts("llama")
+    assert not same_weights(offload(copy.deepcopy(retain)), offload(forget))
+    with pytest.raises(UsageError, match="the same model"):
+        DivergenceForCausalLM.from_parts(target, offload(copy.deepcopy(retain)), retain)
+    with pytest.raises(UsageError, match="the same model"):
+        DivergenceForCausalLM.from_parts(target, offload(copy.deepcopy(retain)), offload(retain))
+
+
+def test_offloaded_parts_are_saved(plain, offload, tmp_path):
+    model = DivergenceForCausalLM.from_parts(*map(offload, make_parts("llama")), steering="linear:1.5")
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits_of(plain))
+
+
+def test_a_bundle_loads_offloaded(bundle, tmp_path):
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(bundle))
+    model = AutoModelForCausalLM.from_pretrained(bundle, device_map={"": "disk"}, offload_folder=tmp_path / "offloaded")
+    assert model.target.get_input_embeddings().weight.is_meta
+    assert torch.equal(logits_of(model), expected)
+    with pytest.warns(UserWarning, match="offloaded modules"):  # of transformers: they pass through memory
+        model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
+
+
+@pytest.mark.parametrize("sizes", [("10KB", "5GB"), ("5GB", "10KB"), ("10KB", "20KB")])
+def test_a_folder_holds_what_was_saved_last(sizes, tmp_path):
+    """Other numbers of shards leave nothing behind, also where the weights in memory came from that folder."""
+    model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+    for size in sizes:
+        with torch.no_grad():
+            model.experts.forget.get_output_embeddings().weight.mul_(1.5)
+        expected = logits_of(model)
+        model.save_pretrained(tmp_path / "saved", max_shard_size=size)
+        assert list((tmp_path / "saved").glob("*.safetensors")) == []
+        for part in ("target", "retain_auxiliary", "forget_auxiliary"):
+            files = {file.name for file in (tmp_path / "saved" / part).glob("*.safetensors*")}
+            assert (files == {"model.safetensors"}) == (size == "5GB")
+        model = DivergenceForCausalLM.from_pretrained(tmp_path / "saved")
+        assert torch.equal(logits_of(model), expected)
+
+
+@pytest.mark.parametrize("deprecated", [False, True])
+def test_gradient_checkpointing_computes_the_same_gradients(deprecated):
+    gradients = []
+    for checkpointing in (False, True):
+        model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5").train()
+        if checkpointing and (deprecated or not hasattr(model, "activation_checkpointing_enable")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable()
+        elif checkpointing:
+            model.activation_checkpointing_enable()
+        output = model(IDS, labels=IDS)
+        assert (output.past_key_values is None) == checkpointing
+        output.loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(gradient is not None for gradient in gradients[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(model.eval().generate(IDS, **GREEDY), model.generate(IDS, **GREEDY, use_cache=False))
