@@ -1,5 +1,9 @@
 """The slow, obvious way: three independent forwards of one unpadded sequence, and the paper's formula."""
 
+import collections
+import math
+
+import numpy as np
 import torch
 
 
@@ -34,3 +38,75 @@ def greedy(target, retain, forget, ids, steering, new_tokens, end):
         if token == end:
             break
     return answer
+
+
+class SlowNgrams:
+    """Counts in a dictionary, and the recursion as Brants et al. write it."""
+
+    def __init__(self, documents, vocab_size, order):
+        self.vocab_size, self.order = vocab_size, order
+        self.counts = collections.Counter(
+            tuple(document[start : start + length])
+            for document in documents
+            for length in range(1, order + 1)
+            for start in range(len(document) - length + 1)
+        )
+        self.total = sum(map(len, documents))
+
+    def score(self, context, token, space="score"):
+        context = tuple(context)[max(len(context) - self.order + 1, 0) :]
+        if not context:
+            if space == "log":
+                return (self.counts[(token,)] + 1) / (self.total + self.vocab_size)
+            return self.counts[(token,)] / self.total
+        if count := self.counts[(*context, token)]:
+            return count / self.counts[context]
+        return 0.4 * self.score(context[1:], token, space)
+
+    def scores(self, context, space="score"):
+        found = [self.score(context, token, space) for token in range(self.vocab_size)]
+        return np.float32([math.log(score) for score in found] if space == "log" else found)
+
+
+class StepByStep:
+    """What a steered model says after a text: one uncached, unpadded pass of each part for every text anew.
+
+    Attributes:
+        divergence: a function of a text (a list of token ids) that gives ℓ_q − ℓ_p after its last token.
+    """
+
+    def __init__(self, target, divergence, steering, vocab_size):
+        self.target, self.divergence = target, divergence
+        self.steering, self.vocab_size = steering, vocab_size
+        self._known = {}
+
+    def parts(self, ids):
+        """ℓ_P and the divergence after the last token, both float32 [vocab]."""
+        if tuple(ids) not in self._known:
+            target = last_logits(self.target, ids)[: self.vocab_size]
+            self._known[tuple(ids)] = target, self.divergence(ids)[: self.vocab_size].float()
+        return self._known[tuple(ids)]
+
+    def logits(self, ids):
+        """Steered logits after the last token, by equation 1 or 2."""
+        target, divergence = self.parts(ids)
+        if self.steering.rule == "linear":
+            return target + self.steering.alpha * divergence
+        return rank(target, divergence, self.steering)
+
+    def surely_suppressed(self, ids, tolerance):
+        """Tokens that the hard rank rule suppresses however the divergence was rounded, bool [vocab]."""
+        if self.steering.rule != "rank" or self.steering.fill != "hard":
+            return torch.zeros(self.vocab_size, dtype=torch.bool)
+        _, divergence = self.parts(ids)
+        allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
+        allowed[list(self.steering.vocabulary or range(self.vocab_size))] = True
+        following = divergence[allowed].sort().values[self.steering.k]
+        return allowed & (divergence < following - tolerance)
+
+
+@torch.no_grad()
+def last_logits(model, ids):
+    """Logits after the last token of one sequence, float32, from one pass without a cache."""
+    options = {} if model.config.model_type == "recurrent_gemma" else {"use_cache": False}
+    return model(input_ids=torch.tensor([ids]), **options).logits[0, -1].float()

@@ -1,8 +1,6 @@
 """Stupid Backoff against a slow dictionary, counting in chunks, and the experts' protocol."""
 
-import collections
 import json
-import math
 import pickle
 import threading
 import tracemalloc
@@ -17,36 +15,9 @@ from divdec.errors import UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff, contexts_of
 from divdec.experts.ngram_counts import NgramCounts, SummedCounts
 from divdec.experts.ngram_fit import fit
+from reference import SlowNgrams
 
 VOCAB = 12
-
-
-class Slow:
-    """Counts in a dictionary, and the recursion as Brants et al. write it."""
-
-    def __init__(self, documents, vocab_size, order):
-        self.vocab_size, self.order = vocab_size, order
-        self.counts = collections.Counter(
-            tuple(document[start : start + length])
-            for document in documents
-            for length in range(1, order + 1)
-            for start in range(len(document) - length + 1)
-        )
-        self.total = sum(map(len, documents))
-
-    def score(self, context, token, space="score"):
-        context = tuple(context)[max(len(context) - self.order + 1, 0) :]
-        if not context:
-            if space == "log":
-                return (self.counts[(token,)] + 1) / (self.total + self.vocab_size)
-            return self.counts[(token,)] / self.total
-        if count := self.counts[(*context, token)]:
-            return count / self.counts[context]
-        return 0.4 * self.score(context[1:], token, space)
-
-    def scores(self, context, space="score"):
-        found = [self.score(context, token, space) for token in range(self.vocab_size)]
-        return np.float32([math.log(score) for score in found] if space == "log" else found)
 
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=30), min_size=1, max_size=6).filter(
@@ -62,7 +33,7 @@ def folder(tmp_path_factory):
 @settings(max_examples=60)
 @given(documents=DOCUMENTS, order=st.integers(2, 5), chunk=st.sampled_from((3, 8, 1000)), data=st.data())
 def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data):
-    slow = Slow(documents, VOCAB, order)
+    slow = SlowNgrams(documents, VOCAB, order)
     counts = fit(documents, VOCAB, folder(), order=order, chunk=chunk)
     assert counts.tokens == slow.total
     assert counts.distinct == len(slow.counts)
@@ -79,11 +50,19 @@ def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data)
                 np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("document", [[3], [3, 4], [3, 4, 5]])
+def test_texts_shorter_than_the_longest_ngram(folder, document):
+    counts, slow = fit([document], VOCAB, folder(), order=5), SlowNgrams([document], VOCAB, 5)
+    contexts = np.array([[-1, -1, 3, 4], [3, 4, 5, 6], [7, 7, 7, 7]])
+    expected = [slow.scores([token for token in context if token >= 0]) for context in contexts.tolist()]
+    assert np.array_equal(StupidBackoff(counts).scores(contexts).numpy(), np.stack(expected))
+
+
 @pytest.mark.parametrize("kept", [0, 3 * VOCAB])
 def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, kept, monkeypatch):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCAB, 200).tolist() for _ in range(5)]
-    counts, slow = fit(documents, VOCAB, folder()), Slow(documents, VOCAB, 3)
+    counts, slow = fit(documents, VOCAB, folder()), SlowNgrams(documents, VOCAB, 3)
     monkeypatch.setattr("divdec.experts.ngram.KEPT", kept)
     contexts = rng.integers(0, VOCAB, (40, 2))
     found = StupidBackoff(counts).scores(contexts).numpy()
@@ -161,7 +140,7 @@ def test_large_vocabularies_do_not_overflow(folder):
     vocab_size = 200_000
     rng = np.random.default_rng(1)
     documents = [rng.integers(vocab_size - 40, vocab_size, 300).tolist() for _ in range(3)]
-    counts, slow = fit(documents, vocab_size, folder(), order=5), Slow(documents, vocab_size, 5)
+    counts, slow = fit(documents, vocab_size, folder(), order=5), SlowNgrams(documents, vocab_size, 5)
     context = documents[0][10:14]
     found = StupidBackoff(counts).scores(np.array([context])).numpy()[0]
     for token in (*documents[0][14:16], vocab_size - 1, 0):

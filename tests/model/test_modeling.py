@@ -171,6 +171,19 @@ def test_prompt_lookup_changes_nothing(steered):
     assert_all_same(steered, [prompt], found, generate(steered, [prompt]))
 
 
+@pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 2}])
+def test_assisted_decoding_does_not_read_a_kept_cache_twice(steered, options):
+    if "assistant_model" in options:
+        options = {"assistant_model": steered.experts.retain}
+    ids = torch.tensor([PROMPTS[0]])
+    kept = steered.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    with pytest.raises(UsageError, match="kept cache"):
+        steered.generate(kept.sequences, past_key_values=kept.past_key_values, max_new_tokens=2, **options)
+    cache = steered.new_cache()
+    options = options | {"do_sample": False, "eos_token_id": None, "max_new_tokens": 2}
+    assert torch.equal(steered.generate(ids, past_key_values=cache, **options), kept.sequences)
+
+
 def test_streamer_and_stop_strings(steered, tokenizer):
     ids = torch.tensor([PROMPTS[0]])
     with redirect_stdout(io.StringIO()) as stream:
@@ -186,6 +199,18 @@ def test_streamer_and_stop_strings(steered, tokenizer):
         stop_strings=[third], tokenizer=tokenizer,
     )  # fmt: skip
     assert stopped[0, ids.shape[1] :].tolist() == answer[: answer.index(answer[2]) + 1]
+
+
+@pytest.mark.parametrize("options", [{"num_return_sequences": 2}, {"num_beams": 2, "do_sample": False}])
+def test_a_kept_cache_goes_on_with_the_rows_that_it_holds(steered, options):
+    ids = torch.tensor([PROMPTS[0]])
+    cache = steered(ids[:, :-1]).past_key_values
+    with pytest.raises(UsageError, match="holds 1 sequences, and 2 are to go on"):
+        steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})
+    with pytest.raises(UsageError, match="holds 1 sequences, and 3 are to go on"):
+        steered(ids[:, -1:].repeat(3, 1), past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})
 
 
 def test_labels_give_the_mean_negative_log_probability(steered):
@@ -323,6 +348,9 @@ class TestFailsClosed:
     def test_caches_built_for_one_model(self, steered, implementation):
         with pytest.raises(UsageError, match="cache_implementation"):
             generate(steered, PROMPTS, cache_implementation=implementation)
+        kept = {"past_key_values": steered.new_cache(), "cache_implementation": implementation}
+        with pytest.raises(UsageError, match="cache_implementation"):
+            generate(steered, PROMPTS, **kept)
 
     def test_other_vocabularies(self, steered):
         with pytest.raises(UsageError, match="resized"):

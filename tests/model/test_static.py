@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers.generation.configuration_utils import CompileConfig
 
 from conftest import make_parts, tiny_model
@@ -206,6 +207,16 @@ def test_experts_that_are_no_models_keep_caches_of_their_own(tmp_path):
         layers = kept(model).layers
         assert any(isinstance(layer, FixedLayer) for layer in layers)
         assert not all(isinstance(layer, FixedLayer) for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon"])
+def test_positions_that_are_distances_are_not_static(kind):
+    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **({"alibi": True} if kind == "falcon" else {}))
+    target = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = DivergenceForCausalLM.from_parts(target, *make_parts("llama")[1:])
+    with pytest.raises(UsageError, match="target, whose positions are distances"):
+        static(model, PADDED)
 
 
 def test_what_cannot_be_static_is_refused_in_one_line(model):

@@ -147,7 +147,7 @@ class FixedCache(StaticCache):
 
         Raises:
             UsageError: the architecture keeps something that cannot be rolled back in place (a sliding window, a
-                recurrent state), or its attention cannot be told which slots are filled.
+                recurrent state), its attention cannot be told which slots are filled, or its positions are distances.
         """
         try:
             super().__init__(config=model.config.get_text_config(decoder=True), max_cache_len=max_length)
@@ -170,6 +170,12 @@ class FixedCache(StaticCache):
             raise UsageError(
                 f"cache_implementation='static' is not offered for {name} with attention {attention!r}; accepted: "
                 f"{', '.join(ATTENTION)} (attn_implementation at loading), or leave it out"
+            )
+        # BLOOM and Falcon make these distances as many as the mask has entries, and not as the cache has slots.
+        if getattr(model.config, "alibi", False) or any(hasattr(one, "build_alibi_tensor") for one in model.modules()):
+            raise UsageError(
+                f"cache_implementation='static' is not offered for {name}, whose positions are distances (ALiBi); "
+                "leave it out"
             )
         first = kinds.index(StaticLayer)
         self.layers = [

@@ -148,7 +148,8 @@ class NgramCounts:
         places = np.where(known, ids, 0)
         totals = self.unigrams[places] if length == 1 else _at(self.counts[length - 2], places)
         rows = self.rows[length - 1]
-        starts, ends = rows[places].astype(np.int64), rows[places + 1].astype(np.int64)
+        # Where no text is as long as the context there is one row, and every id is unknown.
+        starts, ends = (rows[np.minimum(row, len(rows) - 1)].astype(np.int64) for row in (places, places + 1))
         lengths = np.where(known, ends - starts, 0)
         listed = np.repeat(np.arange(len(ids)), lengths)
         entries = ranges(starts, lengths)

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 
-from divdec.errors import FailedClosed
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import length_of, lengths_of
 from divdec.experts.shifting import can_roll_back, can_shift, holds_tokens, take_columns
@@ -46,6 +46,20 @@ class DivergenceCache(Cache):
                 "change them only through DivergenceCache"
             )
         return lengths[0]
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse to go on with another number of sequences than the cache holds.
+
+        Raises:
+            UsageError: names both numbers.
+        """
+        states = (getattr(layer, "keys", None) for layer in self.target.layers)
+        held = next((len(keys) for keys in states if isinstance(keys, torch.Tensor) and keys.numel()), rows)
+        if held != rows:
+            raise UsageError(
+                f"past_key_values holds {held} sequences, and {rows} are to go on from it (beams and "
+                "num_return_sequences included); give as many, or repeat them with batch_repeat_interleave()"
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens held, by every layer."""

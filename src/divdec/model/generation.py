@@ -154,6 +154,11 @@ class SteeredGeneration(GenerationMixin):
             raise UsageError(
                 "sampling with an assistant_model may keep a token that the rank rule suppresses: use speculative=True"
             )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            raise UsageError(
+                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
+                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
+            )
         self._plain._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 
     def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> Any:
@@ -191,8 +196,19 @@ class SteeredGeneration(GenerationMixin):
     ) -> Any:
         check_prompts(model_kwargs.get("attention_mask"), batch_size)
         # transformers would build a cache for one model only.
+        if generation_config.cache_implementation not in (None, "dynamic", "static"):
+            raise UsageError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
+                "model; accepted: 'dynamic', 'static'"
+            )
         if model_kwargs.get("past_key_values") is not None:
             cache = self._own_cache(model_kwargs["past_key_values"])
+            if generation_mode == GenerationMode.ASSISTED_GENERATION and cache is not None and cache.check_length():
+                # transformers gives the cached tokens to the model again.
+                raise UsageError(
+                    "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
+                    "or use speculative=True"
+                )
             if cache is not None and self.takedowns is not None:
                 self.takedowns.begin(cache.takedowns)
             room = getattr(getattr(cache, "target", None), "max_length", max_cache_length)
@@ -214,11 +230,6 @@ class SteeredGeneration(GenerationMixin):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = self._new_static_cache(length, rows, generation_config)
             return
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise UsageError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
-                "model; accepted: 'dynamic', 'static'"
-            )
         # Nobody who gets the cache back, or goes back in it, should have to know that two models were run as one.
         kept = generation_config.return_dict_in_generate or generation_config.is_assistant
         stack = not (kept or model_kwargs.get("speculative"))

@@ -336,6 +336,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
         past_length = past_key_values.check_length() if past_key_values is not None else 0
+        if past_key_values is not None and past_length:
+            past_key_values.check_rows(len(input_ids))
         check_mask(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
