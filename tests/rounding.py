@@ -31,7 +31,7 @@ def rounded(name, kernel, size, keyset, *arguments, **options):
     result = kernel.call_boxed(keyset, *arguments, **options)
     shapes = tuple(tuple(one.shape) for one in arguments if isinstance(one, torch.Tensor))
     product = result[0] if isinstance(result, tuple) else result
-    product.mul_(factors(name, shapes, tuple(product.shape), product.dtype, size))
+    product.mul_(factors(name, shapes, tuple(product.shape[-2:]), product.dtype, size))
     return result
 
 
