@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PASSAGES = 20  # measured at most
-PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: of a plain text's prompt, of a continuation, of a recital
+PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: of a plain text's shortest prompt, of a continuation, of a recital
+CONTEXT = 512  # tokens of a plain text's longest prompt
 STRONGEST = 80.0  # what a strength is raised to at most: from there on other answers change (docs/limits.md)
 
 
@@ -44,7 +45,8 @@ def passages_of(
     """Passages of texts, and how many there are in all.
 
     A record with a prompt or question is one passage: its answer, after the prompt as it is laid out for the model. A
-    plain text has one every `LENGTH` tokens, each after the `PREFIX` tokens before it; a shorter text is begun.
+    plain text has one every `LENGTH` tokens from its `PREFIX`-th on, each after all that stands before it (the last
+    `CONTEXT` tokens at most); a shorter text is begun.
 
     Args:
         texts: what was taken down.
@@ -184,6 +186,6 @@ def _of_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Passage
         cut = max(1, len(body) // 3)
         return [Passage(start + body[:cut], body[cut:][:LENGTH])] if len(body) > 1 else []
     return [
-        Passage(start + body[place - PREFIX : place], body[place : place + LENGTH])
+        Passage(start + body[max(place - CONTEXT, 0) : place], body[place : place + LENGTH])
         for place in range(PREFIX, len(body) - RUN + 1, LENGTH)
     ]
