@@ -15,7 +15,7 @@ from fuzz.cases import ANSWERED, NOT_TAKEN, REFUSED, Finding, run
 from fuzz.models import ARCHITECTURES
 
 SAMPLE = range(2)  # of each architecture, in the default suite
-CASES = int(os.environ.get("DIVDEC_FUZZ_CASES", "4000"))
+CASES = int(os.environ.get("DIVDEC_FUZZ_CASES", "2000"))
 
 
 @pytest.fixture(autouse=True)
