@@ -191,7 +191,7 @@ def test_a_full_cache_answers_nothing(model):
         model(torch.tensor([[5]]), past_key_values=cache)
     assert cache.check_length() == 19
     with pytest.raises(UsageError, match="static cache of 19 tokens, 24 may be needed"):
-        generate(model, {"input_ids": torch.ones(1, 20, dtype=torch.long)}, past_key_values=cache, max_new_tokens=5)
+        generate(model, {"input_ids": torch.full((1, 20), 5)}, past_key_values=cache, max_new_tokens=5)
 
 
 def test_experts_that_are_no_models_keep_caches_of_their_own(tmp_path):
