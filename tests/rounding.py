@@ -31,11 +31,12 @@ def rounded(name, kernel, size, keyset, *arguments, **options):
     result = kernel.call_boxed(keyset, *arguments, **options)
     shapes = tuple(tuple(one.shape) for one in arguments if isinstance(one, torch.Tensor))
     product = result[0] if isinstance(result, tuple) else result
-    product.mul_(factors(name, shapes, tuple(product.shape[-2:]), product.dtype, size))
+    if product.is_floating_point():
+        product.mul_(factors(name, shapes, tuple(product.shape[-2:]), product.dtype, size))
     return result
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def factors(name, shapes, shape, dtype, size):
     generator = torch.Generator().manual_seed(hash((*map(ord, name), shapes)) % 2**31)
     size *= min(1.0, torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
