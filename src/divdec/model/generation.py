@@ -17,6 +17,7 @@ from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import new_cache, stateful_types
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.model.cache import DivergenceCache
+from divdec.model.checks import check_inputs
 
 
 class SteeredGeneration(GenerationMixin):
@@ -54,6 +55,9 @@ class SteeredGeneration(GenerationMixin):
         Raises:
             UsageError: speculation was asked for together with beams or another search of its own.
         """
+        given = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
+        if (ids := next((one for one in given if one is not None), None)) is not None:
+            check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
         elif kwargs.get("custom_generate") is not None and speculative:

@@ -26,7 +26,7 @@ from divdec.experts.placed_beside import Beside, Pending
 from divdec.experts.placed_pass import RemotePass
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
-from divdec.model.checks import check_finite, check_mask, positions_of, refuse_unknown
+from divdec.model.checks import check_finite, check_inputs, positions_of, refuse_unknown
 from divdec.model.configuration import NO_RANK, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.model.output import causal_output
@@ -284,7 +284,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
         past_length = past_key_values.check_length() if past_key_values is not None else 0
-        check_mask(input_ids, attention_mask, past_length)
+        check_inputs(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)

@@ -27,9 +27,9 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import same_weights
+from divdec.model.checkpoint import weight_files
 from divdec.model.checks import check_finite
 from divdec.model.configuration import AUXILIARIES
-from divdec.model.checkpoint import weight_files
 from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 
