@@ -32,7 +32,8 @@ SIZES = {
     **dict.fromkeys(("mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim"), 8),
     **dict.fromkeys(("ssm_state_size", "mamba_headdim", "mamba_chunk_size", "chunk_size", "state_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_window_size", "block_size", "hidden_size_per_layer_input"), 8),
-    **{"word_embed_proj_dim": WIDTH, "attention_dim": WIDTH, "mamba_d_ssm": 64, "mamba_dt_rank": 4, "rotary_dim": 4, "conv_L_cache": 3},
+    **{"word_embed_proj_dim": WIDTH, "attention_dim": WIDTH},
+    **{"mamba_d_ssm": 64, "mamba_dt_rank": 4, "rotary_dim": 4, "conv_L_cache": 3},
     "index_topk": PLACES,  # fewer are chosen by scores, whose near ties rounding decides
     **{"moe_layer_start_index": 0, "block_auto_adjust_ff_dim": False, "is_decoder": True},
 }  # fmt: skip

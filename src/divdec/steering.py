@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import functools
 import math
+import numbers
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -155,23 +156,27 @@ class Steering:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
-        if not math.isfinite(self.alpha):
-            raise UsageError(f"alpha is {self.alpha!r}; accepted: a finite number")
-        if abs(self.alpha) > LARGEST_ALPHA:
-            raise UsageError(f"alpha is {self.alpha:g}; accepted: at most {LARGEST_ALPHA:g}")
-        if self.alpha < 0 and not self.allow_negative:
+        if not isinstance(self.allow_negative, bool):
+            raise UsageError(f"allow_negative is {self.allow_negative!r}; accepted: true, false")
+        if not _is_number(self.alpha, numbers.Real):
+            raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
+        try:
+            alpha = float(self.alpha)
+        except OverflowError:
+            alpha = math.inf
+        if not abs(alpha) <= LARGEST_ALPHA:
+            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
+        if alpha < 0 and not self.allow_negative:
             raise UsageError(
-                f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
+                f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
                 "give allow_negative (--allow-negative on the command line) if that is meant"
             )
-        if self.k < 1:
-            raise UsageError(f"k is {self.k}; accepted: a whole number of at least 1")
-        object.__setattr__(self, "alpha", float(self.alpha))
+        if not _is_number(self.k, numbers.Integral) or self.k < 1:
+            raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
+        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
-            ids = tuple(sorted(set(self.vocabulary)))
-            if not ids or ids[0] < 0:
-                raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")
-            object.__setattr__(self, "vocabulary", ids)
+            object.__setattr__(self, "vocabulary", _token_ids(self.vocabulary))
 
     @classmethod
     def parse(cls, given: Any, *, allow_negative: bool = False) -> Steering:
@@ -221,20 +226,13 @@ class Steering:
             UsageError: a field is unknown or holds a value that is not accepted.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
+        if unknown := sorted(map(str, set(fields) - known)):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")
         values = dict(fields)
-        for name, kind, accepted in (("alpha", int | float, "a number"), ("k", int, "a whole number")):
-            if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
-                raise UsageError(f"steering has {name} {values[name]!r}; accepted: {accepted}")
-        if not isinstance(values.get("allow_negative", False), bool):
-            raise UsageError(f"steering has allow_negative {values['allow_negative']!r}; accepted: true, false")
         vocabulary = values.get("vocabulary")
         if isinstance(vocabulary, str):
             values["vocabulary"] = _from_bitmap(vocabulary)
-        elif vocabulary is not None:
-            if not isinstance(vocabulary, list | tuple) or not all(type(token) is int for token in vocabulary):
-                raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
+        elif isinstance(vocabulary, list):
             values["vocabulary"] = tuple(vocabulary)
         return cls(**values)
 
@@ -306,6 +304,20 @@ def sweep(
         # The largest is NaN where any is. A choice among tokens that are all ruled out would be the first of them.
         check(steered.detach().amax(dim=-1).isfinite().all(), UNDEFINED)
         yield steered
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    ids: list[Any] = list(given) if listed else []
+    if not listed or not all(type(token) is int or _is_number(token, numbers.Integral) for token in ids):
+        raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
+    if not ids or min(ids) < 0:
+        raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")
+    return tuple(sorted({int(token) for token in ids}))
 
 
 def _number(text: str, given: str) -> float:

@@ -1,7 +1,10 @@
 """Parts as accelerate and training leave them: offloaded, saved over an earlier save, with gradient checkpointing."""
 
 import copy
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,30 @@ from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.experts.neural import same_weights
 
+INPUTS = """
+import torch
+from conftest import make_parts
+from divdec import DivergenceForCausalLM, UsageError
+
+model = DivergenceForCausalLM.from_parts(*make_parts("llama"))
+ids = torch.tensor([[5, 9, 200]])
+mask = torch.ones_like(ids)
+for given in (
+    {"attention_mask": {"mask": mask}}, {"attention_mask": [[1, 1, 1]]}, {"attention_mask": mask.float()},
+    {"attention_mask": torch.ones(1, 3, dtype=torch.complex64)}, {"input_ids": {"input_ids": ids}},
+    {"input_ids": [[5, 9, 200]]}, {"input_ids": ids.float()}, {"input_ids": ids.bool()}, {"input_ids": ids[0]},
+    {"input_ids": ids[None]}, {"attention_mask": mask[:, :2]}, {"attention_mask": mask[0]},
+):
+    for call in (model, model.components, model.generate):
+        try:
+            call(**{"input_ids": ids, "attention_mask": mask, **given})
+        except UsageError as error:
+            assert str(error).startswith(next(iter(given))) and "\\n" not in str(error), error
+        else:
+            raise SystemExit(f"accepted: {given}")
+assert torch.equal(model(ids, attention_mask=mask.bool()).logits, model(ids.int(), attention_mask=mask).logits)
+print(model.generate(ids, attention_mask=mask.bool(), max_new_tokens=2).shape)
+"""
 IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
 GREEDY = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
 
@@ -111,3 +138,10 @@ def test_gradient_checkpointing_computes_the_same_gradients(deprecated):
     assert all(gradient is not None for gradient in gradients[0].values())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
     assert torch.equal(model.eval().generate(IDS, **GREEDY), model.generate(IDS, **GREEDY, use_cache=False))
+
+
+def test_inputs_of_another_kind_are_refused_in_one_line():
+    """In a process of its own: tests check signatures, which would refuse them before the model could."""
+    run = subprocess.run([sys.executable, "-c", INPUTS], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.split() == ["torch.Size([1,", "5])"]

@@ -140,7 +140,7 @@ def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, t
     tokenizer.save_pretrained(tmp_path / "target")
     pair = {f"{name}_auxiliary": str(checkpoints / name) for name in ("retain", "forget")}
     bundle = write_bundle(tmp_path / "bundle", target=str(tmp_path / "target"), **pair, steering="linear:1")
-    with pytest.raises(UsageError, match="target .* has a recurrent state .falcon_h1"):
+    with pytest.raises(UsageError, match=r"target .* has a recurrent state .falcon_h1"):
         check_whole(read_parts(str(bundle), None, EngineOptions()))
 
 

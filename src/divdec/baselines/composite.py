@@ -29,7 +29,7 @@ from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_config, load_model
-from divdec.model.checks import check_mask, positions_of, refuse_unknown
+from divdec.model.checks import check_inputs, positions_of, refuse_unknown
 from divdec.model.configuration import TARGET_FIELDS
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.output import causal_output
@@ -217,7 +217,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
         past_length = cache.check_length() if cache is not None else 0
-        check_mask(input_ids, attention_mask, past_length)
+        check_inputs(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         caches = [None] * len(self.decoding.new_caches()) if cache is None else _parts_of(cache)

@@ -97,7 +97,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a model within computes its layers anew for gradients (gradient checkpointing): it then fills no cache."""
+    """Whether a model within trains with gradient checkpointing, which computes layers anew and fills no cache."""
     return any(getattr(part, "gradient_checkpointing", False) and part.training for part in module.modules())
 
 

@@ -206,7 +206,7 @@ def weight_files(folder: Path) -> list[Path]:
     others = [shard for shard in shards if shard != whole and shard.is_file()]
     if whole.is_file() and others:
         raise UsageError(
-            f"{folder} holds two sets of weights, {whole.name} and the shards of {INDEX}: delete the one that is older, "
+            f"{folder} holds two sets of weights, {whole.name} and the shards of {INDEX}: delete the older one, "
             "or save the model into an empty folder"
         )
     return [whole] if whole.is_file() else shards  # saved as one file, transformers leaves an older index behind

@@ -29,14 +29,39 @@ def refuse_unknown(input_ids: object, kwargs: dict[str, Any]) -> None:
             )
 
 
-def check_mask(input_ids: Int[Tensor, "batch tokens"], attention_mask: Tensor | None, past_length: int) -> None:
-    """Refuse a mask that does not cover every cached and every new token."""
+def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -> None:
+    """Refuse tokens and masks of another kind, and a mask that does not cover every cached and every new token.
+
+    Args:
+        input_ids: what was given as token ids.
+        attention_mask: what was given as their mask; None where nothing was.
+        past_length: how many tokens the cache holds; None where it is not known yet.
+
+    Raises:
+        UsageError: says what was given and what is accepted.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2:
+        raise UsageError(f"input_ids is {_shown(input_ids)}; accepted: an integer tensor of token ids, (batch, tokens)")
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise UsageError(
+            f"attention_mask is {_shown(attention_mask)}; accepted: an integer tensor, 1 for a token and 0 for padding"
+        )
+    if past_length is None:
+        return
     expected = (input_ids.shape[0], past_length + input_ids.shape[1])
-    if attention_mask is not None and tuple(attention_mask.shape) != expected:
+    if tuple(attention_mask.shape) != expected:
         raise UsageError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs {expected}: "
             "batch, and one entry for each cached and each new token"
         )
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"a tensor of {str(given.dtype).removeprefix('torch.')} and shape {tuple(given.shape)}"
+    return f"a {type(given).__name__}"
 
 
 def positions_of(

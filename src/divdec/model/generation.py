@@ -19,7 +19,7 @@ from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import new_cache, stateful_types
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.model.cache import DivergenceCache
-from divdec.model.checks import check_prompts
+from divdec.model.checks import check_inputs, check_prompts
 
 SEARCHES = (
     GenerationMode.GREEDY_SEARCH,
@@ -75,6 +75,9 @@ class SteeredGeneration(GenerationMixin):
                 together with beams or another search of its own.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
+        given = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
+        if (ids := next((one for one in given if one is not None), None)) is not None:
+            check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
         elif kwargs.get("custom_generate") is not None and speculative:

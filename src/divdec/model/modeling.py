@@ -30,7 +30,7 @@ from divdec.experts.takedowns.live import Takedowns
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import (
     check_divergence,
-    check_mask,
+    check_inputs,
     check_target,
     padding_of,
     positions_of,
@@ -336,9 +336,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
         past_length = past_key_values.check_length() if past_key_values is not None else 0
+        check_inputs(input_ids, attention_mask, past_length)
         if past_key_values is not None and past_length:
             past_key_values.check_rows(len(input_ids))
-        check_mask(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)
