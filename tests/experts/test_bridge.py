@@ -1,6 +1,7 @@
 """A pair with another tokenizer: at each position exactly what its text so far says, through every door."""
 
 import copy
+import functools
 import json
 import logging
 import random
@@ -9,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
+from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 from divdec.decoding import drafters
@@ -116,6 +119,39 @@ def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, famil
     close(stepwise(pair, ids), teacher_forced(pair, ids))
     if family != "mistral":
         close(teacher_forced(pair, ids), slow_reference(pair, ids))
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "falcon_h1"])
+def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, tmp_path, model_type):
+    """A view in the middle of a text would have to take tokens back; shorter rows are padded."""
+    size = len(tokenizers["small"])
+    pair = BridgedPair(
+        *(tiny_architecture(model_type, seed, vocab_size=size) for seed in (1, 2)), target_tokenizer=tokenizers["bpe"],
+        auxiliary_tokenizer=tokenizers["small"], target_width=len(tokenizers["bpe"]), cache_dir=tmp_path,
+    )  # fmt: skip
+    assert not pair._keeps
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:8]
+    whole = teacher_forced(pair, ids)
+    torch.testing.assert_close(stepwise(pair, ids), whole, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        rows, mask = left_padded([ids, ids[:5]])
+        torch.testing.assert_close(pair.divergence(rows, mask)[1, 3:], whole[:5], rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_checkpointing_keeps_no_memo(make_pair, tokenizers):
+    """Its layers fill no cache, from which the next views would go on."""
+    pair = copy.deepcopy(make_pair("bpe", "small"))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:12]
+    expected = teacher_forced(pair, ids)
+    for model in (pair.retain, pair.forget):
+        model._set_gradient_checkpointing(
+            gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False)
+        )
+    pair.train()
+    found = pair.divergence(torch.tensor([ids]))[0]
+    close(found.detach(), expected)
+    found[:, 20:].square().sum().backward()
+    assert all(weight.grad is not None for weight in pair.retain.parameters())
 
 
 SCRIPTS = st.text(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from divdec.errors import UsageError
+from divdec.experts.forward import device_of
 from divdec.playground.steered import Steered
 from divdec.serving.address import is_local
 from divdec.serving.engine.text import AnswerText
@@ -48,5 +49,5 @@ class Target:
 
 @torch.inference_mode()
 def _step(target: Any, read: list[int], cache: Any) -> tuple[int, Any]:
-    output = target(torch.tensor([read], device=target.device), past_key_values=cache, use_cache=True)
+    output = target(torch.tensor([read], device=device_of(target)), past_key_values=cache, use_cache=True)
     return int(output.logits[0, -1].argmax()), output.past_key_values
