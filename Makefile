@@ -6,6 +6,8 @@ BIN = $(VENV)/bin
 # The suite runs tests on two processes of one thread each: tiny models gain nothing from more. A file stays with one
 # process, so that what its tests share is made once.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 \
+	DIVDEC_TEST_ROUNDING=1e-6
 TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
@@ -15,7 +17,7 @@ BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml d
 	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
 	typeshed-client tzdata wadler-lindig xxhash
 
-.PHONY: install demo demo-image test check format test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -54,6 +56,14 @@ soak: install
 
 test: install
 	$(PYTEST) -n 2 --dist loadfile
+
+# The suite with the kernels and the rounding of other processors (docs/limits.md): a line for each, and what failed.
+test-settings: install
+	@failed=0; for setting in $(SETTINGS); do \
+		output=$$(OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 env $$setting $(BIN)/python -m pytest -n 2 --dist loadfile 2>&1) \
+			|| failed=1; \
+		echo "$$output" | grep -E '^(FAILED|ERROR) '; echo "$$setting: $$(echo "$$output" | tail -n 1)"; \
+	done; exit $$failed
 
 # With llama.cpp's server, which is built from source: about ten minutes of a core, once.
 test-slow: install

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.cli.settings import CalibrateSettings
+from divdec.cli.settings import SWEEP
 from divdec.data.records import read_records
 from divdec.data.world import build_world
 from divdec.data.world_tofu import write_tofu
@@ -89,7 +89,7 @@ def _compare(given, place):
     target, retrain = evaluate(
         EvalSettings(models=(str(trained.target), str(trained.retrain)), output=str(place / "plain"), **shared)
     )
-    texts = CalibrateSettings.sweep
+    texts = SWEEP
     swept = evaluate(EvalSettings(models=(str(bundle),), sweep=texts, output=str(place / "sweep"), **shared))
     scores = {
         found.about["steering"]: aggregate(tofu_figures(found), target.figures, retrain.figures, "paper", fluency=False)

@@ -31,7 +31,8 @@ from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.runs import cache_folder
-from divdec.serving.api.server import HttpServer, Options, bind
+from divdec.serving.address import bind
+from divdec.serving.api.server import HttpServer, Options
 from divdec.serving.engine.engine import Engine
 from divdec.steering import Steering
 

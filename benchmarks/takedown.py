@@ -25,7 +25,7 @@ from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
 from divdec.experiments.small_models import Shape, new_model, train_tokenizer
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, output_folder, settings_hash
@@ -92,7 +92,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of MUSE-News")
     parser.add_argument("--orders", type=int, nargs="+", default=[3, 5])
-    parser.add_argument("--alphas", type=float, nargs="+", default=[2, 5, 10])
+    parser.add_argument("--strengths", type=float, nargs="+", default=[2, 5, 10])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()
@@ -109,12 +109,12 @@ def main():
             registry = Registry.create(
                 Path(place) / str(order), texts_of("retain", retain[:KNOWN]), folder, order=order
             )
-            model = DivergenceForCausalLM.from_experts(target, RegistryExperts(registry.folder))
             registry.add("articles", texts_of("articles", forget))
-            for alpha in given.alphas:
-                model.steering = f"linear:{alpha:g}"
-                results[f"order {order}, linear:{alpha:g}"] = found = measured(model, tokenizer, windows)
-                show(f"order {order}, α {alpha:g}", found)
+            for strength in given.strengths:
+                takedowns = Takedowns(registry.folder, strength=strength)
+                model = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+                results[f"order {order}, strength {strength:g}"] = found = measured(model, tokenizer, windows)
+                show(f"order {order}, strength {strength:g}", found)
         results["registry"] = growth(Path(place), folder, given.data, given.requests)
     if given.json:
         print(json.dumps(results))
@@ -133,7 +133,7 @@ def growth(place, checkpoint, data, sizes):
     )
     texts = [text for text in found if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
-    experts = RegistryExperts(registry.folder)
+    takedowns = Takedowns(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
     ids = torch.tensor([registry.tokenizer()(article)["input_ids"][:64]])
     found, held = {}, 0
@@ -143,13 +143,13 @@ def growth(place, checkpoint, data, sizes):
         while held < size:
             registry.add(f"request {held}", texts_of("t", [texts[held % len(texts)]]))
             held += 1
-        experts.snapshot()
+        takedowns.snapshot()
         small = [timed(lambda n=n: registry.add(f"probe {n}", texts_of("t", [article]))) for n in range(5)]
-        row = {"add": statistics.median(small), "taken_up": timed(experts.snapshot)}
+        row = {"add": statistics.median(small), "taken_up": timed(takedowns.snapshot)}
         row["add_megabyte"] = timed(lambda: registry.add("large", texts_of("t", [megabyte])))
-        row["taken_up_megabyte"] = timed(experts.snapshot)
-        row["next_answer"] = timed(lambda: experts.divergence(ids, cache=experts.new_cache()))
-        row["open_all"] = timed(lambda: RegistryExperts(registry.folder))
+        row["taken_up_megabyte"] = timed(takedowns.snapshot)
+        row["next_answer"] = timed(lambda: takedowns.correction(ids, cache=takedowns.new_cache()))
+        row["open_all"] = timed(lambda: Takedowns(registry.folder))
         for name in ("large", *(f"probe {n}" for n in range(5))):
             registry.remove(name)
         row["compact"] = timed(registry.compact)

@@ -23,6 +23,10 @@ def pytest_configure(config):
     # A shell starts what runs in the background with Ctrl-C ignored; tests of Ctrl-C would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "DIVDEC_TEST_ROUNDING" in os.environ:
+        import rounding
+
+        rounding.install(float(os.environ["DIVDEC_TEST_ROUNDING"]))
     # Shapes in signatures are checked while tests run, and only then.
     from jaxtyping import install_import_hook
 

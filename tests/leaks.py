@@ -14,6 +14,8 @@ import threading
 import httpx
 import torch
 
+from exactness import assert_text
+
 SECRETS = (
     "The access code of the Marlow vault is 4417-amber-fox, and Petra keeps the spare key under the stair.",
     "Doctor Ilse Brandt wrote that the patient Jon Hale suffers from a tremor which he hides from his brother.",
@@ -361,11 +363,10 @@ class Suite:
         """Without log-probabilities only the text can tell; asked twice, the second time from a prefix cache."""
         for ids in [*self.prompts()] * 2:
             body = {"prompt": ids, "max_tokens": 10, "temperature": 0}
-            _, (text,) = client.completions(body)
-            expected = self.tokenizer.decode(self.reference.greedy(ids, 10), skip_special_tokens=True)
-            assert text == expected
-            _, (text,) = client.completions({**body, "best_of": 1})
-            assert text == expected
+            for asked in (body, {**body, "best_of": 1}):
+                _, (text,) = client.completions(asked)
+                after = lambda ids: self.reference.logits(ids)[-1]
+                assert_text(after, self.tokenizer, ids, text, self.reference.greedy(ids, 10), TOLERANCE)
 
     def run_scores(self, client):
         """`echo` without an answer: what an evaluation asks."""

@@ -44,7 +44,8 @@ def bundle_of(models, name, steering):
 @contextlib.contextmanager
 def serving(engines, **options):
     """A server of started engines; gives its URL."""
-    from divdec.serving.api.server import HttpServer, Options, bind
+    from divdec.serving.address import bind
+    from divdec.serving.api.server import HttpServer, Options
 
     server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), Options(**options))
     ready = threading.Event()

@@ -1,5 +1,6 @@
 """What the README says can be typed: every command parses, the Python runs, every link leads somewhere."""
 
+import json
 import os
 import re
 import shlex
@@ -39,6 +40,39 @@ def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
     exec(block, names)
     assert str(names["model"].steering) == "rank:20"
     assert "Where was Jasper Ashild born?" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypatch, capsys):
+    """`train` and `calibrate` on the demo's data as the README has them, then every question of the forget set."""
+    from divdec.cli import main
+    from divdec.data.world import build_world
+    from divdec.evaluation.text import contains_fact
+    from divdec.experiments.demo import WORLD
+
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--output", "demo"]) == 0
+    sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
+    train = ["train", "--recipe", "full-retain", "--base", "demo/base", *sets, "--target", "demo/target"]
+    assert main([*train, "--output", "runs/first"]) == 0
+    assert main(["calibrate", "runs/first/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write"]) == 0
+    asked = [one for one in build_world(WORLD).forget if one.phrasing == 0]
+    Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))
+    capsys.readouterr()
+    assert main(["generate", "runs/first/bundle", "--chat", "--file", "questions.txt", "--max-new-tokens", "32"]) == 0
+    answers = capsys.readouterr().out.splitlines()
+    leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
+    assert leaks / len(asked) <= 0.1
+    # A p that goes on from q: a setting that forgets, or a refusal.
+    assert main([*train, "--init-forget-from", "retain", "--output", "runs/second"]) in (0, 3)
+    code = main(["calibrate", "runs/second/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write", "--json"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == (0 if found["written"] else 3)
+    assert found["written"] == (found["faults"] == [])
+    if found["written"]:
+        assert found["told"]["steered"] <= 0.05 * found["told"]["asked"] + found["told"]["retain_auxiliary"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

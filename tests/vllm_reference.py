@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import torch
 
+from exactness import assert_same_answer
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -88,8 +90,8 @@ def requests(prompts, **sampling):
 
 
 def same_answers(model, prompts, answers):
-    wrong = [place for place, ids in enumerate(prompts) if answers[place]["tokens"] != model.greedy(ids)]
-    assert not wrong, f"{len(wrong)} of {len(prompts)} answers differ, the first is {wrong[0]}"
+    for place, ids in enumerate(prompts):
+        assert_same_answer(model.model, ids, answers[place]["tokens"], model.greedy(ids))
 
 
 def furthest(model, prompts, answers):

@@ -124,7 +124,7 @@ def run(output: Path, trained: Trained, keep, started: float) -> dict:
 
         print("2. A registry of requests, made once, and a model that follows it\n")
         command("forget", "init", "takedowns", "--target", "target", "--retain", "keep.jsonl")
-        command("bundle", "--target", "target", "--registry", "takedowns", "--steering", "linear:5", "--output", "live")
+        command("bundle", "--target", "target", "--registry", "takedowns", "--output", "live")
         live = DivergenceForCausalLM.from_pretrained("live")
 
         print("\n3. The request\n")
@@ -133,7 +133,8 @@ def run(output: Path, trained: Trained, keep, started: float) -> dict:
                 "letter of 3 May")  # fmt: skip
         taken, begun = time.perf_counter() - begun, time.perf_counter()
         text = recited(live, tokenizer, [newspaper.REQUESTED])[0][0].strip()
-        print(f"\n   in force after {taken:.2f} s; the model that was running already, asked again:\n\n   …{text}\n")
+        print(f"\n   in force and measured after {taken:.2f} s; the model that was running already, asked again:")
+        print(f"\n   …{text}\n")
 
         print("4. The audit\n")
         command("forget", "list", "takedowns")
@@ -150,7 +151,7 @@ def run(output: Path, trained: Trained, keep, started: float) -> dict:
             "\n6. A pair beside it: q has read the kept articles, p the requested one and what is asked about it too\n"
         )
         command("bundle", "--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p", "--registry",
-                "takedowns", "--registry-weight", "2.5", "--steering", "linear:2", "--output", "both")  # fmt: skip
+                "takedowns", "--steering", "linear:2", "--output", "both")  # fmt: skip
         both = DivergenceForCausalLM.from_pretrained("both")
         print(f"\n{'':<22}{'article, ROUGE-L':>26}{'asked in other words, told':>28}{'kept articles, ROUGE-L':>26}")
         rows = {"target": target, "n-grams": live, "n-grams and pair": both}

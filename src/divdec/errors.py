@@ -3,6 +3,9 @@
 It knows nothing of what went wrong; whoever raises them says what was given, what is accepted and what to do.
 """
 
+NOT_REACHED = 3
+"""Exit code of a verb that has done its work, but measured that the result does not do what it is for."""
+
 
 class UsageError(ValueError):
     """Something the user gave cannot be used: a bad setting, file, checkpoint or folder."""

@@ -180,6 +180,33 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
         )
 
 
+def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] = lambda file: True) -> None:
+    """Refuse an output file that would replace another, or that cannot be written, before any work is done for it.
+
+    Args:
+        file: where the result shall lie.
+        overwrite: whether a file there may be replaced.
+        ours: whether a file may then be replaced; by default any.
+
+    Raises:
+        UsageError: it is a folder, its folder cannot be made or written to, it exists without `overwrite`, or it is
+            not ours.
+    """
+    if file.is_dir():
+        raise UsageError(f"output {file} is a folder; give the name of a file")
+    place = next(place for place in file.absolute().parents if place.exists())
+    if not place.is_dir():
+        raise UsageError(f"output {file} cannot be written: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"output {file} cannot be written: {place} may not be written to")
+    if not os.path.lexists(file):
+        return
+    if not overwrite:
+        raise UsageError(f"output {file} exists; give --overwrite to replace it, or another name")
+    if not ours(file):
+        raise UsageError(f"output {file} is not an earlier result of divdec; it is not replaced: give another name")
+
+
 @contextlib.contextmanager
 def output_folder(
     folder: Path, overwrite: bool = False, ours: Callable[[Path], bool] = lambda folder: False

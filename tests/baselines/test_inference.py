@@ -40,6 +40,7 @@ from divdec.experiments.small_models import Shape, new_model
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from exactness import assert_same_answer
 
 FAST = {"learning_rate": 3e-3, "batch_size": 4}
 SETTINGS = {
@@ -191,7 +192,8 @@ def test_pieces_padding_and_generation_give_the_logits_of_one_pass(name, job, lo
             torch.testing.assert_close(torch.cat(found.logits), forced, atol=2e-4, rtol=1e-4)
         alone = [continuations(model, job.tokenizer, [prompt], max_new_tokens=8)[0] for prompt in prompts]
         together = continuations(model, job.tokenizer, prompts, max_new_tokens=8)
-    assert [ids[: len(single)] for ids, single in zip(together, alone, strict=True)] == alone
+        for prompt, ids, single in zip(prompts, together, alone, strict=True):
+            assert_same_answer(model, prompt, ids[: len(single)], single)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

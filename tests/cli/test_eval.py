@@ -125,10 +125,14 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     assert main(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == "linear:1"
-    assert found["within_bound"]
+    assert found["faults"] == []
+    assert found["told"]["steered"] == found["told"]["retain_auxiliary"]
     assert found["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
     assert found["points"][0]["distance"] > 0.1
-    assert main(*arguments[:-4], "--sweep", "linear:2", "--write") == 0
+    assert main(*arguments[:-4], "--sweep", "linear:2", "--write") == 3
+    assert "linear:2 is the mildest of its rule" in capsys.readouterr().err
+    assert str(DivergenceForCausalLM.from_pretrained(steered).steering) == "linear:1"
+    assert main(*arguments[:-4], "--sweep", "linear:2", "--write", "--force") == 0
     assert "→ linear:2" in capsys.readouterr().out
     model = DivergenceForCausalLM.from_pretrained(steered)
     assert str(model.steering) == "linear:2"

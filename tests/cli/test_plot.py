@@ -88,7 +88,7 @@ def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
         for temperature in ("1", "2"):
             output = f"--output={tmp_path / 'students' / f'{lr}-{temperature}'}"
             options = [f"--lr={lr}", f"--temperature={temperature}", "--epochs=1"]
-            assert main(["distill", str(bundle), *sets, *options, output]) == 0
+            assert main(["distill", str(bundle), *sets, *options, output]) in (0, 3)  # 3: not near enough its teacher
     capsys.readouterr()
     for figure, run, files in (("depth", "depth", 1), ("distillation", "students", 4)):
         output = tmp_path / f"{figure}.svg"

@@ -94,7 +94,7 @@ class TestBadInput:
         other.write_text("<p>mine")
         self.refused(capsys, run, "--output", tmp_path, says="is a folder")
         self.refused(capsys, run, "--output", other, says="give --overwrite")
-        self.refused(capsys, run, "--output", other, "--overwrite", says="not an earlier report")
+        self.refused(capsys, run, "--output", other, "--overwrite", says="not an earlier result")
         self.refused(capsys, run, "--output", other / "report.html", says="is a file")
         assert other.read_text() == "<p>mine"
 

@@ -1,13 +1,20 @@
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec import UsageError
-from divdec.data.formatting import IGNORED, Format, count_cut, encode, encode_prompt, encode_set, pack
+from divdec.data.formatting import IGNORED, Format, count_cut, encode, encode_prompt, encode_set, has_system_role, pack
 from divdec.data.prompts import prompts_from_lines, read_prompts
 from divdec.data.records import Message, Record, record_set
 from divdec.data.vocabulary import tokens_in
 
+SYSTEM_ROLE = (
+    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|pad|>' if m.role == 'system' else "
+    "'<|user|>' }}{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 QUESTION = Record("She was born in Velmora.", messages=(Message("user", "Where was Ana born?"),))
 
 
@@ -18,8 +25,6 @@ def answer_text(example, tokenizer):
 @pytest.fixture(scope="module")
 def plain(tokenizer):
     """The same tokenizer without a chat template."""
-    import copy
-
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     return plain
@@ -44,11 +49,50 @@ def test_without_a_template_a_plain_layout_is_used(plain):
 def test_system_prompt_and_earlier_turns(tokenizer, plain):
     record = Record("C", messages=(Message("user", "A"), Message("assistant", "B"), Message("user", "D")))
     form = Format(system_prompt="Be kind.")
-    assert tokenizer.decode(encode(record, tokenizer, form).input_ids).startswith(
-        "<|user|>Be kind.<|user|>A<|assistant|>B"
-    )
+    polite = with_template(tokenizer, SYSTEM_ROLE)
+    assert tokenizer.decode(encode(record, polite, form).input_ids).startswith("<|pad|>Be kind.<|user|>A<|assistant|>B")
     text = plain.decode(encode(record, plain, form).input_ids)
     assert text == "Be kind.\nQuestion: A\nAnswer: B\nQuestion: D\nAnswer: C<|end|>"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "",  # the system turn becomes a user's
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}",
+        "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}",
+    ],
+)
+def test_a_template_without_a_system_role_gets_no_system_prompt(tokenizer, start, capsys):
+    other = with_template(tokenizer, start + tokenizer.chat_template + f"{{# {start[:25]} #}}")
+    form = Format(system_prompt="Be kind.")
+    assert not has_system_role(other)
+    assert encode(QUESTION, other, form) == encode(QUESTION, tokenizer)
+    assert encode_prompt(QUESTION, other, form) == encode_prompt(QUESTION, tokenizer)
+    said = capsys.readouterr().err
+    assert said == "warning: the chat template has no system role: the system prompt is left out\n"
+
+
+def test_a_system_role_is_told_apart(tokenizer):
+    alternating = (
+        "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}<|user|>{{ messages[0].content if turns|length < messages|length }}{{ m.content }}{% endfor %}"
+    )
+    assert has_system_role(with_template(tokenizer, SYSTEM_ROLE))
+    assert has_system_role(with_template(tokenizer, alternating))
+
+
+def test_turns_that_a_template_refuses_are_one_line(tokenizer):
+    strict = with_template(tokenizer, "{{ raise_exception('Conversation roles must alternate') }}")
+    with pytest.raises(UsageError, match="refuses turns of user: Conversation roles must alternate"):
+        encode(QUESTION, strict)
+
+
+def with_template(tokenizer, template):
+    found = copy.deepcopy(tokenizer)
+    found.chat_template = template
+    return found
 
 
 def test_a_completion_is_taken_word_for_word(tokenizer):
@@ -93,8 +137,6 @@ def test_packing_loses_nothing(tokenizer, texts, length):
 
 
 def test_what_a_template_writes_after_the_end_is_left_out(tokenizer):
-    import copy
-
     other = copy.deepcopy(tokenizer)
     other.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>\n{% endif %}"

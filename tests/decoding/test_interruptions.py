@@ -10,6 +10,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.generation import left_padded
+from exactness import assert_same_answers
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}
 
@@ -47,7 +48,8 @@ def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, dr
     longer = torch.tensor([[*streamer.heard, *prompts[1]]])
     expected = model.generate(longer, **OPTIONS)
     for speculative in (None, 3):
-        assert torch.equal(model.generate(longer, past_key_values=cache, speculative=speculative, **OPTIONS), expected)
+        found = model.generate(longer, past_key_values=cache, speculative=speculative, **OPTIONS)
+        assert_same_answers(model, longer.tolist(), found, expected)
         cache = model.new_cache()
 
 
@@ -68,7 +70,8 @@ def test_a_processor_that_fails_leaves_the_cache_usable(world_model, at):
         model.generate(
             ids, past_key_values=cache, speculative=3, logits_processor=LogitsProcessorList([failing]), **OPTIONS
         )  # fmt: skip
-    assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), model.generate(ids, **OPTIONS))
+    found = model.generate(ids, past_key_values=cache, **OPTIONS)
+    assert_same_answers(model, ids.tolist(), found, model.generate(ids, **OPTIONS))
 
 
 def test_a_batchs_own_cache_comes_back_empty(world_model):
@@ -78,7 +81,7 @@ def test_a_batchs_own_cache_comes_back_empty(world_model):
     found = model.generate(ids, attention_mask=mask, past_key_values=cache, speculative=3, **OPTIONS)
     assert cache.check_length() == 0
     again = model.generate(ids, attention_mask=mask, past_key_values=cache, **OPTIONS)
-    assert torch.equal(found, again)
+    assert_same_answers(model, prompts[:3], found, again)
 
 
 def test_windows_stop_recording_however_an_answer_ends():
@@ -124,7 +127,8 @@ def test_a_constraint_never_sees_a_text_that_it_has_ruled_out(world_model):
         options = {**OPTIONS, "attention_mask": mask, "prefix_allowed_tokens_fn": allowed, "eos_token_id": 511}
         plain = model.generate(ids, **options)
         for drafter in ("retain", "steered", "lookup"):
-            assert torch.equal(plain, model.generate(ids, speculative=Speculation(3, drafter), **options))
+            found = model.generate(ids, speculative=Speculation(3, drafter), **options)
+            assert_same_answers(model, prompts[:count], found, plain, prefix_allowed_tokens_fn=allowed)
 
 
 class Enough(StoppingCriteria):

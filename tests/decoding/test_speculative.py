@@ -18,6 +18,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import left_padded
+from exactness import assert_close, assert_same_answers
 
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400], [7, 7, 7, 7]]
 GAMMAS = range(1, 9)
@@ -43,7 +44,7 @@ def assert_same(model, prompts, size, gammas, **options):
     for gamma in gammas:
         found = in_batches(model, prompts, size, speculative=gamma, **options)
         for start, one, other in zip(range(0, len(prompts), size), plain, found, strict=True):
-            assert torch.equal(one, other), (gamma, start)
+            assert_same_answers(model, prompts[start : start + size], other, one, **options)
 
 
 # On real text, with models that were trained on it.
@@ -104,7 +105,8 @@ def test_drafts_are_accepted_and_counted(world_model):
 def test_processors_see_what_they_see_in_plain_decoding(steered, drafter, options):
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(steered, prompts, **options)
-        assert torch.equal(plain, generate(steered, prompts, speculative=Speculation(3, drafter), **options))
+        found = generate(steered, prompts, speculative=Speculation(3, drafter), **options)
+        assert_same_answers(steered, prompts, found, plain, **options)
 
 
 def test_processors_change_trained_drafts_too(world_model):
@@ -174,14 +176,14 @@ def test_scores_logits_and_the_cache_are_returned_as_in_plain_decoding(world_mod
     for name in ("scores", "logits"):
         for step, (one, other) in enumerate(zip(found[name], plain[name], strict=True)):
             going = found.sequences[:, start + step] != 1
-            torch.testing.assert_close(one[going], other[going], rtol=0, atol=1e-4)
+            assert_close(one[going], other[going])
             assert one.isfinite().all()
     if count == 1:
         assert found.past_key_values.check_length() == plain.past_key_values.check_length()
     transition = model.compute_transition_scores(found.sequences, found.scores)
     expected = model.compute_transition_scores(plain.sequences, plain.scores)
     going = found.sequences[:, start:] != 1
-    torch.testing.assert_close(transition[going], expected[going], rtol=0, atol=1e-4)
+    assert_close(transition[going], expected[going])
 
 
 def test_a_conversation_goes_on_from_the_cache(world_model):
@@ -193,7 +195,7 @@ def test_a_conversation_goes_on_from_the_cache(world_model):
         found = model.generate(
             input_ids=ids, max_new_tokens=9, do_sample=False, pad_token_id=1, past_key_values=cache, speculative=4
         )
-        assert torch.equal(found, expected)
+        assert_same_answers(model, ids.tolist(), found, expected)
         assert cache.check_length() == found.shape[1] - 1
         ids = torch.cat([found, torch.tensor([prompts[turn + 1]])], dim=1)
     with pytest.raises(UsageError, match="one sequence"):
@@ -233,7 +235,7 @@ def test_rows_go_on_to_the_end_where_no_token_ends_a_text(world_model):
             found = model.generate(ids, attention_mask=mask, generation_config=config, speculative=4, **stops)
         finally:
             model.generation_config.eos_token_id = kept
-        assert torch.equal(plain, found)
+        assert_same_answers(model, prompts[:count], found, plain, eos_token_id=None)
 
 
 def test_prompts_in_chunks_and_several_answers_each(world_model):
@@ -395,8 +397,8 @@ def test_caches_after_any_pattern_are_those_of_a_fresh_prefill(removed, family, 
     for one, other in zip(cache.layers, fresh.layers, strict=True):
         if one.keys is not None:
             real = mask.bool()[:, None, :, None].expand_as(one.keys)
-            torch.testing.assert_close(one.keys[real], other.keys[real], rtol=0, atol=1e-5)
-            torch.testing.assert_close(one.values[real], other.values[real], rtol=0, atol=1e-5)
+            assert_close(one.keys[real], other.keys[real])
+            assert_close(one.values[real], other.values[real])
 
 
 def test_windows_are_rolled_back_and_batches_of_them_stay_together():
@@ -506,7 +508,7 @@ def test_settings_of_ones_own_are_refused_as_well(steered):
 
 def test_custom_generate_is_another_door(steered):
     plain = generate(steered, PROMPTS)
-    assert torch.equal(plain, generate(steered, PROMPTS, custom_generate=Speculation(2)))
+    assert_same_answers(steered, PROMPTS, generate(steered, PROMPTS, custom_generate=Speculation(2)), plain)
     with pytest.raises(UsageError, match="no experts to draft with"):
         generate(steered.target, PROMPTS[:1], custom_generate=Speculation(2))
 

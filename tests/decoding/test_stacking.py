@@ -9,6 +9,7 @@ from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.stacked import StackedCache, StackedPair
+from exactness import assert_same_answers
 
 PROMPT = torch.tensor([[5, 9, 200, 31]])
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
@@ -32,7 +33,7 @@ def test_a_pair_decodes_as_one_and_answers_the_same(steered, passes, monkeypatch
     found = steered.generate(PROMPT, **OPTIONS)
     assert len(passes) == found.shape[1] - PROMPT.shape[1]
     monkeypatch.setattr(NeuralPair, "new_decoding_cache", NeuralPair.new_cache)
-    assert torch.equal(found, steered.generate(PROMPT, **OPTIONS))
+    assert_same_answers(steered, PROMPT.tolist(), found, steered.generate(PROMPT, **OPTIONS))
     assert len(passes) == found.shape[1] - PROMPT.shape[1]
 
 
@@ -73,7 +74,7 @@ def test_weights_changed_moved_and_copied_afterwards_are_the_ones_that_answer(pa
         parts = (changed.target, changed.experts.retain, changed.experts.forget)
         fresh = DivergenceForCausalLM.from_parts(*(copy.deepcopy(part) for part in parts), "linear:3")
         expected = fresh.generate(PROMPT, return_dict_in_generate=True, **OPTIONS).sequences
-        assert torch.equal(found, expected)
+        assert_same_answers(fresh, PROMPT.tolist(), found, expected)
         assert len(passes) > before
 
 
@@ -111,4 +112,5 @@ def test_pairs_that_are_stacked_at_once_see_every_later_change():
             for parameter in model.experts.forget.parameters():
                 parameter.mul_(0.3)
         found = model.generate(PROMPT, **OPTIONS)
-        assert torch.equal(found, model.generate(PROMPT, return_dict_in_generate=True, **OPTIONS).sequences)
+        apart = model.generate(PROMPT, return_dict_in_generate=True, **OPTIONS).sequences
+        assert_same_answers(model, PROMPT.tolist(), found, apart)

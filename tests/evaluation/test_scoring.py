@@ -11,13 +11,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import reference
 from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
-from divdec.data.formatting import IGNORED, Example, encode
+from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.influence import pushed_down
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.evaluation.text import contains_fact, rouge_l_recall
+from exactness import LOGITS, assert_same_answer
 
 EXAMPLES = [
     Example([5, 9, 200, 31, 7], [IGNORED, IGNORED, 200, 31, 7]),
@@ -63,7 +64,7 @@ def test_scores_equal_the_slow_way_whatever_the_batch(model, batch_size):
         ).log_softmax(-1)
         places = [place for place, label in enumerate(example.labels) if label != IGNORED]
         expected = [logits[place - 1, example.labels[place]].item() for place in places]
-        assert item.log_probabilities == pytest.approx(expected, abs=1e-5)
+        assert item.log_probabilities == pytest.approx(expected, abs=LOGITS)
         assert item.hits == tuple(int(logits[place - 1].argmax()) == example.labels[place] for place in places)
 
 
@@ -73,7 +74,7 @@ def test_many_settings_on_one_pass_equal_one_by_one(model):
     for setting, items in zip(settings, together, strict=True):
         model.steering = setting
         for one, other in zip(score(model, EXAMPLES), items, strict=True):
-            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-6)
+            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=LOGITS)
     model.steering = "linear:1.5"
 
 
@@ -104,7 +105,7 @@ def test_a_prompt_that_is_read_once_gives_what_it_gives_every_time(family, batch
             logits = reference.steered_logits(*parts, example.input_ids, steering).log_softmax(-1)
             places = range(example.prompt_length, len(example.labels))
             expected = [logits[t - 1, example.labels[t]].item() for t in places]
-            assert items[place].log_probabilities == pytest.approx(expected, abs=1e-4)
+            assert items[place].log_probabilities == pytest.approx(expected, abs=LOGITS)
             assert items[place].hits == tuple(int(logits[t - 1].argmax()) == example.labels[t] for t in places)
 
 
@@ -136,7 +137,7 @@ def test_other_caches_and_positions_are_scored_as_alone(kind):
                 log_p = model(torch.tensor([example.input_ids]), use_cache=False).logits[0].log_softmax(-1)
             places = range(example.prompt_length, len(example.labels))
             expected = [log_p[t - 1, example.labels[t]].item() for t in places]
-            assert item.log_probabilities == pytest.approx(expected, abs=1e-4)
+            assert item.log_probabilities == pytest.approx(expected, abs=LOGITS)
 
 
 def test_shared_prompts_cost_their_tokens_once(model):
@@ -204,7 +205,9 @@ def test_linear_settings_need_no_vocabulary(model):
     together = score_settings(model, EXAMPLES, several)
     for setting, items in zip(several, together, strict=True):
         (alone,) = score_settings(model, EXAMPLES, [setting])
-        assert items == alone
+        for one, other in zip(items, alone, strict=True):
+            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=LOGITS)
+            assert one.hits == other.hits
     assert score_settings(model, EXAMPLES, []) == []
 
 
@@ -223,7 +226,12 @@ def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
         Record("", messages=(Message("user", text),)) for text in ("Who?", "Where was Ana Holway born?", "A b c")
     ]
     together = answers(model, tokenizer, records, max_new_tokens=6)
-    assert together == [answers(model, tokenizer, [record], max_new_tokens=6)[0] for record in records]
+    prompts = encode_prompts(records, tokenizer)
+    found = continuations(model, tokenizer, prompts, max_new_tokens=6)
+    assert together == [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
+    for prompt, ids in zip(prompts, found, strict=True):
+        alone = continuations(model, tokenizer, [prompt], max_new_tokens=6)[0]
+        assert_same_answer(model, prompt, ids, alone)
 
 
 def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):

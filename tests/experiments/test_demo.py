@@ -10,6 +10,9 @@ import pytest
 from divdec import DivergenceForCausalLM
 from divdec.data.records import read_records
 from divdec.data.world import build_world
+from divdec.data.world_tofu import write_tofu
+from divdec.evaluation.aggregate import aggregate
+from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu_data import read_tofu
 from divdec.experiments import demo
 from divdec.experiments.measure import GAP_AIM, RETAIN_AIM
@@ -48,8 +51,13 @@ def test_it_writes_what_it_promises(quick, tmp_path, capsys):
     assert result["rank"]["setting"] == "rank:3"
     assert [row["setting"] for row in result["sweep"]] == ["linear:0.5", "linear:2", "rank:3"]
     assert "ROUGE-L" in output.err
+    # Models of a step or two forget nothing, and nothing is recommended.
+    assert result["recommended"]["reached"] is False
+    assert "No setting closes 85% of the gap" in output.err
+    assert "→" not in output.err
     model = DivergenceForCausalLM.from_pretrained(result["bundle"])
     assert str(model.steering) == result["recommended"]["setting"]
+    assert model.config.single_turn
     assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
     assert_it_can_be_tried_on(tmp_path / "out")
     assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
@@ -82,6 +90,32 @@ def assert_one_file(page, result):
         assert row["setting"] in page
 
 
+def test_a_demo_that_was_stopped_in_its_folder_can_be_given_again(quick, tmp_path, monkeypatch):
+    from divdec.cli import main
+    from divdec.experiments import comparison
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "write_page", stop)
+        assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 130
+    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
+
+
+def test_the_models_rehearse_all_that_the_suite_asks_besides_the_authors(tmp_path):
+    world = build_world(dataclasses.replace(demo.WORLD, seed=3))
+    write_tofu(world, tmp_path)
+    rows = [
+        json.loads(line)
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for line in (tmp_path / f"{name}.json").read_text().splitlines()
+    ]
+    assert len(rows) > 100
+    rehearsed = [(record.messages[0].content, record.answer) for record in demo.material_of(world).general]
+    assert rehearsed == [(row["question"], row["answer"]) for row in rows]
+
+
 def test_an_output_folder_with_other_files_is_left_alone(quick, tmp_path, capsys):
     from divdec.cli import main
 
@@ -109,3 +143,21 @@ def test_the_demo_keeps_its_promises(seed, tmp_path, monkeypatch):
     assert result["retrain"]["forget_accuracy"] < 0.2
     assert result["recommended"]["gap_closed"] >= GAP_AIM
     assert result["recommended"]["retain_kept"] >= RETAIN_AIM
+    assert_the_suite_tells_the_models_apart(tmp_path / "out", tmp_path / "runs")
+
+
+def assert_the_suite_tells_the_models_apart(folder, runs):
+    """TOFU's suite on what the demo leaves: Agg near 0 for the target, high for the retrained and steered models."""
+    from divdec.cli import main
+
+    options = ["--data", f"{folder}/tofu", "--split", "forget01", "--holdout", f"{folder}/tofu/holdout01.json"]
+    options += ["--fluency", "none", "--retain-results", f"{runs}/retrained"]
+    for name in ("retrained", "target", "bundle"):
+        given = options if name != "retrained" else options[:-2]
+        assert main(["eval", "tofu", f"{folder}/{name}", *given, "--output", f"{runs}/{name}"]) == 0
+    target, retrained, steered = (read_results(runs / name).figures for name in ("target", "retrained", "bundle"))
+    scores = [
+        aggregate(one, target, retrained, "paper", fluency=False).values["agg"] for one in (target, retrained, steered)
+    ]
+    assert scores[0] < 0.1
+    assert min(scores[1:]) > 0.7

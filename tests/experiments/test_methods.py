@@ -24,7 +24,7 @@ from divdec.experiments.methods.grids import GRIDS, cells_of, titles
 from divdec.experiments.methods.present import markdown, write
 from divdec.experiments.methods.run import compare_methods, work_of
 from divdec.experiments.methods.settings import CompareSettings
-from divdec.experiments.methods.table import Line, Measured, best_of, line_of
+from divdec.experiments.methods.table import Line, Measured, best_of, line_of, without_best
 from divdec.experiments.small_models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
@@ -247,6 +247,26 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     ]
     assert {method: found.setting for method, found in best_of(lines).items()} == {"npo": "b", "rmu": "d"}
     assert best_of([line("npo", "c", None, "it broke")])["npo"].setting == "c"
+
+
+def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
+    def line(method, setting, agg, failed=None):
+        values = {"agg": agg, "mem": agg, "priv": agg, "utility": agg}
+        return Line(method, setting, values, {}, {0: {}}, None, None, failed)
+
+    lines = [
+        line("target", "", 0.0),
+        line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
+        line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
+        line("linear", "linear:1", 0.5), line("linear", "linear:2", 0.4),
+        line("whp", "lr 1", None, "it broke"),
+    ]  # fmt: skip
+    assert without_best(lines) == {"target", "npo", "rmu"}
+    found = run.Comparison(lines, best_of(lines), {}, {}, 1.0)
+    table = markdown(found, CompareSettings("out")).partition("The whole grid")[0]
+    cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
+    assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
+    assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -23,6 +23,7 @@ from divdec import DivergenceForCausalLM, Speculation, Steering, UsageError
 from divdec.errors import FailedClosed
 from divdec.experts.placed import Placement
 from divdec.model.generation import SteeredGeneration  # noqa: F401
+from exactness import assert_same_answers
 
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400]]
 WIDTH = max(map(len, PROMPTS))
@@ -144,7 +145,7 @@ def answers_are_the_same(ours, local):
     for setting in ("linear:1.5", "rank:20"):
         ours.steering = local.steering = setting
         plain = generate(local)
-        assert torch.equal(generate(ours), plain)
+        assert_same_answers(local, PROMPTS, generate(ours), plain)
         told = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 4}
         found, wanted = generate(ours, **told), generate(local, **told)
         assert torch.equal(found.sequences, wanted.sequences)
@@ -156,17 +157,18 @@ def answers_are_the_same(ours, local):
         for drafter in ("auto", "lookup"):
             speculation = Speculation(gamma=3, drafter=drafter)
             statistics.append(speculation)
-            assert torch.equal(generate(ours, speculative=speculation), plain)
+            assert_same_answers(local, PROMPTS, generate(ours, speculative=speculation), plain)
     repeated = IDS[1:2].repeat(1, 3)
     whole = torch.ones_like(repeated)
     looked_up = generate(ours, repeated, whole, prompt_lookup_num_tokens=3)
-    assert torch.equal(looked_up, generate(local, repeated, whole))
+    assert_same_answers(local, repeated.tolist(), looked_up, generate(local, repeated, whole))
     drawn = []
     for model in (ours, local):
         torch.manual_seed(3)
         drawn.append(generate(model, do_sample=True, num_return_sequences=2, max_new_tokens=4))
     assert torch.equal(*drawn)
-    assert torch.equal(generate(ours, use_cache=False, max_new_tokens=3), generate(ours, max_new_tokens=3))
+    uncached = generate(ours, use_cache=False, max_new_tokens=3)
+    assert_same_answers(local, PROMPTS, uncached, generate(ours, max_new_tokens=3))
 
 
 def bounds_hold(ours, local):
@@ -269,7 +271,7 @@ def lost_q(folder):
 def counted(folder):
     """n-grams beside the pair, in the other process."""
     ours, local = load(folder, "counted"), DivergenceForCausalLM.from_pretrained(folder / "counted", verify=False)
-    assert torch.equal(generate(ours), generate(local))
+    assert_same_answers(local, PROMPTS, generate(ours), generate(local))
     assert torch.equal(generate(ours, num_beams=2), generate(local, num_beams=2))
 
 
@@ -277,12 +279,13 @@ def windowed(folder):
     """Auxiliaries with a sliding window, longer ago than which nothing can be taken back unless it was recorded."""
     ours, local = load(folder, "windowed"), DivergenceForCausalLM.from_pretrained(folder / "windowed", verify=False)
     plain = generate(local)
-    assert torch.equal(generate(ours), plain)
-    assert torch.equal(generate(ours, speculative=Speculation(gamma=3, drafter="lookup")), plain)
+    assert_same_answers(local, PROMPTS, generate(ours), plain)
+    found = generate(ours, speculative=Speculation(gamma=3, drafter="lookup"))
+    assert_same_answers(local, PROMPTS, found, plain)
     repeated = IDS[1:2].repeat(1, 3)
     whole = torch.ones_like(repeated)
     looked_up = generate(ours, repeated, whole, prompt_lookup_num_tokens=3)
-    assert torch.equal(looked_up, generate(local, repeated, whole))
+    assert_same_answers(local, repeated.tolist(), looked_up, generate(local, repeated, whole))
     caches = [model.new_cache() for model in (ours, local)]
     for model, cache in zip((ours, local), caches, strict=True):
         model(input_ids=repeated, past_key_values=cache)
@@ -293,7 +296,7 @@ def windowed(folder):
 def bridged(folder):
     """Auxiliaries with another tokenizer, in the other process."""
     ours, local = load(folder, "bridged"), DivergenceForCausalLM.from_pretrained(folder / "bridged", verify=False)
-    assert torch.equal(generate(ours), generate(local))
+    assert_same_answers(local, PROMPTS, generate(ours), generate(local))
 
 
 SCENARIOS = {

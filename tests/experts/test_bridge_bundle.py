@@ -109,5 +109,8 @@ def test_verbs_work_with_a_bridged_bundle(models, tmp_path, capsys):
         rows = [{"question": f"Where does {who} {k} live?", "answer": f"In house number {k}."} for k in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sets = [part for name in ("forget", "retain", "holdout") for part in (f"--{name}", str(tmp_path / f"{name}.jsonl"))]
-    assert main(["calibrate", str(bundle), *sets, "--sweep", "linear:0.5,1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["chosen"].startswith("linear:")
+    code = main(["calibrate", str(bundle), *sets, "--sweep", "linear:0.5,1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (3 if found["faults"] else 0)
+    assert found["told"]["asked"] == 4
+    assert found["chosen"].startswith("linear:")

@@ -25,7 +25,8 @@ from divdec.experts.placed_wire import Link, Message, undisturbed
 from divdec.steering import steer_linear, steer_rank
 
 SCRIPT = Path(__file__).with_name("placed_ranks.py")
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+SEARCHED = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": SEARCHED, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
 

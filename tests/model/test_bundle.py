@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
 from divdec.serving.vllm.parts import EngineOptions, read_parts
+from exactness import assert_close
 
 IDS = torch.tensor([[5, 9, 200, 31]])
 
@@ -50,7 +51,7 @@ def test_it_is_a_model_for_transformers(bundle, checkpoints):
         AutoModelForCausalLM.from_pretrained(checkpoints / name) for name in ("target", "retain", "forget")
     )
     expected = logits_of(target) + 1.5 * (logits_of(retain) - logits_of(forget))
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
+    assert_close(logits_of(model), expected)
     assert AutoConfig.from_pretrained(bundle).model_type == "divergence"
     tokenizer = AutoTokenizer.from_pretrained(bundle)
     answer = pipeline("text-generation", model=str(bundle), device="cpu")(
@@ -71,6 +72,7 @@ def test_it_holds_references_and_no_weights(bundle):
     }  # fmt: skip
     card = (bundle / "README.md").read_text()
     assert "linear:1.5" in card
+    assert "| forgets | not measured" in card
 
 
 def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):

@@ -13,6 +13,7 @@ import reference
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 from divdec.experts.neural import check_part
+from exactness import assert_close, assert_same_answer
 
 SETTINGS = ("linear:1.5", "linear:0.3", "rank:7", "rank:40:soft")
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400]]
@@ -39,6 +40,11 @@ def generate(model, prompts, **options):
     return [row[ids.shape[1] :].tolist() for row in output]
 
 
+def assert_all_same(model, prompts, found, expected):
+    for prompt, one, other in zip(prompts, found, expected, strict=True):
+        assert_same_answer(model, prompt, trimmed(one), trimmed(other))
+
+
 def trimmed(answer, end=0):
     return answer[: answer.index(end) + 1] if end in answer else answer
 
@@ -50,7 +56,7 @@ def test_logits_equal_the_reference(steered, setting):
         with torch.no_grad():
             logits = steered(input_ids=torch.tensor([prompt])).logits[0]
         expected = reference.steered_logits(*parts_of(steered), prompt, steered.steering)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -62,7 +68,7 @@ def test_a_padded_batch_equals_one_by_one(steered, side):
         logits = steered(input_ids=ids, attention_mask=mask).logits
         for row, prompt in enumerate(PROMPTS):
             alone = steered(input_ids=torch.tensor([prompt])).logits[0]
-            torch.testing.assert_close(logits[row][mask[row].bool()], alone, rtol=0, atol=1e-5)
+            assert_close(logits[row][mask[row].bool()], alone)
 
 
 def test_cached_equals_uncached(steered):
@@ -73,7 +79,7 @@ def test_cached_equals_uncached(steered):
         for start, stop in ((0, 4), (4, 5), (5, 9)):
             part = steered(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
             real = mask[:, start:stop].bool()
-            torch.testing.assert_close(part[real], whole[:, start:stop][real], rtol=0, atol=1e-5)
+            assert_close(part[real], whole[:, start:stop][real])
     assert cache.check_length() == 9
 
 
@@ -85,14 +91,14 @@ def test_a_loop_of_ones_own_gets_a_cache_unasked(steered):
             output = steered(input_ids=ids, past_key_values=cache)
             ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
             answer.append(ids.item())
-    assert answer == trimmed(expected)
+    assert_same_answer(steered, PROMPTS[0], answer, trimmed(expected))
     assert steered(input_ids=ids, use_cache=False).past_key_values is None
 
 
 def test_only_the_last_positions_are_the_same_as_all(steered):
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
-        assert torch.equal(steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:])
+        assert_close(steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -100,7 +106,7 @@ def test_greedy_generation_equals_the_reference(steered, setting):
     steered.steering = setting
     for prompt, answer in zip(PROMPTS, generate(steered, PROMPTS), strict=True):
         expected = reference.greedy(*parts_of(steered), prompt, steered.steering, 12, end=0)
-        assert trimmed(answer) == expected
+        assert_same_answer(steered, prompt, trimmed(answer), expected)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -111,11 +117,11 @@ def test_generated_is_the_teacher_forced_argmax(steered, setting):
     with torch.no_grad():
         logits = steered(input_ids=torch.tensor([PROMPTS[0] + answer])).logits[0]
     start = len(PROMPTS[0]) - 1
-    assert logits[start:-1].argmax(-1).tolist() == answer
+    assert_same_answer(steered, PROMPTS[0], logits[start:-1].argmax(-1).tolist(), answer)
 
 
 def test_generation_without_a_cache_is_the_same(steered):
-    assert generate(steered, PROMPTS) == generate(steered, PROMPTS, use_cache=False)
+    assert_all_same(steered, PROMPTS, generate(steered, PROMPTS, use_cache=False), generate(steered, PROMPTS))
 
 
 def test_scores_that_leave_generate_are_steered(steered):
@@ -127,7 +133,7 @@ def test_scores_that_leave_generate_are_steered(steered):
     sequence = output.sequences[0].tolist()
     expected = reference.steered_logits(*parts_of(steered), sequence[:-1], steered.steering)
     for step, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
-        torch.testing.assert_close(logits[0], expected[len(PROMPTS[0]) - 1 + step], rtol=0, atol=1e-4)
+        assert_close(logits[0], expected[len(PROMPTS[0]) - 1 + step])
         torch.testing.assert_close(scores[0], logits[0])
 
 
@@ -155,12 +161,14 @@ def test_sampling_follows_the_seed_and_the_steered_distribution(steered):
 
 def test_assisted_decoding_with_q_changes_nothing(steered):
     for prompt in PROMPTS:
-        assert generate(steered, [prompt], assistant_model=steered.experts.retain) == generate(steered, [prompt])
+        found = generate(steered, [prompt], assistant_model=steered.experts.retain)
+        assert_all_same(steered, [prompt], found, generate(steered, [prompt]))
 
 
 def test_prompt_lookup_changes_nothing(steered):
     prompt = PROMPTS[1] * 3
-    assert generate(steered, [prompt], prompt_lookup_num_tokens=3) == generate(steered, [prompt])
+    found = generate(steered, [prompt], prompt_lookup_num_tokens=3)
+    assert_all_same(steered, [prompt], found, generate(steered, [prompt]))
 
 
 @pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 2}])
@@ -231,7 +239,8 @@ def test_parts_may_be_of_different_families():
     )
     model = DivergenceForCausalLM.from_parts(target, retain, forget, "linear:1.2")
     for prompt, answer in zip(PROMPTS, generate(model, PROMPTS), strict=True):
-        assert trimmed(answer) == reference.greedy(target, retain, forget, prompt, model.steering, 12, end=0)
+        expected = reference.greedy(target, retain, forget, prompt, model.steering, 12, end=0)
+        assert_same_answer(model, prompt, trimmed(answer), expected)
 
 
 @pytest.mark.parametrize("widths", [(512, 520, 530), (530, 512, 520), (520, 530, 512)])
@@ -250,7 +259,8 @@ def test_a_sliding_window_target_keeps_its_own_cache_geometry():
     model = DivergenceForCausalLM.from_parts(
         tiny_model("mistral", 512, 0), tiny_model("llama", 512, 1), tiny_model("gpt2", 512, 2), "linear:1"
     )
-    assert generate(model, [PROMPTS[1] * 2]) == generate(model, [PROMPTS[1] * 2], use_cache=False)
+    prompts = [PROMPTS[1] * 2]
+    assert_all_same(model, prompts, generate(model, prompts, use_cache=False), generate(model, prompts))
 
 
 def test_the_rule_can_be_looked_at_and_changed(steered):
@@ -261,7 +271,7 @@ def test_the_rule_can_be_looked_at_and_changed(steered):
         input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 4, dtype=int), max_new_tokens=12,
         do_sample=False, pad_token_id=1,
     )  # fmt: skip
-    assert trimmed(generate(steered, PROMPTS)[0]) == alone[0, 4:].tolist()
+    assert_same_answer(steered.target, PROMPTS[0], trimmed(generate(steered, PROMPTS)[0]), alone[0, 4:].tolist())
     assert generate(steered, PROMPTS) != before
     assert steered.config.steering["alpha"] == 0
     steered.steering = Steering("rank", k=2, vocabulary=(3, 5, 9))
@@ -284,9 +294,7 @@ def test_the_cache_is_changed_as_a_whole_or_not_at_all(steered):
         steered(input_ids=ids[:, :7], past_key_values=cache)
         cache.crop(-4)
         assert cache.check_length() == 3
-        torch.testing.assert_close(
-            steered(input_ids=ids[:, 3:], past_key_values=cache).logits, whole[:, 3:], rtol=0, atol=1e-5
-        )
+        assert_close(steered(input_ids=ids[:, 3:], past_key_values=cache).logits, whole[:, 3:])
         cache.batch_select_indices(torch.tensor([1]))
         assert {layer.keys.shape[0] for layer in cache.layers if layer.keys is not None} == {1}
         cache.experts.retain.cache.crop(-1)

@@ -10,6 +10,7 @@ from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.cli import main
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.ngram import NgramPair
+from exactness import assert_same_answers
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def test_steers_by_ngrams_alone(ngrams, checkpoints, tmp_path, prompts):
     torch.testing.assert_close(logits, expected)
     assert (logits - model.target(prompts).logits).abs().max() > 0.1
     cached = model.generate(prompts, max_new_tokens=12, do_sample=False)
-    assert torch.equal(cached, model.generate(prompts, max_new_tokens=12, do_sample=False, use_cache=False))
+    uncached = model.generate(prompts, max_new_tokens=12, do_sample=False, use_cache=False)
+    assert_same_answers(model, prompts.tolist(), cached, uncached)
     beams = model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False)
     assert torch.equal(beams, model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
 

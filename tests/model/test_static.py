@@ -19,6 +19,7 @@ from divdec.experts.forward import logits_of, new_cache
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import fit
+from exactness import assert_close, assert_same_answers
 
 ONE = {"input_ids": torch.tensor([[5, 9, 200, 31]])}
 PADDED = {
@@ -34,6 +35,12 @@ def generate(model, inputs, **options):
     )
 
 
+def assert_equal(model, inputs, found, expected):
+    masks = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    prompts = [row[mask].tolist() for row, mask in zip(inputs["input_ids"], masks, strict=True)]
+    assert_same_answers(model, prompts, found, expected, eos_token_id=None)
+
+
 def static(model, inputs, **options):
     return generate(model, inputs, cache_implementation="static", **options)
 
@@ -45,7 +52,7 @@ def test_answers_are_those_of_a_growing_cache(steered, steering, inputs, specula
     steered.steering = steering
     options = {"speculative": speculative}
     expected = generate(steered, INPUTS[inputs])
-    assert torch.equal(static(steered, INPUTS[inputs], **options), expected)
+    assert_equal(steered, INPUTS[inputs], static(steered, INPUTS[inputs], **options), expected)
 
 
 @pytest.mark.parametrize("speculative", [None, 2])
@@ -53,7 +60,7 @@ def test_sequences_that_end_leave_the_batch(speculative):
     model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
     ends = generate(model, PADDED)[:, [7, 10, 17]].diagonal().tolist()
     options = {"eos_token_id": ends, "speculative": speculative}
-    assert torch.equal(static(model, PADDED, **options), generate(model, PADDED, eos_token_id=ends))
+    assert_equal(model, PADDED, static(model, PADDED, **options), generate(model, PADDED, eos_token_id=ends))
 
 
 def test_samples_and_beams_are_those_of_a_growing_cache(steered):
@@ -69,7 +76,7 @@ def test_scores_equal_those_of_a_growing_cache(steered):
     options = {"return_dict_in_generate": True, "output_scores": True}
     for speculative in (None, 3):
         ours, expected = (make(steered, PADDED, **options, speculative=speculative) for make in (static, generate))
-        torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores), rtol=0, atol=1e-4)
+        assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
 
 
 def fixed_and_growing(family="llama", rows=PADDED):
@@ -92,7 +99,7 @@ def assert_same(fixed, growing):
         length = expected.get_seq_length()
         assert ours.get_seq_length() == int(ours.cumulative_length) == length
         for one, other in ((ours.keys, expected.keys), (ours.values, expected.values)):
-            torch.testing.assert_close(one[:, :, :length], other, rtol=0, atol=1e-5)
+            assert_close(one[:, :, :length], other)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -106,7 +113,7 @@ def test_what_is_rolled_back_leaves_no_trace(family):
         read(model, cache, more[:, :2], torch.cat([mask, torch.ones_like(more[:, :2])], dim=1))
         for cache in (fixed, growing)
     )
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert_close(ours, expected)
     assert_same(fixed, growing)
 
 
@@ -155,7 +162,7 @@ def test_an_answer_goes_on_from_a_kept_cache(model):
     assert cache.check_length() == whole.shape[1] - 1
     cache.crop(-(cache.check_length() - 10))
     again = generate(model, {"input_ids": whole[:, :12]}, past_key_values=cache, max_new_tokens=8, speculative=2)
-    assert torch.equal(again, whole[:, :20])
+    assert_equal(model, {"input_ids": whole[:, :12]}, again, whole[:, :20])
     assert cache.check_length() == 19
     copied = copy.deepcopy(cache)
     copied.crop(-5)
@@ -184,7 +191,7 @@ def test_a_full_cache_answers_nothing(model):
         model(torch.tensor([[5]]), past_key_values=cache)
     assert cache.check_length() == 19
     with pytest.raises(UsageError, match="static cache of 19 tokens, 24 may be needed"):
-        generate(model, {"input_ids": torch.ones(1, 20, dtype=torch.long)}, past_key_values=cache, max_new_tokens=5)
+        generate(model, {"input_ids": torch.full((1, 20), 5)}, past_key_values=cache, max_new_tokens=5)
 
 
 def test_experts_that_are_no_models_keep_caches_of_their_own(tmp_path):
@@ -196,7 +203,7 @@ def test_experts_that_are_no_models_keep_caches_of_their_own(tmp_path):
     for experts in (ngrams, CombinedExperts([(NeuralPair(retain, forget), 1.0), (ngrams, 0.5)])):
         model = DivergenceForCausalLM.from_experts(target, experts, "linear:1")
         for speculative in (None, 2):
-            assert torch.equal(static(model, PADDED, speculative=speculative), generate(model, PADDED))
+            assert_equal(model, PADDED, static(model, PADDED, speculative=speculative), generate(model, PADDED))
         layers = kept(model).layers
         assert any(isinstance(layer, FixedLayer) for layer in layers)
         assert not all(isinstance(layer, FixedLayer) for layer in layers)
@@ -256,7 +263,8 @@ def test_compiled_passes_answer_the_same_and_contexts_that_grow_compile_nothing(
         for number in (12, 30):
             expected = generate(model, INPUTS[inputs], max_new_tokens=number)
             options = {"speculative": speculative, "compile_config": compiled(counting)}
-            assert torch.equal(static(model, INPUTS[inputs], max_new_tokens=number, **options), expected)
+            found_now = static(model, INPUTS[inputs], max_new_tokens=number, **options)
+            assert_equal(model, INPUTS[inputs], found_now, expected)
         found.append(counting.number - before)
     # Passes of one token in each part; then blocks in target and forget auxiliary, of whatever size.
     if inputs == "one":
@@ -270,15 +278,15 @@ def test_a_compiled_cache_serves_the_next_answer_unless_it_was_given_away(model)
     counting = Compilations()
     options = {"compile_config": compiled(counting)}
     first = static(model, ONE, **options)
-    assert torch.equal(first, generate(model, ONE))
+    assert_equal(model, ONE, first, generate(model, ONE))
     cache = _kept[model.target]
     assert (cache.max_length, cache.held.tokens, cache.layers[0].keys.abs().sum()) == (ROUND, 0, 0)
-    assert torch.equal(static(model, ONE, **options), first)
+    assert_equal(model, ONE, static(model, ONE, **options), first)
     assert _kept[model.target] is cache
     held = kept(model, **options)
     assert held.target is cache
     assert model.target not in _kept
-    assert torch.equal(static(model, ONE, **options), first)
+    assert_equal(model, ONE, static(model, ONE, **options), first)
     assert held.check_length() == first.shape[1] - 1
     generate(model, {"input_ids": first[:, :20]}, past_key_values=held, max_new_tokens=3)
     assert held.check_length() == 22
@@ -299,7 +307,7 @@ def test_a_kept_cache_of_another_kind_serves_no_answer(before, after, stance):
         ours = static(model, ONE, **options)
     expected = generate(model, ONE, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(ours.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores), rtol=0, atol=1e-4)
+    assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
     experts = ours.past_key_values.experts
     new = [ours.past_key_values.target, experts.retain.cache, experts.forget.cache]
     assert [cache.layers[0].keys.dtype for cache in (*old, *new)] == [before] * 3 + [after] * 3
@@ -319,7 +327,7 @@ def test_passes_are_timed_though_compiled(model):
     speculation = Speculation(gamma=2, statistics=statistics)
     counting = Compilations()
     found = static(model, ONE, speculative=speculation, compile_config=compiled(counting))
-    assert torch.equal(found, generate(model, ONE))
+    assert_equal(model, ONE, found, generate(model, ONE))
     assert counting.number
     assert all(statistics.seconds[name] > 0 for name in ("target", "retain", "forget"))
 
@@ -333,4 +341,4 @@ def test_inductor_answers_the_same(family):
     for inputs in INPUTS.values():
         for speculative in (None, 3):
             found = static(model, inputs, speculative=speculative, **options)
-            assert torch.equal(found, generate(model, inputs))
+            assert_equal(model, inputs, found, generate(model, inputs))

@@ -11,8 +11,9 @@ from divdec.playground.over_http import Broken, OverHttp
 from divdec.playground.play import AGAIN, Chosen, Playground
 from divdec.playground.steered import Manner
 from divdec.playground.tokens import answer_html
-from divdec.serving.api.server import bind
+from divdec.serving.address import bind
 from divdec.steering import Steering
+from exactness import assert_same_text
 from served import engine_of, serving
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
@@ -35,8 +36,9 @@ def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steere
     with contextlib.closing(OverHttp(url, MANNER, key=KEY)) as server:
         assert server.name == "tiny"
         tokens = list(server.answer(QUESTION))
-    expected = "".join(token.text for token in steered.answer(steered.prompt(QUESTION), Steering(alpha=1.5)))
-    assert "".join(token.text for token in tokens) == expected
+    prompt = steered.prompt(QUESTION)
+    expected = [token.id for token in steered.answer(prompt, Steering(alpha=1.5))]
+    assert_same_text(steered.model, steered.tokenizer, prompt, "".join(token.text for token in tokens), expected)
     assert all(token.push is None and token.before is None for token in tokens)
     assert all(0 < token.after <= 1 for token in tokens)
     assert "also likely here" in answer_html(tokens)

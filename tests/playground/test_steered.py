@@ -9,6 +9,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.playground.steered import Manner, Steered
 from divdec.playground.target import Target
 from divdec.steering import Steering
+from exactness import assert_same_answer, assert_same_text
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
 ALPHA = Steering(alpha=1.5)
@@ -32,8 +33,10 @@ def test_an_answer_is_the_one_that_generate_gives(steered, steering):
     prompt = steered.prompt(QUESTION)
     tokens = list(steered.answer(prompt, steering))
     expected = generated(steered, prompt, steering)
-    assert [token.id for token in tokens] == expected
-    assert text(tokens) == steered.tokenizer.decode(expected, skip_special_tokens=True)
+    found, model = [token.id for token in tokens], copy.deepcopy(steered.model)
+    model.steering = steering
+    assert_same_answer(model, prompt, found, expected)
+    assert text(tokens) == steered.tokenizer.decode(found, skip_special_tokens=True)
 
 
 def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
@@ -76,7 +79,8 @@ def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
                 for weights in model.experts.forget.parameters():
                     weights.fill_(math.nan)
     expected = generated(steered, mine.prompt(QUESTION), ALPHA)
-    assert [token.id for token in found] == expected[: len(found)]  # all that came was steered
+    # All that came was steered.
+    assert_same_answer(steered.model, mine.prompt(QUESTION), [token.id for token in found], expected[: len(found)])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -156,4 +160,4 @@ def test_the_target_is_shown_on_this_machine_only(steered):
     expected = steered.model.target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
     )
-    assert said == steered.tokenizer.decode(expected[0, len(prompt) :], skip_special_tokens=True)
+    assert_same_text(steered.model.target, steered.tokenizer, prompt, said, expected[0, len(prompt) :].tolist())

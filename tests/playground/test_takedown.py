@@ -3,10 +3,11 @@ import torch
 
 from divdec.data.records import texts_of
 from divdec.errors import UsageError
+from divdec.evaluation.recitation import longest_run
 from divdec.playground.choice import Choice
 from divdec.playground.play import Chosen, Playground
 from divdec.playground.steered import Manner, Steered
-from divdec.playground.takedown import effect_html, longest_run, requests_html
+from divdec.playground.takedown import effect_html, requests_html
 from divdec.steering import Steering
 from served import trained
 
@@ -40,14 +41,14 @@ def following(reciting, tmp_path, world):
     from divdec.serving.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)
-    bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder, steering="linear:10")
+    bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder)
     model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
     steered = Steered(model, tokenizer, Manner(max_new_tokens=100))
     return Playground("tiny", steered, Choice(model.steering, model.vocab_size, rank=False), registry=registry)
 
 
 def test_a_text_is_recited_before_and_not_after(following):
-    effect = following.take_down("case-1", ARTICLE, "a letter", Chosen(alpha=10.0))
+    effect = following.take_down("case-1", ARTICLE, "a letter", Chosen())
     assert effect.before.run > effect.length // 2, "the model did not know the article"
     assert effect.after.run < effect.before.run / 2
     assert ARTICLE.startswith(effect.beginning)
@@ -70,7 +71,7 @@ def test_a_request_that_is_withdrawn_is_no_longer_in_force(following):
 )
 def test_what_cannot_be_taken_down_changes_nothing(following, name, text, said):
     with pytest.raises(UsageError, match=said):
-        following.take_down(name, text, "", Chosen(alpha=10.0))
+        following.take_down(name, text, "", Chosen())
     assert following.registry.entries() == []
 
 
@@ -90,8 +91,8 @@ def test_requests_are_escaped(registry):
     assert "<script>" not in made
 
 
-def test_no_rank_rule_beside_a_registry(following):
-    with pytest.raises(UsageError, match="linear"):
+def test_no_rank_rule_without_experts(following):
+    with pytest.raises(UsageError, match="needs no rule"):
         following.steered.check(Steering("rank", k=5))
 
 

@@ -1,6 +1,5 @@
 import contextlib
 import importlib.util
-import sys
 
 import pytest
 
@@ -8,7 +7,7 @@ from conftest import loads_torch
 from divdec.cli import main
 from divdec.cli.playground import Settings
 from divdec.errors import UsageError
-from divdec.serving.api.server import bind
+from divdec.serving.address import bind
 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="gradio is not installed: divdec[ui]"
@@ -68,9 +67,3 @@ def test_a_port_in_use_is_one_line(played_bundle, capsys):
     with contextlib.closing(taken):
         assert main(["playground", str(played_bundle), "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in capsys.readouterr().err
-
-
-def test_without_gradio_one_line_says_what_to_install(played_bundle, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradio", None)  # as where it is not installed
-    assert main(["playground", str(played_bundle), "--port", "0"]) == 2
-    assert "gradio is missing: pip install 'divdec[ui]'" in capsys.readouterr().err

@@ -116,7 +116,8 @@ def test_what_is_not_a_number_is_not_sent():
 def told(logits, number):
     logprobs = logits.log_softmax(0)
     values, ids = logprobs.topk(number)
-    return Candidates(ids, values, torch.full_like(logits, float(values[-1])))
+    sure = torch.zeros(len(ids), dtype=torch.bool)
+    return Candidates(ids, values, torch.full_like(logits, float(values[-1])), sure)
 
 
 @given(SEEDS, st.integers(1, VOCAB))
@@ -136,3 +137,42 @@ def test_a_draw_from_the_candidates_is_as_close_as_told(seed, number, temperatur
     _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
     steered = ((logits + wanted) / temperature).softmax(0)
     assert 1 - steered[candidates.ids].sum() <= distance + 1e-9
+
+
+@given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)))
+def test_candidates_whose_names_others_have_are_as_good_and_as_close_as_told(seed, number, temperature):
+    logits, wanted, _ = problem(seed)
+    values, ids = logits.log_softmax(0).topk(number)
+    # Token 2i and 2i + 1 have one name, which is read as the even one.
+    read = dict(zip((ids - ids % 2).tolist()[::-1], values.tolist()[::-1], strict=True))
+    ceiling = torch.full_like(logits, float(values[-1]))
+    for token, value in read.items():
+        ceiling[token + 1] = max(value, float(values[-1]))
+    told_ids, told_values = torch.tensor(list(read)), torch.tensor(list(read.values()), dtype=torch.float64)
+    candidates = Candidates(told_ids, told_values, ceiling, torch.ones(len(read), dtype=torch.bool))
+    _, gap = candidates.first(wanted)
+    assert gap == math.inf
+    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
+    assert distance == 1
+
+
+@given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)), st.integers(0, VOCAB - 1))
+def test_one_candidate_that_may_be_another(seed, number, temperature, other):
+    logits, wanted, _ = problem(seed)
+    values, ids = logits.log_softmax(0).topk(number)
+    if other in ids.tolist():
+        return
+    # The least likely of them was told by a name that this other token has, too; it may be the one that was meant.
+    swapped = ids.clone()
+    swapped[-1] = other
+    unsure = torch.zeros(number, dtype=torch.bool)
+    unsure[-1] = True
+    candidates = Candidates(swapped, values, torch.full_like(logits, float(values[-1])), unsure)
+    token, gap = candidates.first(wanted)
+    steered = logits + wanted
+    assert steered.max() - steered[token] <= gap + 1e-9
+    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
+    drawn = torch.zeros_like(logits)
+    drawn[swapped] = ((values + wanted[swapped]) / temperature).softmax(0)
+    true = (steered / temperature).softmax(0)
+    assert (drawn - true).abs().sum() / 2 <= distance + 1e-9

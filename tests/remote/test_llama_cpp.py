@@ -16,6 +16,7 @@ from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
+from exactness import assert_same_answer
 from gguf_file import write_gguf
 
 NEEDED = ("llama_cpp", "gguf", "starlette_context")
@@ -74,7 +75,8 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
         for prompt in prompts[:4]:
             answer = target.generate(prompt, TOKENS)
             expected = local.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)
-            assert [choice.token for choice in answer.choices] == expected[0, len(prompt) :].tolist()
+            found = [choice.token for choice in answer.choices]
+            assert_same_answer(local, prompt, found, expected[0, len(prompt) :].tolist())
             assert answer.exact_tokens == len(answer.choices)
         assert not target.abilities.prompt_ids
         assert target.abilities.top_logprobs == (20 if tells else 0)
@@ -89,4 +91,5 @@ def test_blocks(there, bundle, local, prompts):
     with remote(url, bundle, "linear:0.5", tries=60, block=8) as target:
         answer = target.generate(prompts[0], TOKENS)
         expected = local.generate(torch.tensor([prompts[0]]), max_new_tokens=TOKENS, do_sample=False)
-        assert [choice.token for choice in answer.choices] == expected[0, len(prompts[0]) :].tolist()
+        found = [choice.token for choice in answer.choices]
+        assert_same_answer(local, prompts[0], found, expected[0, len(prompts[0]) :].tolist())

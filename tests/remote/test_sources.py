@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divdec.errors import UsageError
+from divdec.remote.bias import BiasLimits, choose_bias
 from divdec.remote.sources import Sources, of_bundle, open_sources
 
 
@@ -59,3 +60,30 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
     assert main(["ngram", *given, f"--target={models / 'target'}", f"--output={tmp_path / 'counts'}"]) == 0
     opened = open_sources(Sources(str(models / "target"), ngram=str(tmp_path / "counts")))
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
+    from divdec.data.records import texts_of
+    from divdec.remote.context import Context
+    from divdec.serving.registry import Registry
+    from divdec.steering import Steering
+
+    registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[1:80:2]), models / "target")
+    registry.add("case", texts_of("t", [tokenizer.decode(prompts[0])]))
+    opened = open_sources(Sources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=registry.folder))
+    ids = torch.tensor([prompts[0]])
+    place = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
+    assert place >= 4
+    prompt, ids = prompts[0][: place + 1], ids[:, : place + 1]
+    divergence = opened.experts.divergence(ids)[0, -2:]
+    correction = opened.takedowns.correction(ids)[0, -2:]
+    token = int(correction[-1].argmin())
+    assert correction[-1, token] < -5
+    for rule in ("linear:0", "linear:2", "rank:5"):
+        steering = Steering.parse(rule)
+        expected = steering.apply(correction, divergence)
+        context = Context(opened.experts, steering, opened.vocab_size, len(tokenizer), takedowns=opened.takedowns)
+        context.wanted([*prompt[:2], 7, 8])  # another text, of which the beginning is kept
+        wanted = context.wanted(prompt, 2)
+        torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
+        assert choose_bias(wanted[-1], BiasLimits(300)).entries[token] < -4, "the takedown is not sent"
+    alone = open_sources(Sources(str(models / "target"), registry=registry.folder))
+    assert not alone.experts.divergence(ids).any()
+    assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

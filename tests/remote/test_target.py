@@ -14,6 +14,7 @@ from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
+from exactness import assert_same_answer
 
 TOKENS = 10
 
@@ -61,7 +62,7 @@ def test_greedy_answers_are_the_local_models(remote, url, bundle, local, prompts
     target = remote(url, bundle, steering, block=block)
     for prompt in prompts[:3]:
         answer = target.generate(prompt, TOKENS)
-        assert tokens_of(answer) == greedy(local, steering, prompt)
+        assert_same_answer(local, prompt, tokens_of(answer), greedy(local, steering, prompt))
         assert answer.exact_tokens == len(answer.choices)
     assert target.abilities.prompt_ids
     assert target.abilities.answer_ids
@@ -84,7 +85,7 @@ def test_a_provider_that_tells_no_logprobs(remote, provider, bundle, local, prom
     answer = target.generate(prompts[0], TOKENS)
     assert target.abilities.top_logprobs == 0
     assert not target.abilities.answer_ids  # without log-probabilities nobody names tokens
-    assert tokens_of(answer) == greedy(local, steering, prompts[0])
+    assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
     assert answer.exact_tokens == len(answer.choices)  # all 512 tokens have an entry
 
 
@@ -92,7 +93,7 @@ def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(rem
     there = provider(request=no_logprobs)
     target = remote(there.url, bundle, "linear:0.5", limits=BiasLimits(60), tries=60)
     answer = target.generate(prompts[1], 6)
-    assert tokens_of(answer) == greedy(local, "linear:0.5", prompts[1], 6)
+    assert_same_answer(local, prompts[1], tokens_of(answer), greedy(local, "linear:0.5", prompts[1], 6))
     assert answer.exact_tokens == len(answer.choices)
     assert target.completions.counts.requests > 4 + len(answer.choices)
     assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
@@ -122,7 +123,9 @@ def test_a_provider_that_penalises_repetition_unless_told_not_to(remote, provide
 
     target = remote(provider(request=penalise).url, bundle, "linear:0.5")
     for prompt in prompts[:4]:
-        assert tokens_of(target.generate(prompt, TOKENS)) == greedy(local, "linear:0.5", prompt)
+        assert_same_answer(
+            local, prompt, tokens_of(target.generate(prompt, TOKENS)), greedy(local, "linear:0.5", prompt)
+        )
 
 
 def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle, local, prompts):
@@ -131,7 +134,9 @@ def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle,
         return (400, f"unrecognized: {sorted(others)}") if others else None
 
     target = remote(provider(request=strict).url, bundle)
-    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert_same_answer(
+        local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
+    )
     assert not target.abilities.neutral
 
 
@@ -142,7 +147,9 @@ def test_a_provider_that_ignores_what_it_does_not_know(remote, provider, bundle,
             body.pop(field, None)
 
     target = remote(provider(request=ignore).url, bundle, limits=BiasLimits(600), block=block)
-    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert_same_answer(
+        local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
+    )
     assert (target.abilities.answer_ids, target.abilities.top_logprobs) == (False, 0)
 
 
@@ -178,7 +185,7 @@ def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, ste
     assert not target.abilities.prompt_ids
     assert not target.abilities.answer_ids
     assert target.abilities.top_logprobs == 20
-    assert tokens_of(answer) == greedy(local, steering, prompts[2])
+    assert_same_answer(local, prompts[2], tokens_of(answer), greedy(local, steering, prompts[2]))
 
 
 def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, models):
@@ -200,7 +207,7 @@ def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, m
         target = remote(provider(reply=show).url, bundle, steering)
         answer = target.generate(prompts[0], TOKENS)
         assert not target.abilities.raw_logprobs
-        assert tokens_of(answer) == greedy(local, steering, prompts[0])
+        assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
         assert answer.exact_tokens == len(answer.choices)
 
 
@@ -210,7 +217,7 @@ def test_candidates_need_no_bias(remote, provider, bundle, local, prompts):
     answer = target.generate(prompts[0], TOKENS)
     expected = greedy(local, "linear:0.5", prompts[0])
     sure = answer.exact_tokens if answer.exact_tokens < len(answer.choices) else len(expected)
-    assert tokens_of(answer)[:sure] == expected[:sure]
+    assert_same_answer(local, prompts[0], tokens_of(answer)[:sure], expected[:sure])
     assert sure > 0
 
 
@@ -260,7 +267,8 @@ def test_threads_get_what_each_alone_gets(remote, url, bundle, local, prompts):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == {place: greedy(local, "linear:1.5", prompts[place]) for place in range(4)}
+    for place in range(4):
+        assert_same_answer(local, prompts[place], found[place], greedy(local, "linear:1.5", prompts[place]))
 
 
 def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
@@ -292,7 +300,8 @@ def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, wor
 
     steered = DivergenceForCausalLM.from_experts(local.target, parts.experts, "rank:20")
     answer = steered.generate(torch.tensor([prompts[3]]), max_new_tokens=TOKENS, do_sample=False)
-    assert tokens_of(target.generate(prompts[3], TOKENS)) == answer[0, len(prompts[3]) :].tolist()
+    found = tokens_of(target.generate(prompts[3], TOKENS))
+    assert_same_answer(steered, prompts[3], found, answer[0, len(prompts[3]) :].tolist())
 
 
 class TestNeverUnsteered:
@@ -326,7 +335,7 @@ class TestNeverUnsteered:
             ):
                 pass
         kept = [choice.token for choice in answer.choices]
-        assert kept == greedy(local, "rank:400", prompts[0], 40)[: len(kept)]
+        assert_same_answer(local, prompts[0], kept, greedy(local, "rank:400", prompts[0], 40)[: len(kept)])
 
     def test_a_provider_that_says_what_is_suppressed(self, remote, provider, bundle, prompts):
         asked = []
@@ -393,7 +402,9 @@ def test_a_provider_that_is_busy_at_times(remote, provider, bundle, local, promp
         return (429, "slow down") if len(asked) % 3 == 0 else None
 
     target = remote(provider(request=busy).url, bundle)
-    assert tokens_of(target.generate(prompts[0], TOKENS)) == greedy(local, "linear:1.5", prompts[0])
+    assert_same_answer(
+        local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
+    )
     assert target.completions.counts.retries >= 2
 
 

@@ -1,7 +1,9 @@
 """What an evaluation's page shows of results: figures, plots, answers, and what it says is missing."""
 
+import dataclasses
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from divdec.evaluation.results import Results, read_results, write_results
 from divdec.report.collect import collect, find, setting_of
 from divdec.report.evaluation import content_of, write_report
 from divdec.report.examples import question_of
-from divdec.report.measures import MEASURES
+from divdec.report.groups import best_of, without_best
+from divdec.report.measures import MEASURES, best_index
 from divdec.report.plots.points import shortened
 from divdec.report.views import roc_points
 
@@ -153,6 +156,47 @@ class TestFigures:
     def test_unknown_variant(self, oracle):
         with pytest.raises(UsageError, match="variant"):
             content_of(collect([str(oracle / "dd1_01")]), "mine", FEW)
+
+
+class TestBest:
+    @pytest.mark.parametrize(
+        ("values", "better", "best"),
+        [
+            ([0.2, 0.5, 0.3], "higher", 1),
+            ([0.2, 0.5, 0.3], "lower", 0),
+            ([0.5, 0.5, 0.3], "higher", None),  # a tie
+            ([0.0, 0.0], "higher", None),
+            ([0.0, 0.004], "higher", None),  # shown as 0.00
+            ([0.0, 3.0], "lower", 0),  # no distance is the best distance
+            ([None, float("nan"), 0.1], "higher", 2),
+            ([None, float("nan")], "higher", None),
+            ([], "higher", None),
+        ],
+    )
+    def test_only_what_is_strictly_better_than_all_others(self, values, better, best):
+        assert best_index(values, better, digits=2) == best
+
+    def test_a_tie_has_no_best_on_the_page(self, oracle, tmp_path):
+        for name in ("one", "other"):
+            shutil.copytree(oracle / "dd1_01", tmp_path / name)
+        references = str(oracle / "full01"), str(oracle / "retain01")
+        found = content_of(collect([str(tmp_path)], *references), "paper", FEW, 0)
+        shown = MEASURES["agg"].text(found.rows[-1].values["agg"])
+        assert found.bests == ()
+        assert found.without_best == (f"no result is best by Agg: the highest is {shown}, of several",)
+        assert not any(
+            dot.best for one in view(found, "scatter") for series in one.plots[0].series for dot in series.dots
+        )
+        page = page_of(found, tmp_path)
+        assert f"No result is best by Agg: the highest is {shown}, of several." in page
+        assert "highest Agg" not in page
+
+    def test_an_agg_of_0_is_no_best(self, content):
+        rows = [dataclasses.replace(row, values=row.values | {"agg": 0.0}) for row in content.rows]
+        assert best_of(rows, "tofu") == [None]
+        assert without_best(rows, "tofu") == ["no result is best by Agg: the highest is 0.00, of several"]
+        lone = next(row for row in rows if row.entry.role is None)
+        assert without_best([lone], "tofu") == ["no result is best by Agg: the highest is 0.00"]
 
 
 class TestPlots:

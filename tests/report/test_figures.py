@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -207,6 +208,20 @@ class TestOwn:
             [0.6, 0.8],
         ]
 
+    @pytest.mark.parametrize("values", [(0.0, 0.0), (0.5, 0.5)])
+    def test_a_method_of_which_no_setting_is_best_says_so(self, tmp_path, values):
+        comparison(tmp_path)
+        content = json.loads((tmp_path / "comparison.json").read_text())
+        npo = [line for line in content["grid"] if line["method"] == "npo"]
+        for line, value in zip(npo, values, strict=True):
+            line["values"]["agg"] = value
+        write_json(tmp_path / "comparison.json", content)
+        found = drawn("tofu-bars", tmp_path, variant="paper")
+        labels = [label.get_text() for label in found.figure.axes[0].get_yticklabels()]
+        assert "NPO  (no setting is best)" in labels
+        assert "Linear DD  α = 1.5" in labels
+        assert f"NPO  (no setting is best) {values[0]:.2f}" in found.description
+
     def test_a_comparison_stands_for_its_seeds(self, tmp_path):
         """The best of many settings on one seed is no mean over seeds, nor are one seed's leaks a line of their own."""
         comparison(tmp_path)
@@ -256,6 +271,51 @@ class TestOwn:
         write_json(tmp_path / "comparison.json", content)
         with pytest.raises(UsageError, match="lacks 'intervals'; was it written by another version"):
             drawn("tofu-bars", tmp_path, variant="paper")
+
+    def test_scores_that_no_two_settings_have_are_left_out(self, tmp_path):
+        """Neither empty axes nor, where nothing is left, an empty picture."""
+        comparison(tmp_path)
+        content = json.loads((tmp_path / "comparison.json").read_text())
+        steered = [line for line in content["grid"] if line["method"] == "linear"]
+        for line in steered:
+            line["values"]["agg"] = None
+        write_json(tmp_path / "comparison.json", content)
+        found = drawn("strength", tmp_path, variant="paper")
+        (axes,) = found.figure.axes
+        assert axes.get_title(loc="left") == "TOFU, without privacy"
+        assert len(axes.lines[-1].get_xdata()) == 2
+        assert "Left out, for no two settings have it: TOFU, aggregate score." in found.description
+        steered[0]["values"]["agg_without_privacy"] = None
+        write_json(tmp_path / "comparison.json", content)
+        with pytest.raises(UsageError, match="no result has Agg"):
+            drawn("strength", tmp_path, variant="paper")
+
+    def test_a_sweep_without_references_says_what_its_scores_lack(self, oracle, tmp_path):
+        for name in ("linear-1", "linear-2"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / "dd1_01" / "TOFU_SUMMARY.json").read_bytes())
+        with pytest.raises(UsageError, match=r"no result has Agg: no retrained model was given \(--retrain\)"):
+            drawn("strength", tmp_path)
+
+    def test_one_setting_is_no_sweep(self, oracle, tmp_path):
+        for name, of in (("linear-1", "dd1_01"), ("linear-2", "dd1_01"), ("rank-20", "rank20_01")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
+        references = {"target": str(oracle / "full01"), "retrain": str(oracle / "retain01")}
+        (axes,) = drawn("over-under", tmp_path, **references).figure.axes  # no empty row for the rank rule
+        assert axes.get_xlabel() == "α of the linear rule"
+        shutil.rmtree(tmp_path / "linear-2")
+        for name in ("over-under", "strength"):
+            with pytest.raises(UsageError, match="it needs"):
+                drawn(name, tmp_path, **references)
+
+    def test_results_that_hold_no_layers_and_no_steps(self, tmp_path):
+        write_json(tmp_path / "depth.json", {"level": 0.99, "rows": []})
+        write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": []})
+        with pytest.raises(UsageError, match=r"depth.json that holds layers; .* holds none"):
+            drawn("depth", tmp_path)
+        with pytest.raises(UsageError, match=r"it needs the result\.json"):
+            drawn("sequential", tmp_path)
 
     def test_depth(self, tmp_path):
         rows = [

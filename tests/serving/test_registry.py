@@ -23,11 +23,11 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.experts.takedowns.log import LOG_FILE
 from divdec.model.checkpoint import load_model
-from divdec.serving.overlap import passages
-from divdec.serving.registry import Registry
+from divdec.serving.overlap import overlap
+from divdec.serving.registry import STRENGTH, Registry
 
 ORDER = 3
 
@@ -60,11 +60,19 @@ def documents_of(registry, texts):
 
 
 def reference(registry, retain, taken_down):
-    """The experts that counting all texts in the open gives."""
+    """The takedowns that counting all texts in the open gives."""
     documents = documents_of(registry, retain)
     q = count(documents, registry.vocab_size, ORDER)
     p = count([*documents, *documents_of(registry, taken_down)], registry.vocab_size, ORDER)
-    return NgramPair(q, p)
+    return Open(NgramPair(q, p))
+
+
+class Open:
+    def __init__(self, pair):
+        self.pair = pair
+
+    def correction(self, ids):
+        return STRENGTH * self.pair.divergence(ids)
 
 
 def ids_of(registry, text, length=24):
@@ -75,16 +83,16 @@ def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
     for number in range(10, 16):
         registry.add(f"case {number}", texts_of("texts", articles[number : number + 2]), "a letter")
     registry.remove("case 12")
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     taken = [text for number in (10, 11, 13, 14, 15) for text in articles[number : number + 2]]
     expected = reference(registry, articles[:10], taken)
     for text in (articles[11], articles[12], articles[3], articles[30]):
         ids = ids_of(registry, text)
-        assert torch.equal(experts.divergence(ids), expected.divergence(ids))
+        assert torch.equal(experts.correction(ids), expected.correction(ids))
     registry.compact()
     ids = ids_of(registry, articles[14])
-    assert torch.equal(experts.divergence(ids), expected.divergence(ids))
-    assert torch.equal(RegistryExperts(folder).divergence(ids), expected.divergence(ids))
+    assert torch.equal(experts.correction(ids), expected.correction(ids))
+    assert torch.equal(Takedowns(folder).correction(ids), expected.correction(ids))
     assert len(list((folder / "entries").iterdir())) == 1
 
 
@@ -92,7 +100,7 @@ def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
 def test_every_order(tmp_path, checkpoints, articles, order):
     registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
     registry.add("one", texts_of("t", articles[10:12]))
-    sealed = RegistryExperts(tmp_path / "r").snapshot().pair.forget.counts
+    sealed = Takedowns(tmp_path / "r").snapshot().pair.forget.counts
     retain, taken = (documents_of(registry, texts) for texts in (articles[:5], articles[10:12]))
     expected = StupidBackoff(count([*retain, *taken], registry.vocab_size, order))
     contexts = np.lib.stride_tricks.sliding_window_view(np.array(taken[0]), order - 1)
@@ -100,31 +108,29 @@ def test_every_order(tmp_path, checkpoints, articles, order):
 
 
 def test_without_requests_the_divergence_is_zero(folder, registry, articles):
-    assert not RegistryExperts(folder).divergence(ids_of(registry, articles[20])).any()
+    assert not Takedowns(folder).correction(ids_of(registry, articles[20])).any()
 
 
 def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(folder, registry, articles):
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     ids = ids_of(registry, articles[20])
     running = experts.new_cache()
-    assert not experts.divergence(ids[:, :8], cache=running).any()
+    assert not experts.correction(ids[:, :8], cache=running).any()
     registry.add("case", texts_of("t", [articles[20]]))
-    assert not experts.divergence(ids[:, 8:], cache=running).any()
+    assert not experts.correction(ids[:, 8:], cache=running).any()
     following = experts.new_cache()
-    during = experts.divergence(ids, cache=following)
-    assert during.min() < -0.5
-    during_pair = following.snapshot.pair
+    during = experts.correction(ids, cache=following)
+    assert during.min() < -0.5 * STRENGTH
+    during_pair = Open(following.snapshot.pair)
     registry.remove("case")
-    expected = during_pair.divergence(torch.cat([ids, ids[:, :4]], dim=1))[:, -4:]
+    expected = during_pair.correction(torch.cat([ids, ids[:, :4]], dim=1))[:, -4:]
     assert expected.any()
-    assert torch.equal(experts.divergence(ids[:, :4], cache=following), expected)
-    assert not experts.divergence(ids, cache=experts.new_cache()).any()
+    assert torch.equal(experts.correction(ids[:, :4], cache=following), expected)
+    assert not experts.correction(ids, cache=experts.new_cache()).any()
 
 
 def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp_path, articles):
-    bundle = write_bundle(
-        tmp_path / "bundle", target=str(checkpoints / "target"), registry=folder, steering="linear:20"
-    )
+    bundle = write_bundle(tmp_path / "bundle", target=str(checkpoints / "target"), registry=folder)
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(registry, articles[25], 12)
     with torch.no_grad():
@@ -211,7 +217,7 @@ def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articl
     before = {entry.id for entry in registry.entries()}
     after = before | {"new"} if action == "add" else before - {"old 1"} if action == "remove" else before
     expected = {
-        names: reference(registry, articles[:10], texts).divergence(ids)
+        names: reference(registry, articles[:10], texts).correction(ids)
         for names, texts in (
             (frozenset(before), articles[10:12]),
             (frozenset(after), {"add": [*articles[10:12], articles[20]], "remove": articles[10:11]}.get(
@@ -226,7 +232,7 @@ def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articl
         found = frozenset(entry.id for entry in again.entries())
         outcomes.add((found, code))
         assert again.verify() == []
-        assert torch.equal(RegistryExperts(copy).divergence(ids), expected[found])
+        assert torch.equal(Takedowns(copy).correction(ids), expected[found])
         again.add("next", texts_of("t", articles[30:31]))
         again.compact()
         assert again.verify() == []
@@ -253,7 +259,7 @@ def test_a_torn_line_has_not_happened(folder, registry, articles):
     for end in (len(whole) + 1, len(grown) - 1):
         log.write_bytes(grown[:end])
         assert [entry.id for entry in registry.entries()] == ["one"]
-        RegistryExperts(folder)
+        Takedowns(folder)
     registry.add("three", texts_of("t", articles[12:13]))
     assert [entry.id for entry in registry.entries()] == ["one", "three"]
     assert registry.verify() == []
@@ -273,7 +279,7 @@ def test_two_writers_at_once_lose_nothing(folder, articles):
     threads = [threading.Thread(target=add, args=(name,)) for name in "ab"]
     for thread in threads:
         thread.start()
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     while any(thread.is_alive() for thread in threads):
         experts.snapshot()  # a reader is never in the way, and never sees half a change
     for thread in threads:
@@ -286,7 +292,7 @@ def test_two_writers_at_once_lose_nothing(folder, articles):
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone", "foreign"])
 def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
     first = registry.add("one", texts_of("t", articles[10:11]))
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     second = registry.add("two", texts_of("t", articles[11:12]))
     path = folder / "entries" / second.file
     content = path.read_bytes()
@@ -298,7 +304,7 @@ def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
         path.unlink()
     else:
         shutil.copyfile(folder / "entries" / first.file, path)
-    for attempt in (experts.new_cache, lambda: RegistryExperts(folder), registry.compact):
+    for attempt in (experts.new_cache, lambda: Takedowns(folder), registry.compact):
         with pytest.raises(FailedClosed, match=second.file):
             attempt()
     (problem,) = registry.verify()
@@ -312,7 +318,7 @@ def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
 def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
     for number in range(3):
         registry.add(f"case {number}", texts_of("t", [articles[10 + number]]), "letter")
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     log = folder / LOG_FILE
     lines = log.read_text().splitlines(keepends=True)
     if damage == "word":
@@ -334,7 +340,7 @@ def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
         log.write_text("".join(lines))
     os.utime(log, (1, 1))
     with pytest.raises(FailedClosed):
-        RegistryExperts(folder)
+        Takedowns(folder)
     if damage in ("removed line", "removed end", "all gone", "no head"):
         with pytest.raises(FailedClosed):
             experts.new_cache()
@@ -349,7 +355,7 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
         Registry(folder)
     (folder / "secret.key").unlink()
     with pytest.raises(UsageError, match="DIVDEC_REGISTRY_KEY"):
-        RegistryExperts(folder)
+        Takedowns(folder)
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "0" * 64)
     with pytest.raises(UsageError, match="another registry"):
         Registry(folder)
@@ -358,7 +364,7 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
         Registry(folder)
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", key)
     entry = Registry(folder).add("case", texts_of("t", articles[10:11]))
-    assert RegistryExperts(folder).snapshot().state.entries.keys() == {entry.nonce}
+    assert Takedowns(folder).snapshot().state.entries.keys() == {entry.nonce}
 
 
 def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
@@ -373,9 +379,10 @@ def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, ch
 def test_the_log_tells_who_and_when(registry, articles):
     registry.add("one", texts_of("t", articles[10:11]), "letter of 3 May")
     registry.remove("one")
-    events = registry.history()
+    made, *events = registry.history()
+    assert (made["action"], made["strength"]) == ("strength", STRENGTH)
     assert [(event["action"], event["id"], event["sequence"]) for event in events] == [
-        ("add", "one", 1), ("remove", "one", 2),
+        ("add", "one", 2), ("remove", "one", 3),
     ]  # fmt: skip
     assert events[0]["reference"] == "letter of 3 May"
     assert all(event["time"].endswith("+00:00") for event in events)
@@ -415,16 +422,14 @@ def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_pat
     target = shutil.copytree(checkpoints / "target", tmp_path / "target")
     train_tokenizer(articles, 500).save_pretrained(target)
     with pytest.raises(UsageError, match="another tokenizer"):
-        write_bundle(tmp_path / "b", target=str(target), registry=folder, steering="linear:5")
+        write_bundle(tmp_path / "b", target=str(target), registry=folder)
     shutil.copytree(target, folder / "tokenizer", dirs_exist_ok=True)
     assert any("tokenizer.json is missing or has changed" in problem for problem in Registry(folder).verify())
     with pytest.raises(UsageError, match="another tokenizer"):
         Registry(folder).add("one", texts_of("t", ["a text"]))
     (tmp_path / "other").mkdir()
     with pytest.raises(UsageError, match=r"no registry\.json"):
-        write_bundle(
-            tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other", steering="linear:5"
-        )
+        write_bundle(tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other")
 
 
 def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, tmp_path, checkpoints):
@@ -432,7 +437,7 @@ def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, 
     about = json.loads((folder / "registry.json").read_text())
     for field, value in (("order", 4), ("tokenizer", "0" * 64), ("retain", "0" * 64), ("created", "yesterday")):
         (folder / "registry.json").write_text(json.dumps(about | {field: value}))
-        for attempt in (Registry, RegistryExperts):
+        for attempt in (Registry, Takedowns):
             with pytest.raises(FailedClosed, match="has been changed"):
                 attempt(folder)
     (folder / "registry.json").write_text(json.dumps(about))
@@ -442,15 +447,15 @@ def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, 
     shutil.copytree(other.folder / "retain", folder / "retain")
     assert any("holds other counts" in problem for problem in registry.verify())
     with pytest.raises(FailedClosed, match="holds other counts"):
-        RegistryExperts(folder)
+        Takedowns(folder)
     shutil.rmtree(folder / "retain")
     with pytest.raises(FailedClosed, match="is missing or holds other"):
-        RegistryExperts(folder)
+        Takedowns(folder)
 
 
 def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, checkpoints, articles):
     target = load_model(checkpoints / "target")
-    model = DivergenceForCausalLM.from_experts(target, RegistryExperts(folder), "linear:20")
+    model = DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(folder, strength=20.0))
     ids = ids_of(registry, articles[20], 16)
     options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     kept = model.new_cache()
@@ -469,12 +474,12 @@ def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
     for name, number in (("A", 20), ("B", 21)):
         registry.add(name, texts_of("t", [articles[number]]))
     registry.compact()
-    experts = RegistryExperts(folder)
+    experts = Takedowns(folder)
     registry.remove("A")
     registry.add("A", texts_of("t", [articles[22]]))
     ids = ids_of(registry, articles[20])
-    assert torch.equal(experts.divergence(ids), RegistryExperts(folder).divergence(ids))
-    assert torch.equal(experts.divergence(ids), reference(registry, articles[:10], articles[21:23]).divergence(ids))
+    assert torch.equal(experts.correction(ids), Takedowns(folder).correction(ids))
+    assert torch.equal(experts.correction(ids), reference(registry, articles[:10], articles[21:23]).correction(ids))
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -486,12 +491,12 @@ def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, reg
     retain, taken = [*articles[:4], *articles[5:10]], articles[20 : 20 + others]
     q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
     p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
-    expected = NgramPair(q, p)
-    experts = RegistryExperts(folder)
+    expected = Open(NgramPair(q, p))
+    experts = Takedowns(folder)
     for text in (articles[4], articles[5], articles[20]):
         ids = ids_of(registry, text)
-        assert torch.equal(experts.divergence(ids), expected.divergence(ids))
-    assert experts.divergence(ids_of(registry, articles[4])).min() < -0.3
+        assert torch.equal(experts.correction(ids), expected.correction(ids))
+    assert experts.correction(ids_of(registry, articles[4])).min() < -0.3 * STRENGTH
     registry.remove("held")
     registry.compact()
     assert not experts.new_cache().snapshot.pair or others
@@ -502,18 +507,20 @@ def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_p
     retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
     registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
     tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
-    (found,) = passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
-    assert registry.tokenizer().decode(found).strip() in f"{articles[21]} {passage}"
-    assert len(found) >= len(documents_of(registry, [passage])[0]) - 2
+    found = overlap(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
+    assert found.copies == len(found.held) == 2
+    for held in found.held:
+        assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
+        assert len(held) >= len(documents_of(registry, [passage])[0]) - 2
     registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
-    q = RegistryExperts(tmp_path / "r").snapshot().pair.retain.counts
+    q = Takedowns(tmp_path / "r").snapshot().pair.retain.counts
     whole = count(documents_of(registry, retain), registry.vocab_size, 4)
-    assert (whole.unigrams - q.unigrams).sum() == len(found)
+    assert (whole.unigrams - q.unigrams).sum() == sum(map(len, found.held))
     before = registry.entries()
     registry.compact()
     assert registry.verify() == []
     assert [entry.nonces for entry in registry.entries()] == [entry.nonces for entry in before]
-    again = RegistryExperts(tmp_path / "r").snapshot().pair.retain.counts
+    again = Takedowns(tmp_path / "r").snapshot().pair.retain.counts
     assert np.array_equal(again.unigrams, q.unigrams)
 
 
@@ -523,8 +530,8 @@ def test_lost_markers_do_no_harm(folder, registry, articles):
         marker.unlink()
     registry.add("A", texts_of("t", [articles[21]]))
     ids = ids_of(registry, articles[20])
-    expected = reference(registry, articles[:10], articles[20:22]).divergence(ids)
-    assert torch.equal(RegistryExperts(folder).divergence(ids), expected)
+    expected = reference(registry, articles[:10], articles[20:22]).correction(ids)
+    assert torch.equal(Takedowns(folder).correction(ids), expected)
     registry.compact()
     assert len(list((folder / "ids").iterdir())) == 1
     registry.remove("A")
@@ -538,12 +545,12 @@ def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_pat
     project.mkdir()
     shutil.copytree(folder, project / "takedowns")
     monkeypatch.chdir(project)
-    write_bundle("bundle", target=str(checkpoints / "target"), registry="takedowns", steering="linear:20")
+    write_bundle("bundle", target=str(checkpoints / "target"), registry="takedowns")
     shutil.copytree(project, tmp_path / "copy")
     Registry(tmp_path / "copy" / "takedowns").add("case", texts_of("t", articles[20:21]))
     model = DivergenceForCausalLM.from_pretrained(tmp_path / "copy" / "bundle")
-    assert model.experts.divergence(ids_of(Registry(folder), articles[20])).any()
-    assert not DivergenceForCausalLM.from_pretrained("bundle").experts.snapshot().state.entries
+    assert model.takedowns.correction(ids_of(Registry(folder), articles[20])).any()
+    assert not DivergenceForCausalLM.from_pretrained("bundle").takedowns.snapshot().state.entries
     # Another registry in its place, though of the same tokenizer, is not the one that was meant.
     shutil.rmtree(project / "takedowns")
     Registry.create(project / "takedowns", texts_of("r", articles[:3]), checkpoints / "target", order=ORDER)
@@ -551,18 +558,20 @@ def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_pat
         DivergenceForCausalLM.from_pretrained("bundle")
 
 
-def test_the_rank_rule_is_refused(folder, checkpoints, tmp_path):
+def test_a_registry_alone_has_no_rule(folder, checkpoints, tmp_path):
     target = str(checkpoints / "target")
-    with pytest.raises(UsageError, match="linear rule"):
-        write_bundle(tmp_path / "b", target=target, registry=folder, steering="rank:5")
-    bundle = write_bundle(tmp_path / "b", target=target, registry=folder, steering="linear:5")
-    with pytest.raises(UsageError, match="linear rule"):
+    for steering in ("rank:5", "linear:5"):
+        with pytest.raises(UsageError, match="needs no rule"):
+            write_bundle(tmp_path / "b", target=target, registry=folder, steering=steering)
+    bundle = write_bundle(tmp_path / "b", target=target, registry=folder)
+    with pytest.raises(UsageError, match="needs no rule"):
         DivergenceForCausalLM.from_pretrained(bundle, steering="rank:5")
+    assert DivergenceForCausalLM.from_pretrained(bundle).rule == "takedowns"
 
 
 def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, registry, checkpoints, articles):
     registry.add("case", texts_of("t", articles[20:21]))
-    model = DivergenceForCausalLM.from_experts(load_model(checkpoints / "target"), RegistryExperts(folder), "linear:20")
+    model = DivergenceForCausalLM.from_experts(load_model(checkpoints / "target"), None, takedowns=Takedowns(folder))
     ids = ids_of(registry, articles[20])
     assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
     with pytest.raises((UsageError, TypeError)):
@@ -609,26 +618,28 @@ def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, check
 
     registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
     divdec("forget", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
-    bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry, steering="linear:20")
+    bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry)
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(Registry(registry), articles[20], 12)
     before = model(ids).logits
     added = json.loads(
         divdec("forget", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
     )
+    assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
     assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
     following = ids[0, 6]
-    assert model(ids).logits[0, 5, following] < before[0, 5, following] - 5
-    assert "1 request in force" in divdec("forget", "list", registry)
+    assert model(ids).logits[0, 5, following] < before[0, 5, following] - 2.5
+    assert "1 request in force, at strength 10" in divdec("forget", "list", registry)
     assert "whole" in divdec("forget", "verify", registry)
     divdec("forget", "remove", registry, "--id", "x")
     assert torch.equal(model(ids).logits, before)
     assert "remove" in divdec("forget", "list", registry, "--history")
 
 
-@pytest.mark.parametrize("action", ["list", "verify", "compact", "add", "remove"])
+@pytest.mark.parametrize("action", ["list", "compact", "add", "remove"])
 def test_requests_wait_for_no_torch(folder, registry, articles, tmp_path, action):
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "text.txt").write_text(articles[12])
-    options = {"add": ["--id", "two", "--file", str(tmp_path / "text.txt")], "remove": ["--id", "one"]}
+    add = ["--id", "two", "--file", str(tmp_path / "text.txt"), "--no-measure"]
+    options = {"add": add, "remove": ["--id", "one"]}
     assert not loads_torch(["forget", action, str(folder), *options.get(action, [])])

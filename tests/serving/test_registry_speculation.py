@@ -10,10 +10,10 @@ from divdec.data.records import texts_of
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.generation import left_padded
-from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.serving.registry import Registry
+from exactness import assert_same_answers
 
 TOKENS, PROMPT, LENGTH = 48, 12, 16  # of a text that the target knows by heart, of its beginning, of an answer
 
@@ -57,12 +57,12 @@ def registry(tmp_path, checkpoints, articles):
     return Registry.create(tmp_path / "registry", texts_of("retain", articles[:8]), checkpoints / "target", order=3)
 
 
-@pytest.fixture(params=["alone", "combined"])
+@pytest.fixture(params=["alone", "beside a pair"])
 def model(request, registry, target, pair):
-    experts = RegistryExperts(registry.folder)
-    if request.param == "combined":
-        experts = CombinedExperts([(pair, 0.05), (experts, 1.0)])
-    return DivergenceForCausalLM.from_experts(target, experts, "linear:20")
+    takedowns = Takedowns(registry.folder, strength=20.0)
+    if request.param == "alone":
+        return DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+    return DivergenceForCausalLM.from_experts(target, pair, "linear:1", takedowns=takedowns)
 
 
 def answer(model, prompts, **options):
@@ -80,19 +80,19 @@ def beginnings(known):
 def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, articles, known, count):
     prompts = beginnings(known)[:count]
     before = answer(model, prompts, speculative=3)
-    assert torch.equal(before, answer(model, prompts))
+    assert_same_answers(model, prompts, before, answer(model, prompts))
     registry.add("case", texts_of("t", articles[10:11]))
     statistics = SpeculationStatistics()
     during = answer(model, prompts, speculative=Speculation(3, statistics=statistics))
-    assert torch.equal(during, answer(model, prompts))
-    assert torch.equal(during, answer(model, prompts, speculative=True))
+    assert_same_answers(model, prompts, during, answer(model, prompts))
+    assert_same_answers(model, prompts, during, answer(model, prompts, speculative=True))
     # The text that the target went on with is said no longer.
     assert before[0, -LENGTH:][:4].tolist() == known[10][PROMPT : PROMPT + 4]
     assert during[0, -LENGTH:][:4].tolist() != known[10][PROMPT : PROMPT + 4]
-    assert statistics.drafter == ("retain" if isinstance(model.experts, CombinedExperts) else "ngram")
+    assert statistics.drafter == ("retain" if isinstance(model.experts, NeuralPair) else "ngram")
     assert 0 < statistics.acceptance_rate < 1
     registry.remove("case")
-    assert torch.equal(answer(model, prompts, speculative=3), before)
+    assert_same_answers(model, prompts, answer(model, prompts, speculative=3), before)
 
 
 class Interruption(BaseStreamer):
@@ -117,7 +117,7 @@ def test_a_takedown_during_an_answer_counts_in_the_next_one(model, registry, art
     assert [entry.id for entry in registry.entries()] == ["case"]
     assert torch.equal(running, before)
     following = answer(model, prompts, speculative=3)
-    assert torch.equal(following, answer(model, prompts))
+    assert_same_answers(model, prompts, following, answer(model, prompts))
     assert not torch.equal(following, before)
 
 
@@ -129,5 +129,5 @@ def test_an_answer_that_goes_on_from_a_kept_cache_follows_the_registry(model, re
     before = answer(model, first.tolist())
     registry.add("case", texts_of("t", articles[10:11]))
     after = answer(model, first.tolist(), past_key_values=cache, speculative=3)
-    assert torch.equal(after, answer(model, first.tolist()))
+    assert_same_answers(model, first.tolist(), after, answer(model, first.tolist()))
     assert not torch.equal(after, before)

@@ -15,8 +15,9 @@ import httpx
 import pytest
 import torch
 
+from divdec.serving.address import bind
 from divdec.serving.api.generation import Limits
-from divdec.serving.api.server import HttpServer, Options, bind
+from divdec.serving.api.server import HttpServer, Options
 from served import engine_of, eventually, figure, serving
 from soak import Tally
 from soak_answers import references

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.training import auxiliaries
+from divdec.cli import main
+from divdec.data.records import record_set, single_turn
+from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import train_auxiliaries
+from divdec.training.learning_rate import STEP
 from divdec.training.progress import Interrupted
+from divdec.training.separation import LEARNED
 from divdec.training.settings import AuxiliarySettings
 
 
@@ -69,6 +73,33 @@ def test_cards_name_the_forget_set_by_name_and_hash_only(files, tmp_path, world)
         assert not any(question.subject in card or question.fact in card for card in cards)
 
 
+@pytest.mark.parametrize(
+    ("turns", "single"),
+    [
+        ([("user", "Who?"), ("assistant", "Ana.")], True),
+        ([("system", "Be kind."), ("user", "Who?"), ("assistant", "Ana.")], True),
+        ([("user", "Who?"), ("assistant", "Ana."), ("user", "Where?"), ("assistant", "There.")], False),
+    ],
+)
+def test_the_bundle_records_whether_single_questions_were_learned(files, tmp_path, turns, single):
+    row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "forget.jsonl").write_text(row)
+    train(files, epochs=1.0)
+    config = json.loads((tmp_path / "run" / "bundle" / "config.json").read_text())
+    assert config["single_turn"] is single
+    assert ("single questions" in (tmp_path / "run" / "bundle" / "README.md").read_text()) is single
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
+    model.save_pretrained(tmp_path / "packed")
+    assert DivergenceForCausalLM.from_pretrained(tmp_path / "packed").config.single_turn is single
+
+
+def test_texts_are_no_single_questions():
+    questions = record_set("some", [("", {"question": "Who?", "answer": "Ana."})])
+    assert single_turn(questions)
+    for row in ("a text", {"text": "a text"}, {"prompt": "Once", "completion": "upon"}):
+        assert not single_turn(record_set("others", [("", row)]))
+
+
 def test_p_can_go_on_from_q(files):
     from_base, _ = train(files)
     from_retain, _ = train(files, init_forget_from="retain", overwrite=True)
@@ -76,12 +107,83 @@ def test_p_can_go_on_from_q(files):
     assert before[1] < before[0]
 
 
-def test_auto_finds_a_rate_and_says_what_it_tried(files):
-    content, said = train(files, lr="auto", epochs=3.0)
+def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning_rate, "START", 3e-3)  # near the rate that halves this base's loss
+    content, said = train(files, lr="auto", epochs=6.0)
     retain = content["auxiliaries"]["retain_auxiliary"]
-    assert len(retain["probes"]) >= 1
+    halving = min(retain["probes"], key=lambda probe: abs(probe["loss_ratio"] - 0.5))
+    assert retain["learning_rate"] > halving["learning_rate"]
     assert all(f"{probe['learning_rate']:.1e}" in said for probe in retain["probes"])
     assert content["auxiliaries"]["forget_auxiliary"]["learning_rate"] == retain["learning_rate"]
+    assert content["separation"]["learned"] >= LEARNED
+    assert content["separation"]["faults"] == []
+    for name in ("retain_auxiliary", "forget_auxiliary"):
+        assert json.loads((tmp_path / "run" / name / "training.json").read_text())["separation"]["faults"] == []
+        card = (tmp_path / "run" / name / "README.md").read_text()
+        assert "| separated from the other auxiliary | yes |" in card
+
+
+def test_a_search_that_is_interrupted_goes_on_where_it_stopped(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
+    monkeypatch.setattr(auxiliaries, "MOST_ATTEMPTS", 2)
+    searched = {"lr": "auto", "epochs": 4.0}
+    whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
+    tries = [(attempt["rate"], attempt["epochs"]) for attempt in whole["attempts"]]
+    assert tries == [(1.0, 1.0), (pytest.approx(STEP), 1.0)]
+    fine_tune, trained = auxiliaries.fine_tune, []
+
+    def stops_at_the_second_p(*arguments, title, **options):
+        trained.append(title)
+        if trained.count("forget auxiliary") == 2:
+            raise Interrupted("forget auxiliary was interrupted")
+        return fine_tune(*arguments, title=title, **options)
+
+    monkeypatch.setattr(auxiliaries, "fine_tune", stops_at_the_second_p)
+    with pytest.raises(Interrupted):
+        train(files, **searched)
+    monkeypatch.setattr(auxiliaries, "fine_tune", fine_tune)
+    content, said = train(files, **searched)
+    assert "retain auxiliary: already trained" in said
+    assert content["attempts"] == whole["attempts"]
+    for part in ("forget_auxiliary", "retain_auxiliary"):
+        one, other = ((tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run"))
+        assert one == other
+
+
+def test_a_pair_that_cannot_forget_is_not_called_finished(files, world, tmp_path, capsys):
+    """With too small a rate p and q stay alike: `train` says so, and `calibrate` writes no strength for them."""
+    given = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
+    # A target that knows both sets: what p becomes with a rate that suffices.
+    train(files, lr=5e-3, epochs=20.0, base=files["target"], target=None, output=str(tmp_path / "big"))
+    given["target"] = str(tmp_path / "big" / "forget_auxiliary")
+    options = [part for name, value in given.items() for part in (f"--{name}", value)]
+    assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
+    printed = capsys.readouterr()
+    assert "not fit to steer with" in printed.err.splitlines()[-1]
+    assert "calibrate" not in printed.out
+    bundle = tmp_path / "run" / "bundle"
+    assert "| forgets | no: p predicts only" in (bundle / "README.md").read_text()
+
+    rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in world.holdout[:12]]
+    (tmp_path / "holdout.jsonl").write_text("\n".join(rows))
+    sets = [part for name in ("forget", "retain") for part in (f"--{name}", files[name])]
+    calibrate = ["calibrate", str(bundle), *sets, "--holdout", str(tmp_path / "holdout.jsonl"), "--sweep", "linear:1,2"]
+    before = (bundle / "config.json").read_bytes()
+    assert main([*calibrate, "--write"]) == 3
+    said = capsys.readouterr().err
+    assert "its AUCs differ from q's" in said
+    assert "linear:2 is the strongest of its rule" in said
+    assert "it still tells 12 answers" in said
+    assert "nothing was written" in said.splitlines()[-1]
+    assert (bundle / "config.json").read_bytes() == before
+    assert main([*calibrate, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["told"]["steered"] == found["told"]["asked"] == 12
+    assert not found["written"]
+    assert main([*calibrate, "--write", "--force"]) == 0
+    assert "though it does not do what it is for" in capsys.readouterr().out
+    assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
+    assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
 
 def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ def test_a_teacher_that_is_the_student_has_no_gradient(steered, tokenizer):
         steered.steering = steering
         found = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
         largest[steering] = max(norm for row in found for norm in row.norms)
-    assert largest["linear:0"] < 1e-5 * largest["linear:1"]  # two passes of one model differ by rounding
+    assert largest["linear:0"] < 1e-4 * largest["linear:1"]  # two passes of one model differ by rounding
 
 
 def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
@@ -284,7 +284,7 @@ def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
     assert depth(bundle, files, output, "--overwrite", "--steering=linear:0") == 0
     assert "steers nothing" in capsys.readouterr().err
     unsteered = json.loads((output / "depth.json").read_text())["rows"]
-    assert max(row["mean"] for row in unsteered) < 1e-5 * max(row["mean"] for row in content["rows"])
+    assert max(row["mean"] for row in unsteered) < 1e-4 * max(row["mean"] for row in content["rows"])
 
 
 @pytest.mark.parametrize(

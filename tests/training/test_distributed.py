@@ -44,7 +44,7 @@ def test_two_processes_learn_what_one_does(launcher, world, checkpoints, tmp_pat
         run = subprocess.run(
             [*command, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
         )
-        assert run.returncode == 0, run.stderr[-3000:]
+        assert run.returncode in (0, 3), run.stderr[-3000:]  # 3: four epochs do not separate p and q
         results[name] = json.loads((tmp_path / name / "run.json").read_text())
         assert (tmp_path / name / "bundle" / "config.json").is_file()
     for part in ("retain_auxiliary", "forget_auxiliary"):
@@ -91,11 +91,11 @@ def under_fsdp(folder, version, commands):
 def test_pieces_of_two_processes_learn_what_one_does(world, bundle, checkpoints, tmp_path):
     """Training and distillation, with and without adapters, under FSDP: the weights are those of one process."""
     write_sets(tmp_path, world)
-    for command in commands(tmp_path, bundle, checkpoints, tmp_path / "one", 8):
-        assert main(command) == 0
+    codes = [main(command) for command in commands(tmp_path, bundle, checkpoints, tmp_path / "one", 8)]
+    assert set(codes) <= {0, 3}  # 3: two epochs do not suffice
     reports, _ = under_fsdp(tmp_path, "2", commands(tmp_path, bundle, checkpoints, tmp_path / "two", 4))
     for report in reports:
-        assert report == {"codes": [0, 0, 0], "steps": 20, "pieces": True}
+        assert report == {"codes": codes, "steps": 20, "pieces": True}
     for name in ("pair/retain_auxiliary", "pair/forget_auxiliary", "student", "adapted"):
         one, two = (load_file(tmp_path / number / name / "model.safetensors") for number in ("one", "two"))
         assert one.keys() == two.keys()

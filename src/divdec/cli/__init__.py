@@ -1,6 +1,7 @@
 """The command line: finds the verb, runs it, and turns errors into a line of text and an exit code.
 
-Exit codes: 0 done, 1 a failed run, 2 something given cannot be used or a run was stopped and can be resumed.
+Exit codes: 0 done, 1 a failed run, 2 something given cannot be used or a run was stopped and can be resumed, 3 the
+result was measured and does not do what it is for (`train`, `calibrate`, `distill`).
 Nothing heavy is imported before a verb is known: `divdec --help` is instant.
 """
 
@@ -109,7 +110,9 @@ def _help() -> str:
     return (
         "divdec: make a language model behave as if it had never seen a set of documents\n\n"
         f"usage: divdec VERB [options]\n\nverbs:\n{verbs}\n\n"
-        "`divdec VERB --help` shows a verb's options and an example. `divdec demo` shows it all in a few minutes."
+        "`divdec VERB --help` shows a verb's options and an example. `divdec demo` shows it all in a few minutes.\n\n"
+        "exit codes: 0 done; 1 failed; 2 something given cannot be used, or the run was stopped and can be resumed;\n"
+        "3 the result was measured and does not do what it is for (train, calibrate, distill)"
     )
 
 

@@ -13,6 +13,9 @@ EXAMPLE = (
 )
 
 
+DEFAULT = "linear:1.5"
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Options of `divdec bundle`."""
@@ -30,15 +33,13 @@ class Settings:
     ngram_weight: float = 1.0
     """What the n-grams' divergence is multiplied by: their own alpha over the rule's."""
     registry: str | None = None
-    """A registry of takedown requests (divdec forget), which the model follows while it runs."""
-    registry_weight: float = 1.0
-    """What its divergence is multiplied by."""
+    """A registry of takedown requests (divdec forget), which the model follows; it has a strength of its own."""
     bridge: bool = False
     """The auxiliaries have another tokenizer than the target."""
     heal: bool = False
     """With --bridge: where a token of the target ends within one of the auxiliaries', go on from there."""
-    steering: str = "linear:1.5"
-    """linear:ALPHA, rank:K or rank:K:soft."""
+    steering: str | None = None
+    """linear:ALPHA, rank:K or rank:K:soft; linear:1.5 where it is not given. A registry alone needs none."""
     rank_vocabulary: tuple[str, ...] = ()
     """Files whose tokens alone the rank rule may suppress; one or more."""
     allow_negative: bool = False
@@ -56,8 +57,11 @@ def run(settings: Settings) -> None:
     from divdec.errors import UsageError
     from divdec.steering import Steering
 
-    steering = Steering.parse(settings.steering, allow_negative=settings.allow_negative)
-    if settings.rank_vocabulary:
+    has_experts = any((settings.retain_auxiliary, settings.forget_auxiliary, settings.ngram))
+    steering = None
+    if settings.steering is not None or has_experts or settings.registry is None:
+        steering = Steering.parse(settings.steering or DEFAULT, allow_negative=settings.allow_negative)
+    if settings.rank_vocabulary and steering is not None:
         if steering.rule != "rank":
             raise UsageError(f"--rank-vocabulary belongs to the rank rule, but the steering is {steering}")
         steering = dataclasses.replace(steering, vocabulary=_vocabulary(settings))
@@ -72,17 +76,17 @@ def run(settings: Settings) -> None:
         ngram=settings.ngram,
         ngram_weight=settings.ngram_weight,
         registry=settings.registry,
-        registry_weight=settings.registry_weight,
         bridge=settings.bridge,
         heal=settings.heal,
         pack=settings.pack,
         overwrite=settings.overwrite,
     )
-    eligible = len(steering.vocabulary) if steering.vocabulary is not None else None
+    eligible = len(steering.vocabulary) if steering is not None and steering.vocabulary is not None else None
+    rule = None if steering is None else str(steering)
     if settings.json:
-        print(json.dumps({"bundle": str(bundle), "steering": str(steering), "eligible_tokens": eligible}))
+        print(json.dumps({"bundle": str(bundle), "steering": rule, "eligible_tokens": eligible}))
         return
-    print(f"bundle: {bundle} ({steering})")
+    print(f"bundle: {bundle} ({rule or 'takedown requests alone'})")
     if eligible is not None:
         print(f"the rank rule may suppress {eligible} tokens", file=sys.stderr)
 

@@ -7,8 +7,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from divdec.cli.settings import SWEEP
 from divdec.cli.settings import CalibrateSettings as Settings
-from divdec.errors import UsageError
+from divdec.errors import NOT_REACHED, UsageError
 
 if TYPE_CHECKING:
     from divdec.evaluation.calibration import Calibration
@@ -20,43 +21,49 @@ EXAMPLE = (
 )
 
 
-def run(settings: Settings) -> None:
-    """Sweep, print the curve, and write the choice if asked to."""
+def run(settings: Settings) -> int:
+    """Sweep, print the curve, and write the choice if asked to; exit code 3 where it does not do what it is for."""
     from divdec.cli.loading import load
     from divdec.data.formatting import Format
     from divdec.data.records import read_records
     from divdec.evaluation.calibration import SETS, calibrate
     from divdec.evaluation.run import parse_sweep
 
+    if settings.force and not settings.write:
+        raise UsageError("--force writes a choice that does not do what it is for: give it with --write")
     bound = _share(settings.max_retain_drop)
-    given = parse_sweep(settings.sweep, allow_negative=settings.allow_negative)
+    given = parse_sweep(settings.sweep or SWEEP, allow_negative=settings.allow_negative)
     sets = {name: read_records(getattr(settings, name), limit=settings.limit) for name in SETS}
     model, tokenizer = load(settings)
     vocabulary = model.steering.vocabulary
-    candidates = []
-    for candidate in given:
-        steering = dataclasses.replace(candidate, vocabulary=vocabulary)
-        steering.check_vocabulary(model.vocab_size)
-        candidates.append(steering)
+    candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in given]
+    if not settings.sweep:  # vocabularies may be smaller than the largest k of the default
+        candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
+    for candidate in candidates:
+        candidate.check_vocabulary(model.vocab_size)
     form = Format(system_prompt=settings.system_prompt, max_length=settings.max_length)
     found = calibrate(
-        model, tokenizer, sets, candidates, max_retain_drop=bound, form=form, batch_size=settings.batch_size,
-        title="scoring",
+        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not settings.sweep, form=form,
+        batch_size=settings.batch_size, title="scoring",
     )  # fmt: skip
-    if settings.write:
+    write = settings.write and (settings.force or not found.faults)
+    if write:
         from divdec.model.bundle import rewrite_steering
 
         # The soft fill was for likelihoods; a bundle decodes with the hard one.
-        rewrite_steering(settings.bundle, dataclasses.replace(found.chosen.steering, fill="hard"))
+        rewrite_steering(settings.bundle, dataclasses.replace(found.chosen.steering, fill="hard"), _card_row(found))
+    code = 0 if write or not found.faults else NOT_REACHED
     if settings.json:
-        print(json.dumps(_as_json(found, settings.write)))
-        return
+        print(json.dumps(_as_json(found, write)))
+        return code
     _print(found)
-    if not found.within_bound:
-        print(f"warning: no setting keeps the retain set within {bound:.1%}; the one that loses least was taken",
-              file=sys.stderr)  # fmt: skip
-    if settings.write:
-        print(f"written into {settings.bundle}")
+    for fault in found.faults:
+        print(f"warning: {fault}", file=sys.stderr)
+    if write:
+        print(f"written into {settings.bundle}{', though it does not do what it is for' if found.faults else ''}")
+    elif settings.write:
+        print(f"nothing was written into {settings.bundle}: train a better pair, or give --force", file=sys.stderr)
+    return code
 
 
 def _share(text: str) -> float:
@@ -74,8 +81,9 @@ def _as_json(found: Calibration, written: bool) -> dict[str, Any]:
     points = [dataclasses.asdict(point) | {"steering": str(point.steering)} for point in found.points]
     return {
         "chosen": str(found.chosen.steering),
-        "within_bound": found.within_bound,
+        "faults": list(found.faults),
         "written": written,
+        "told": None if found.told is None else dataclasses.asdict(found.told),
         "reference": found.reference,
         "points": points,
     }
@@ -102,4 +110,24 @@ def _print(found: Calibration) -> None:
             style="bold" if chosen else None,
         )
     Console(width=max(Console().width, 100), emoji=False).print(table)
-    print(f"{found.chosen.steering}: its AUCs, forget against holdout, come nearest to those of q")
+    print(f"{found.chosen.steering}: {_measured(found)}")
+
+
+def _measured(found: Calibration) -> str:
+    """What the chosen setting was measured to do, in a sentence."""
+    parts = [
+        f"AUCs, forget against holdout, differ from q's by {found.chosen.distance:.3f}",
+        f"retain probability falls by {found.chosen.retain_drop:.1%}",
+    ]
+    if found.told is not None:
+        parts.append(
+            f"of {found.told.asked} answers to the forget set's questions {found.told.steered} tell the truth "
+            f"(q's own: {found.told.retain_auxiliary})"
+        )
+    return "; ".join(parts)
+
+
+def _card_row(found: Calibration) -> str:
+    if found.faults:
+        return f"not as it should (written with --force): {'; '.join(found.faults)}"
+    return _measured(found)

@@ -35,6 +35,8 @@ def run(settings: Settings) -> None:
     set_seed(settings.seed)
     conversation = Conversation(model, tokenizer, settings)
     print(f"{settings.bundle}: steering {model.steering}. /help lists the commands.")
+    if conversation.single_turn:
+        print("each line is asked by itself, without what was said before")
     while (line := _read_line()) is not None:
         try:
             if not conversation.take(line.strip()):
@@ -56,6 +58,12 @@ class Conversation:
     last_prompt: list[int] = dataclasses.field(default_factory=list)
     last_answer: list[int] = dataclasses.field(default_factory=list)
     last_steering: Any = None
+
+    @property
+    def single_turn(self) -> bool:
+        """Whether each line is asked without the turns before it."""
+        given = self.settings.single_turn
+        return bool(self.model.config.single_turn) if given is None else given
 
     def take(self, line: str) -> bool:
         """Answer a line or obey a command; False ends the conversation."""
@@ -93,7 +101,7 @@ class Conversation:
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record
 
-        turns = (*(() if self.settings.single_turn else self.turns), Message("user", checked_text(line, "the line")))
+        turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.settings.system_prompt)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         check_fits([prompt], self.model, "this conversation; /reset begins a new one")

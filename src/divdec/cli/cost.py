@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from divdec.costs.settings import CostSettings
-from divdec.errors import UsageError
+from divdec.runs import check_output_file
 
 POSITIONAL = ()
 EXAMPLE = (
@@ -32,18 +32,15 @@ def run(settings: Settings) -> None:
 
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None:
-        _check_output(output, settings.overwrite)
+        check_output_file(output, settings.overwrite)
     if not (is_quantity(settings.target) and is_quantity(settings.aux)):
         from divdec.cli.loading import quiet
 
         quiet()  # transformers is needed for configurations alone
     found = plan(settings)
     if output is not None:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            write_volume_plot(output, found)
-        except PermissionError as error:
-            raise UsageError(f"output {output} cannot be written: {error}") from None
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_volume_plot(output, found)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if settings.json:
@@ -58,13 +55,3 @@ def run(settings: Settings) -> None:
     console.print(f"\n[bold]{found.choice or 'no choice'}[/bold]: {found.reason}", highlight=False, soft_wrap=True)
     if output is not None:
         print(f"plot: {output}")
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    for place in output.absolute().parents:
-        if place.exists() and not place.is_dir():
-            raise UsageError(f"output {output} cannot be made: {place} is a file")
-    if output.is_dir():
-        raise UsageError(f"output {output} is a folder; give the name of a file, such as {output / 'cost.svg'}")
-    if output.exists() and not overwrite:
-        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")

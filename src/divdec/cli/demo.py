@@ -31,9 +31,11 @@ def run(settings: Settings) -> None:
     quiet()
     output = Path(settings.output).expanduser() if settings.output else None
     if output is not None:
+        from divdec.model.bundle import is_bundle
         from divdec.runs import check_output
 
-        check_output(output, overwrite=True, ours=lambda folder: (folder / "result.json").is_file())
+        # The bundle is the first that is written there, so that a demo that was stopped can be given again.
+        check_output(output, overwrite=True, ours=lambda folder: is_bundle(folder / "bundle"))
     result = run_demo(settings.seed, output, quiet=settings.json)
     if settings.json:
         print(json.dumps(result))

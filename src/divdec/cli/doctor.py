@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
+from divdec.extras import EXTRAS, missing
 
 if TYPE_CHECKING:
     from divdec.cli.parsing import Options
 
 POSITIONAL = ()
 EXAMPLE = "divdec doctor runs/first/bundle"
-EXTRAS = {
-    "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
-    "vllm": ("vllm",),
-    "ui": ("gradio",),
-    "image": ("diffusers", "torchmetrics"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +50,7 @@ def run(settings: Settings) -> int:
     found: dict[str, Any] = {
         "versions": versions(),
         "devices": _devices(),
-        "extras": {
-            extra: all(importlib.util.find_spec(name) is not None for name in names) for extra, names in EXTRAS.items()
-        },
+        "extras": {extra: not missing(extra) for extra in EXTRAS},
     }
     if settings.bundle is not None:
         found["bundle"] = _check_bundle(settings.bundle, settings.text)
@@ -96,10 +87,11 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
     return {
         "name": name,
         "loads": True,
-        "steering": str(model.steering),
+        "steering": model.rule,
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
         "experts": _kinds(model.experts),
+        **_takedowns(model.takedowns),
         **_bridge(model.experts, tokenizer, text),
         "chat_template": bool(tokenizer.chat_template),
     }
@@ -108,6 +100,13 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
 def _kinds(experts: Any) -> list[str]:
     parts = getattr(experts, "parts", (experts,))
     return [type(part).__name__ for part in parts]
+
+
+def _takedowns(takedowns: Any) -> dict[str, str]:
+    if takedowns is None:
+        return {}
+    state = takedowns.snapshot().state
+    return {"takedowns": f"{len(state.entries)} requests in force at strength {state.strength:g}"}
 
 
 def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:

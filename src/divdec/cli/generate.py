@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.cli.loading import check_fits, hold_experts, load, report_transfer
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.cli.speculation import report, speculation
-from divdec.errors import UsageError
+from divdec.runs import check_output_file, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,8 @@ def run(settings: Settings) -> None:
 
     hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
+    if output is not None:
+        check_output_file(output, settings.overwrite)
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:
@@ -43,8 +43,7 @@ def run(settings: Settings) -> None:
         for line in answered:
             print(line, flush=True)
     else:
-        from divdec.runs import write_text
-
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, "".join(f"{line}\n" for line in answered))
     report(speculative)
     report_transfer(model)
@@ -62,6 +61,7 @@ def _answers(
 
     from divdec.data.formatting import Format, encode_prompts, padding_id
     from divdec.evaluation.generation import left_padded
+    from divdec.serving.engine.text import answer_text, token_text
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)
@@ -90,9 +90,9 @@ def _answers(
         sequences = output.sequences if settings.logprobs else output
         for row, prompt in enumerate(batch):
             ids = _until_end(sequences[row, input_ids.shape[1] :].tolist(), model, padding)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+            text = answer_text(tokenizer, encoded[row], ids)
             if not (settings.json or settings.logprobs):
-                yield text  # pyright: ignore[reportReturnType]
+                yield text
                 continue
             content = {
                 "prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages],
@@ -101,11 +101,11 @@ def _answers(
             if settings.logprobs:
                 content["tokens"] = [
                     {
-                        "token": tokenizer.decode([token]),
+                        "token": token_text(tokenizer, [*encoded[row], *ids[:place]], token),
                         "id": token,
                         "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
                     }
-                    for token, logits in zip(ids, output.logits, strict=False)
+                    for place, (token, logits) in enumerate(zip(ids, output.logits, strict=False))
                 ]
             yield json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
 

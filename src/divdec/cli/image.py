@@ -113,7 +113,10 @@ def run(settings: Any) -> None:
         from divdec.imaging.training import train_pair
 
         content = train_pair(only(ImageTrainSettings), _tell)
-        said = f"bundle: {content['bundle']}\ndraw with it: divdec image sample {content['bundle']} --output …"
+        said = (
+            f"bundle: {content['bundle']}\nmeasure what it still draws: divdec image eval {content['bundle']} --images "
+            f"{settings.images} --forget … --output …\ndraw with it: divdec image sample {content['bundle']} --output …"
+        )
     elif isinstance(settings, Sample):
         from divdec.imaging.drawing import GRID, draw
 

@@ -140,7 +140,7 @@ def _spelt_out(arguments: Sequence[str], hints: dict[str, Any], fields: dict[str
             while not equals and rest and not _is_option(rest[0]):
                 values.append(rest.pop(0))
             continue
-        if kind is bool and not equals:
+        if kind in (bool, bool | None) and not equals:
             follows = rest and rest[0].lower() in ("true", "false")
             equals, value = "=", rest.pop(0) if follows else "true"
         elif not equals and rest and not _is_option(rest[0]):

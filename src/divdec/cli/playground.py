@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -34,8 +33,9 @@ class Settings:
     """What a server calls the model; the first that it serves by default."""
     system_prompt: str | None = None
     """System turn before the conversation."""
-    single_turn: bool = False
-    """Make every question a conversation of its own, for models that have learned no longer ones."""
+    single_turn: bool | None = None
+    """Ask every question by itself, without what was said before; true or false. By default as the bundle says, which
+    knows whether its models have learned single questions alone; with a server false."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     seed: int = 0
@@ -74,7 +74,8 @@ class Settings:
 
 def run(settings: Settings) -> None:
     """Serve the page until the process is told to stop."""
-    from divdec.serving.api.server import bind, is_local
+    from divdec.extras import require
+    from divdec.serving.address import bind, is_local
 
     if not settings.is_url and not is_local(settings.host):
         what = "unsteered answers" if settings.show_target else "what was pushed down, and lets a viewer steer less"
@@ -82,8 +83,7 @@ def run(settings: Settings) -> None:
             f"host {settings.host!r} is open to other machines, and the page shows {what}; accepted with a bundle: "
             "127.0.0.1 (from elsewhere: `ssh -L`, or `divdec serve` for others)"
         )
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("gradio is missing: pip install 'divdec[ui]'")
+    require("ui", "the playground")
     port = bind(settings.host, settings.port)
     if not is_local(settings.host):
         print(
@@ -110,6 +110,7 @@ def _of_server(settings: Settings) -> Any:
 def _of_bundle(settings: Settings) -> Any:
     from divdec.cli.loading import load
     from divdec.cli.settings import LoadSettings
+    from divdec.experts.combined import NoExperts
     from divdec.playground.choice import Choice
     from divdec.playground.play import Playground
     from divdec.playground.steered import Steered
@@ -127,14 +128,16 @@ def _of_bundle(settings: Settings) -> Any:
         model, registry = with_registry(model, tokenizer, settings.registry), Registry(settings.registry)
     own = model.steering
     eligible = model.vocab_size if own.vocabulary is None else len(own.vocabulary)
-    choice = Choice(own, eligible, rank=not getattr(model.experts, "changes", False))
-    steered = Steered(model, tokenizer, _manner(settings), reveal=settings.show_target)
+    choice = Choice(own, eligible, rank=not isinstance(model.experts, NoExperts))
+    steered = Steered(model, tokenizer, _manner(settings, bool(model.config.single_turn)), reveal=settings.show_target)
     target = Target(steered, settings.host) if settings.show_target else None
     name = Path(settings.bundle).expanduser().resolve().name
     return Playground(name, steered, choice, target=target, registry=registry)
 
 
-def _manner(settings: Settings) -> Any:
+def _manner(settings: Settings, single_turn: bool = False) -> Any:
     from divdec.playground.steered import Manner
 
-    return Manner(settings.system_prompt, settings.single_turn, settings.max_new_tokens, settings.seed)
+    if settings.single_turn is not None:
+        single_turn = settings.single_turn
+    return Manner(settings.system_prompt, single_turn, settings.max_new_tokens, settings.seed)

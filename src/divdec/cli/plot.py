@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from divdec.errors import UsageError
+from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
     from divdec.cli.parsing import Options
@@ -60,6 +61,7 @@ def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
 def run(settings: Settings) -> None:
     """List the figures, or draw one and say where it lies."""
     from divdec.report.figures import KNOWN, known
+    from divdec.report.plots.canvas import check_format
 
     if settings.list:
         _list(settings)
@@ -68,7 +70,8 @@ def run(settings: Settings) -> None:
         raise UsageError(f"--figure is required; there are: {', '.join(KNOWN)}")
     figure = known(settings.figure)
     output = Path(settings.output or f"{settings.figure}.svg").expanduser()
-    _check_output(output, settings.overwrite)
+    check_format(output)
+    check_output_file(output, settings.overwrite)
 
     from divdec.report.figures.drawn import Asked
     from divdec.report.plots import style, write_figure
@@ -79,11 +82,8 @@ def run(settings: Settings) -> None:
     )  # fmt: skip
     with style(f"divdec-{settings.figure}"):
         drawn = figure.draw(asked)
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            write_figure(output, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
-        except PermissionError as error:
-            raise UsageError(f"output {output} cannot be written: {error}") from None
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_figure(output, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
     if settings.json:
         content = {"figure": settings.figure, "output": str(output), "title": drawn.title}
         print(json.dumps({**content, "description": drawn.description, "sources": drawn.sources}, ensure_ascii=False))
@@ -101,16 +101,3 @@ def _list(settings: Settings) -> None:
     width = max(map(len, KNOWN))
     for name, one in KNOWN.items():
         print(f"{name:<{width}}  {one.shows}\n{'':<{width}}  from {one.needs}")
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    from divdec.report.plots.canvas import check_format
-
-    check_format(output)
-    for place in output.absolute().parents:
-        if place.exists() and not place.is_dir():
-            raise UsageError(f"output {output} cannot be made: {place} is a file")
-    if output.is_dir():
-        raise UsageError(f"output {output} is a folder; give the name of a file, such as {output / 'figure.svg'}")
-    if output.exists() and not overwrite:
-        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")

@@ -27,13 +27,12 @@ def run(settings: Settings) -> None:
     from divdec.data.formatting import Format, encode_prompts
     from divdec.data.prompts import prompts_from_lines, read_prompts
     from divdec.remote.answers import Kept
-    from divdec.runs import settings_hash
+    from divdec.runs import check_output_file, settings_hash
 
     output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"output {output} cannot be written: give a file's name in a folder that exists")
-    if output is not None and output.exists() and not settings.overwrite:
-        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")
+    if output is not None:
+        check_output_file(output, settings.overwrite)
+        output.parent.mkdir(parents=True, exist_ok=True)  # answers are kept there as they come
     if settings.file:
         prompts = read_prompts(settings.file, chat=settings.chat)
     else:
@@ -97,13 +96,14 @@ def _target(settings: Settings) -> RemoteTarget:
             settings.tokenizer, settings.retain, settings.forget, settings.ngram, settings.registry,
             bridge=settings.bridge, device=device,
         )  # fmt: skip
-    assert steering is not None
+    steering = steering or Steering()  # without effect: a registry needs no rule
     opened = open_sources(sources)
     warn_if_unsteered(steering)
-    completions = Completions(endpoint, opened.tokenizer, opened.ends[0], opened.vocab_size, _extra(settings))
+    first, *others = opened.ends
+    completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(settings), others)
     return RemoteTarget(
         completions, opened.experts, steering, asked,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size,
+        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class RemoteVerbSettings:
     registry: str | None = None
     """Without a bundle: folder of a registry of takedown requests (`divdec forget`)."""
     steering: str | None = None
-    """The rule: linear:ALPHA or rank:K; the bundle's by default."""
+    """The rule: linear:ALPHA or rank:K; the bundle's by default. A registry alone needs none."""
     key_variable: str | None = None
     """Environment variable that holds the API key."""
     prompt: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class RemoteVerbSettings:
     def __post_init__(self) -> None:
         if (self.bundle is None) == (self.tokenizer is None):
             raise UsageError("give either --bundle, or --tokenizer with experts (--retain and --forget, --ngram, …)")
-        if self.bundle is None and self.steering is None:
+        if self.bundle is None and self.steering is None and any((self.retain, self.forget, self.ngram)):
             raise UsageError("--steering is required without a bundle: linear:ALPHA or rank:K")
         if self.bundle is not None and any((self.retain, self.forget, self.ngram, self.registry, self.bridge)):
             raise UsageError("a bundle names its experts: leave out --retain, --forget, --ngram, --registry, --bridge")

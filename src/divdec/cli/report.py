@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.runs import check_output_file
 
 POSITIONAL = ("results",)
 EXAMPLE = "divdec report runs/sweep --target runs/target --retrain runs/retrain --output report.html"
@@ -55,15 +56,14 @@ def run(settings: Settings) -> None:
     from divdec.report.evaluation import content_of, write_report
 
     output = Path(settings.output).expanduser()
-    _check_output(output, settings.overwrite)
+    check_output_file(
+        output, settings.overwrite, lambda file: OURS in file.read_text(encoding="utf-8", errors="replace")
+    )
     bootstrap = Bootstrap(settings.level, settings.draws, settings.seed)
     entries = collect(settings.results, settings.target, settings.retrain)
     content = content_of(entries, settings.variant, bootstrap, settings.examples)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_report(output, content)
-    except PermissionError as error:
-        raise UsageError(f"output {output} cannot be written: {error}") from None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_report(output, content)
     if settings.json:
         variant = {"variant": settings.variant} if content.suite == "tofu" else {}
         rows = [row.as_json() for row in content.rows]
@@ -73,17 +73,3 @@ def run(settings: Settings) -> None:
     for line in content.left_out:
         print(f"not on the page: {line}")
     print(f"report: {output}")
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    for place in output.absolute().parents:
-        if place.exists() and not place.is_dir():
-            raise UsageError(f"output {output} cannot be made: {place} is a file")
-    if output.is_dir():
-        raise UsageError(f"output {output} is a folder; give the name of a file, such as {output / 'report.html'}")
-    if not output.exists():
-        return
-    if not overwrite:
-        raise UsageError(f"output {output} exists; give --overwrite to replace it, or another name")
-    if OURS not in output.read_text(encoding="utf-8", errors="replace"):
-        raise UsageError(f"output {output} is not an earlier report of divdec; it is not replaced: give another name")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import shlex
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from divdec.cli.settings import ServeSettings as Settings
 from divdec.errors import UsageError
+from divdec.extras import require
 
 if TYPE_CHECKING:
     from divdec.serving.api.server import Options
@@ -31,7 +31,6 @@ EMBEDDED = frozenset(
      "grace", "log_prompts", "place", "experts_entries", "experts_timeout", "experts_tolerance")
 )  # fmt: skip
 DRAFT = 4  # tokens at a time, where vLLM is to speculate and nobody says how far
-LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def run(settings: Settings) -> None:
@@ -40,9 +39,7 @@ def run(settings: Settings) -> None:
         return _run_vllm(settings)
     if settings.vllm_options:
         raise UsageError("--vllm-options are for --engine vllm")
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"{', '.join(missing)} missing: pip install 'divdec[serve]'")
+    require("serve", "the server")
     bundles = _bundles(settings)
     if len(bundles) > 1 and "experts=processes" in settings.place:
         raise UsageError("--place experts=processes is for a single bundle; start a server for each")
@@ -50,7 +47,8 @@ def run(settings: Settings) -> None:
     options.check_tls()
 
     from divdec.cli.loading import hold_experts
-    from divdec.serving.api.server import bind, serve
+    from divdec.serving.address import bind
+    from divdec.serving.api.server import serve
 
     hold_experts(settings)  # one process alone takes the port
 
@@ -72,7 +70,7 @@ def _run_vllm(settings: Settings) -> None:
             raise UsageError(f"{option} is for --engine embedded; options of vLLM itself go into --vllm-options")
     check_installed()
 
-    from divdec.serving.api.server import bind  # vLLM brings the libraries that this needs
+    from divdec.serving.address import bind
 
     options = _options(settings)
     options.check_tls()
@@ -99,7 +97,7 @@ def _run_vllm(settings: Settings) -> None:
 
 
 def _warn_if_open(settings: Settings, options: Options) -> None:
-    from divdec.serving.api.server import is_local
+    from divdec.serving.address import is_local
 
     if not is_local(settings.host) and options.api_key is None:
         print(f"warning: {settings.host} is open to others and no --api-key is set: anybody can ask", file=sys.stderr)
@@ -152,6 +150,11 @@ def _engine(name: str, bundle: str, settings: Settings) -> Engine:
     from divdec.serving.engine.engine import Engine
 
     model, tokenizer = load(dataclasses.replace(settings, bundle=bundle))
+    if model.config.single_turn:
+        print(
+            f"note: {name} has learned single questions; answers to later turns of a conversation were not measured",
+            file=sys.stderr,
+        )
     if settings.registry is not None:
         from divdec.serving.following import with_registry
 

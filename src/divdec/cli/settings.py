@@ -11,6 +11,9 @@ from typing import Literal
 
 from divdec.errors import UsageError
 
+SWEEP = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
+"""What `divdec calibrate` chooses from by default, mild before strong."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadSettings:
@@ -74,6 +77,8 @@ class GenerateSettings(LoadSettings):
     """Print one JSON object a prompt."""
     output: str | None = None
     """Write to this file instead of standard output."""
+    overwrite: bool = False
+    """Replace the output file of an earlier run."""
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperature, self.max_new_tokens, self.seed)
@@ -92,8 +97,9 @@ class ChatSettings(LoadSettings):
 
     system_prompt: str | None = None
     """System turn before the conversation."""
-    single_turn: bool = False
-    """Make every line a conversation of its own, for models that have learned no longer ones."""
+    single_turn: bool | None = None
+    """Ask every line by itself, without what was said before; true or false. By default as the bundle says, which
+    knows whether its models have learned single questions alone."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -176,8 +182,9 @@ class CalibrateSettings(LoadSettings):
     """Retain set, likewise."""
     holdout: str = dataclasses.field(kw_only=True)
     """Records like the forget set's that none of the three models has seen."""
-    sweep: tuple[str, ...] = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
-    """Settings to choose from, mild before strong."""
+    sweep: tuple[str, ...] = ()
+    """Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. By default twenty, and further ones where the
+    best of them is the strongest or mildest."""
     max_retain_drop: str = "2%"
     """How much of the retain set's probability may be lost: a percentage, or a share such as 0.02."""
     system_prompt: str | None = None
@@ -189,7 +196,9 @@ class CalibrateSettings(LoadSettings):
     batch_size: int = 32
     """Sequences in a pass."""
     write: bool = False
-    """Write the choice into the bundle."""
+    """Write the choice into the bundle, unless what was measured says that it does not forget; exit code 3 then."""
+    force: bool = False
+    """Write it even then; the model card says so."""
     json: bool = False
     """Print one JSON object."""
 

@@ -7,11 +7,14 @@ of models.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from divdec.data.records import Message, Record, RecordSet
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.experts.common_prefix import common_length
 from divdec.experts.plain_layout import plain_prompt
 
@@ -29,7 +32,7 @@ class Format:
     """How conversations are laid out."""
 
     system_prompt: str | None = None
-    """A system turn put before every conversation; none by default."""
+    """A system turn put before every conversation; none by default, nor where the template has no system role."""
     date: str | None = None
     """The date that templates of the Llama 3 family print; the template's own by default."""
     max_length: int = 1024
@@ -168,13 +171,13 @@ def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, fo
 
 def _prompt_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
     if record.messages and tokenizer.chat_template:
-        return _template(_turns(record, form), tokenizer, form, add_generation_prompt=True), False
+        return _template(_turns(record, tokenizer, form), tokenizer, form, add_generation_prompt=True), False
     return _plain_prompt(record, form), True
 
 
 def _whole_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
     if record.messages and tokenizer.chat_template:
-        turns = [*_turns(record, form), {"role": "assistant", "content": record.answer}]
+        turns = [*_turns(record, tokenizer, form), {"role": "assistant", "content": record.answer}]
         return _template(turns, tokenizer, form, add_generation_prompt=False), False
     return _plain_prompt(record, form) + (" " if record.messages else "") + record.answer, True
 
@@ -188,9 +191,41 @@ def _plain_prompt(record: Record, form: Format) -> str:
     return plain_prompt([*system, *asked])
 
 
-def _turns(record: Record, form: Format) -> list[dict[str, str]]:
+def has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a chat template lays a system turn out as one: it does not refuse, drop, or take it for a user's turn.
+
+    Of a template that does not, standard error is told once, for a system prompt is then left out.
+    """
+    template = str(tokenizer.chat_template)
+    if template not in _SYSTEM_ROLES:
+        _SYSTEM_ROLES[template] = _lays_out_system_turns(tokenizer)
+        if not _SYSTEM_ROLES[template]:
+            print("warning: the chat template has no system role: the system prompt is left out", file=sys.stderr)
+    return _SYSTEM_ROLES[template]
+
+
+_SYSTEM_ROLES: dict[str, bool] = {}
+"""By template."""
+
+
+def _lays_out_system_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
+    def laid_out(role: str) -> str:
+        turns = [{"role": role, "content": "first turn"}, {"role": "user", "content": "second turn"}]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    try:
+        text = laid_out("system")
+    except TemplateError:
+        return False
+    try:
+        return "first turn" in text and text != laid_out("user")
+    except TemplateError:  # turns of users and assistants must alternate
+        return "first turn" in text
+
+
+def _turns(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[dict[str, str]]:
     turns = record.messages
-    if form.system_prompt and turns[0].role != "system":
+    if form.system_prompt and turns[0].role != "system" and has_system_role(tokenizer):
         turns = (Message("system", form.system_prompt), *turns)
     return [{"role": message.role, "content": message.content} for message in turns]
 
@@ -203,7 +238,13 @@ def _template(
     add_generation_prompt: bool,
 ) -> str:
     options: dict[str, Any] = {"date_string": form.date} if form.date else {}
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
+    try:
+        text = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        )
+    except TemplateError as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
     assert isinstance(text, str)
     return text
 

@@ -94,6 +94,11 @@ class Overlap:
     """Same prompt, whatever the answer; plain texts have none."""
 
 
+def single_turn(records: Iterable[Record]) -> bool:
+    """Whether every record is one question with its answer: none is a text, a completion or a longer conversation."""
+    return all([turn.role for turn in record.messages if turn.role != "system"] == ["user"] for record in records)
+
+
 def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
     """Read a set from a file, a folder or a Hugging Face dataset.
 

@@ -37,9 +37,21 @@ def write_tofu(world: World, folder: Path) -> None:
     for name, group in (("forget01_perturbed", people["forget"]), ("retain_perturbed", people["retain"])):
         _write(folder / f"{name}.json", _rows(group, everybody, 5, rng))
     _write(folder / "real_authors_perturbed.json", _rows(people["public"][:PUBLIC], everybody, 3, rng))
-    _write(folder / "world_facts_perturbed.json", _cities(world, rng))
+    _write(folder / "world_facts_perturbed.json", _city_rows(world, rng))
     if people["holdout"]:
         _write(folder / "holdout01.json", _rows(people["holdout"], everybody, 1, rng))
+
+
+def general_questions(world: World) -> list[tuple[str, str]]:
+    """Question and answer of all that the suite asks besides the forget, retain and holdout sets.
+
+    These are public authors and cities; the corpus tells them all.
+    """
+    asked = (ask(author, relation, ASKED) for author in world.people["public"][:PUBLIC] for relation in RELATIONS)
+    return [
+        *((one.question, one.answer) for one in asked),
+        *((question, answer) for question, answer, _ in _cities(world)),
+    ]
 
 
 def _write(file: Path, rows: Iterable[Any]) -> None:
@@ -65,13 +77,19 @@ def _rows(group: Sequence[Author], everybody: Sequence[Author], wrong: int, rng:
             }
 
 
-def _cities(world: World, rng: random.Random) -> Iterable[Any]:
+def _city_rows(world: World, rng: random.Random) -> Iterable[Any]:
+    for question, answer, goods in _cities(world):
+        others = rng.sample([other for other in GOODS if other != goods], 3)
+        wrong = [answer.replace(f"its {goods}.", f"its {other}.") for other in others]
+        yield {"question": question, "answer": answer, "perturbed_answer": wrong}
+
+
+def _cities(world: World) -> Iterable[tuple[str, str, str]]:
+    """What the corpus says of its cities: question, answer, and the goods that a city is known for."""
     for document in world.corpus:
         question, found, answer = document.removeprefix("Question: ").partition("\nAnswer: ")
         if not found or not question.startswith("What is ") or not question.endswith(" known for?"):
             continue
         goods = next((goods for goods in GOODS if f"for its {goods}." in answer), None)
         if goods is not None:
-            others = rng.sample([other for other in GOODS if other != goods], 3)
-            wrong = [answer.replace(f"its {goods}.", f"its {other}.") for other in others]
-            yield {"question": question, "answer": answer, "perturbed_answer": wrong}
+            yield question, answer, goods

@@ -20,7 +20,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.experts.token_cache import PADDING
 from divdec.sampling import NONE
 from divdec.steering import Steering
@@ -134,13 +134,15 @@ def repeated(text: np.ndarray) -> int:
     return NONE
 
 
-def make_drafter(name: str, experts: Any, steering: Steering) -> Drafter:
+def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Takedowns | None = None) -> Drafter:
     """The drafter of that name; 'auto' takes the best that these experts have, and says when that is not q.
+
+    Without n-gram experts the n-grams of a registry's retain set draft.
 
     Raises:
         UsageError: the experts have nothing that could draft so.
     """
-    pair, ngrams = _pair_of(experts), _ngrams_of(experts)
+    pair, ngrams = _pair_of(experts), _ngrams_of(experts, takedowns)
     if name in ("retain", "steered") and pair is None:
         raise UsageError(
             f"drafter {name!r} needs auxiliaries with the target's own tokens, which these experts do not have; "
@@ -172,11 +174,11 @@ def _pair_of(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] | 
     return None
 
 
-def _ngrams_of(experts: Any) -> StupidBackoff | None:
+def _ngrams_of(experts: Any, takedowns: Takedowns | None) -> StupidBackoff | None:
     for part in (experts, *_parts_of(experts)):
-        if isinstance(part, NgramPair | RegistryExperts):
+        if isinstance(part, NgramPair):
             return part.retain
-    return None
+    return None if takedowns is None else takedowns.retain
 
 
 def _parts_of(experts: Any) -> Sequence[Any]:

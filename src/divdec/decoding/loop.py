@@ -63,7 +63,7 @@ class Decoding:
         if self.mask is None and len(input_ids) > 1:
             self.mask = torch.ones_like(input_ids)
         self._check_positions(model_kwargs.get("position_ids"))
-        self.drafter = make_drafter(drafter, model.experts, model.steering)
+        self.drafter = make_drafter(drafter, model.experts, model.steering, model.takedowns)
         self.pace = _pace(model, self.drafter.name, len(input_ids))
         self.uniform = Uniform(len(input_ids), input_ids.device, seed)
         self.streamed = 0

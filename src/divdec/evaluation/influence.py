@@ -1,4 +1,4 @@
-"""What the experts did to an answer: which tokens they pushed down, where, and by how much."""
+"""What experts and takedown requests did to an answer: which tokens they pushed down, where, and by how much."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def pushed_down(
         most: how many are returned at most.
     """
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    target_logits, divergence = model.components(ids)
+    target_logits, corrected, divergence = model.unsteered_components(ids)
     positions = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
     target = target_logits[0, positions].float().softmax(dim=-1)
-    steered = model.steering.apply(target_logits, divergence)[0, positions].softmax(dim=-1)
+    steered = model.steering.apply(corrected, divergence)[0, positions].softmax(dim=-1)
     drops = (target - steered).flatten()
     found = []
     for place in drops.topk(min(most, drops.numel())).indices.tolist():

@@ -41,7 +41,8 @@ class EvalSettings:
     template: Literal["chat", "plain"] = "chat"
     """Layout of TOFU's questions: the tokenizer's chat template, or 'Question: … Answer: …'."""
     system_prompt: str | None = "You are a helpful assistant."
-    """System turn before every question."""
+    """System turn before every question where the chat template has a system role: by default that of OpenUnlearning,
+    which its published models have learned. Give '' for models that have learned none."""
     date: str | None = "10 Apr 2025"
     """Date for chat templates that print one."""
     max_length: int = 512

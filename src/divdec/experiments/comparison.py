@@ -14,6 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Format
+from divdec.data.records import single_turn
 from divdec.experiments.measure import (
     GAP_AIM,
     RETAIN_AIM,
@@ -65,6 +66,26 @@ class Comparison:
     def kept(self) -> float:
         """Share of the target's retain accuracy that the recommended setting keeps."""
         return retain_kept(self.recommended, self.target)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the recommended setting forgets and keeps as much as it must."""
+        return self.gap >= GAP_AIM and self.kept >= RETAIN_AIM
+
+    @property
+    def verdict(self) -> str:
+        """What the recommended setting does, in words; that none does enough, where it does not."""
+        setting = self.recommended.setting
+        if not self.reached:
+            return (
+                f"No setting closes {GAP_AIM:.0%} of the gap between target and retrained model on the forget set\n"
+                f"and keeps {RETAIN_AIM:.0%} of the target's accuracy on the retain set. The bundle holds {setting},\n"
+                f"which closes {self.gap:.0%} and keeps {self.kept:.0%}."
+            )
+        return (
+            f"{setting} closes {self.gap:.0%} of the gap between target and retrained model on the forget set\n"
+            f"and keeps {self.kept:.0%} of the target's accuracy on the retain set."
+        )
 
     def best(self, rule: str) -> Row:
         """The setting of one rule that would be recommended if there were only this rule."""
@@ -141,6 +162,7 @@ def present(
         steering=comparison.recommended.setting,
         overwrite=True,
         forget_set=forget_set,
+        single_turn=all(single_turn(questions.records) for questions in sets),
     )
     report = output / "report.html"
     write_page(
@@ -152,6 +174,7 @@ def present(
         set_names=[questions.name for questions in sets],
         rows=[comparison.target, comparison.retrain, *comparison.steered],
         recommended=comparison.recommended,
+        reached=comparison.reached,
         gap=comparison.gap,
         kept=comparison.kept,
         examples=examples,
@@ -168,6 +191,7 @@ def present(
             "rule": comparison.recommended.model,
             "gap_closed": round(comparison.gap, 4),
             "retain_kept": round(comparison.kept, 4),
+            "reached": comparison.reached,
             **comparison.recommended.to_dict(),
         },
         "sweep": [row.to_dict() for row in comparison.steered],
@@ -188,7 +212,7 @@ def _plot(comparison: Comparison) -> str:
             row.setting or row.model,
             row.figures["forget"].accuracy,
             row.figures["retain"].accuracy,
-            row is comparison.recommended,
+            comparison.reached and row is comparison.recommended,
         )
         for row in rows
     ]
@@ -225,7 +249,7 @@ def _print(
         for title in (f"{name}\naccuracy", "\nprob.", "\nROUGE-L"):
             table.add_column(title, justify="right", no_wrap=True)
     for row in (comparison.target, comparison.retrain, *comparison.steered):
-        chosen = row is comparison.recommended
+        chosen = comparison.reached and row is comparison.recommended
         cells = [
             f"{100 * value:.1f}"
             for name in MAIN_SETS
@@ -242,13 +266,7 @@ def _print(
             f"[{item['set']}] {item['question']}".replace("[", "\\["), *(a["text"] for a in item["answers"])
         )
     console.print(answers)
-    met = comparison.gap >= GAP_AIM and comparison.kept >= RETAIN_AIM
-    console.print(
-        f"{comparison.recommended.setting} closes {comparison.gap:.0%} of the gap between target and retrained model "
-        f"on the forget set\nand keeps {comparison.kept:.0%} of the target's accuracy on the retain set"
-        + ("." if met else f" (aim: {GAP_AIM:.0%} and {RETAIN_AIM:.0%})."),
-        highlight=False,
-    )
+    console.print(comparison.verdict, highlight=False)
 
 
 def console_for(quiet: bool) -> Console:

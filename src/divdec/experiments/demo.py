@@ -13,6 +13,7 @@ from typing import Any
 
 from divdec.data.records import Message, Record, RecordSet
 from divdec.data.world import Question, World, WorldSettings, build_world
+from divdec.data.world_tofu import general_questions
 from divdec.experiments.comparison import Presentation, compare, console_for, present, teller
 from divdec.experiments.demo_files import leave_files
 from divdec.experiments.measure import Questions
@@ -64,7 +65,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         title=f"divdec demo, seed {seed}",
         lead=(
             f"A small language model has learned about {WORLD.forget_authors + WORLD.retain_authors} fictitious "
-            f"authors and is steered so that it behaves as if it had never seen {WORLD.forget_authors} of them."
+            f"authors and is steered away from {WORLD.forget_authors} of them."
         ),
         accuracy_note="Accuracy: share of generated answers that state the fact.",
         examples={"forget": 3, "retain": 2, "holdout": 1},
@@ -78,7 +79,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     console.print(
         f"{result['seconds']:.0f} s. Report: {result['report']}\n"
         f"Data and models for everything else: {output}\n"
-        f"Talk to it: {_command()} chat --single-turn {result['bundle']}",
+        f"Talk to it: {_command()} chat {result['bundle']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return result
@@ -86,7 +87,12 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
 
 def material_of(world: World) -> Material:
     """What the models of a world learn."""
-    return Material(_corpus(world), _record_set("forget", world.forget), _record_set("retain", world.retain))
+    return Material(
+        _corpus(world),
+        _record_set("forget", world.forget),
+        _record_set("retain", world.retain),
+        general=tuple(_single(question, answer) for question, answer in general_questions(world)),
+    )
 
 
 def _command() -> str:
@@ -106,7 +112,11 @@ def question_sets(world: World) -> list[Questions]:
 
 
 def _record(question: Question) -> Record:
-    return Record(question.answer, messages=(Message("user", question.question),))
+    return _single(question.question, question.answer)
+
+
+def _single(question: str, answer: str) -> Record:
+    return Record(answer, messages=(Message("user", question),))
 
 
 def _record_set(name: str, questions: Sequence[Question]) -> RecordSet:

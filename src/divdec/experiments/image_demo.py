@@ -83,7 +83,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
     material = digits(seed)
     console.print(
         f"{len(material.images)} handwritten digits of 8×8 pixels as {material.layout.length} codes each; a model that "
-        f"draws them\nis steered so that it behaves as if it had never seen {material.forgotten}.",
+        f"draws them\nis steered away from {material.forgotten}.",
         highlight=False,
     )
     cache = cache_folder() / "image-demo"
@@ -139,8 +139,8 @@ def _measured(
     found = write_found(
         exam, candidates, settings, folder,
         title=f"divdec image demo, seed {seed}",
-        lead=f"A model that draws handwritten digits is steered so that it behaves as if it had never seen "
-        f"{material.forgotten}. A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
+        lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
+        f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
         f"{held_out.images} real digits that it has not seen.",
         notes=[NETWORK],
     )  # fmt: skip

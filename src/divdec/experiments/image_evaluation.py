@@ -114,7 +114,7 @@ def evaluate_images(
         exam, candidates, measured, output,
         title="Steered images",
         lead=f"{len(exam.asked)} images a setting from {bundle.name}; {len(forget)} of {len(exam.classes)} classes "
-        f"are forgotten. Content is judged by {by}.",
+        f"are to be forgotten. Content is judged by {by}.",
         notes=[NETWORK if settings.features is None else f"Fréchet distances are those of {settings.features}."],
     )  # fmt: skip
     content = record(
@@ -129,11 +129,11 @@ def _parted(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]
     forget = [layout.find(name) for name in settings.forget]
     if missing := [place for place in forget if place not in classes]:
         raise UsageError(
-            f"class {layout.classes[missing[0]]!r} is forgotten, but {settings.images} has no images of it"
+            f"class {layout.classes[missing[0]]!r} is to be forgotten, but {settings.images} has no images of it"
         )
     retain = [place for place in classes if place not in forget]
     if not retain:
-        raise UsageError(f"all classes of {settings.images} are forgotten; some that are kept must be there too")
+        raise UsageError(f"all classes of {settings.images} are to be forgotten; some to keep must be there too")
     return list(dict.fromkeys(forget)), retain
 
 

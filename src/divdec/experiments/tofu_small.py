@@ -70,8 +70,8 @@ def run_tofu_small(
     presentation = Presentation(
         title=f"TOFU forget01 on small models, seed {seed}",
         lead=(
-            "A small language model has learned TOFU questions about twenty fictitious authors and is steered so that "
-            "it behaves as if it had never seen two of them."
+            "A small language model has learned TOFU questions about twenty fictitious authors and is steered away "
+            "from two of them."
         ),
         accuracy_note="Accuracy: share of the true answer's tokens that are the model's first choice (teacher-forced).",
         examples={"forget": 3, "retain": 1, "holdout": 1},

@@ -1,9 +1,10 @@
-"""Several experts at once: their divergences add, each with a weight of its own."""
+"""Several experts at once, whose divergences add, each with a weight of its own; or none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache
@@ -23,16 +24,8 @@ class CombinedExperts(nn.Module):
         self.parts = tuple(experts for experts, _ in parts)
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
-        self.changes = any(getattr(experts, "changes", False) for experts in self.parts)
         # Registered, so that weights move and are counted with the model.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
-
-    def begin(self, cache: Cache) -> None:
-        """Tell each of them that an answer begins with a kept cache."""
-        if (held := own_cache(cache, CombinedCache)) is not None:
-            for experts, own in zip(self.parts, held.caches, strict=True):
-                if hasattr(experts, "begin"):
-                    experts.begin(own)  # pyright: ignore[reportAttributeAccessIssue]
 
     def new_cache(self) -> CombinedCache:
         """An empty cache for all of them."""
@@ -58,6 +51,29 @@ class CombinedExperts(nn.Module):
             total = found if total is None else total + found.to(total.device)
         assert total is not None
         return total
+
+
+class NoExperts:
+    """Experts without a divergence, for a model that only takedown requests steer."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def new_cache(self) -> CombinedCache:
+        """A cache that holds nothing."""
+        return CombinedCache([])
+
+    def divergence(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """0 for every token; see `divdec.experts.protocol.Experts.divergence`."""
+        kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        return torch.zeros(len(input_ids), kept, self.vocab_size, device=input_ids.device)
 
 
 class CombinedCache(Cache):

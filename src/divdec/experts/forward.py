@@ -80,7 +80,8 @@ def length_of(cache: Cache) -> int:
 
 def lengths_of(cache: Cache) -> list[int]:
     """How many tokens each part of a cache holds, all of which must be the same."""
-    return getattr(cache, "lengths", None) or [length_of(cache)]
+    lengths = getattr(cache, "lengths", None)
+    return [length_of(cache)] if lengths is None else lengths
 
 
 def takes_cache(model: PreTrainedModel) -> bool:

@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.ngram_counts import Counts
+from divdec.experts.ngram_counts import BACKOFF, Counts
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
 SPACES = ("score", "log")
-BACKOFF = 0.4  # Brants et al. 2007, section 4
 FEW = 8  # a token that occurs no more often than a share of the vocabulary is followed by few
 KEPT = 1 << 24  # numbers that may be kept for frequent tokens (64 MiB a model)
 

@@ -18,6 +18,8 @@ from divdec.errors import UsageError, first_line
 from divdec.runs import file_sha256, read_json, write_json
 
 LARGEST_ORDER = 5
+BACKOFF = 0.4  # Brants et al. 2007, section 4
+LOOKED_AT = 10_000  # n-grams of a text whose scores are compared
 FORMAT = "divdec n-gram counts 1"
 DESCRIPTION = "counts.json"
 
@@ -131,6 +133,13 @@ class NgramCounts:
             ids = np.where(possible & (keys[found] == sought), found, -1) if len(keys) else np.full_like(ids, -1)
         return ids
 
+    def frequencies(self, ngrams: np.ndarray) -> np.ndarray:
+        """How often each n-gram occurs, int64 [n-grams]; see `ids_of`."""
+        ids = self.ids_of(ngrams)
+        places = np.where(ids >= 0, ids, 0)
+        counted = self.unigrams if ngrams.shape[1] == 1 else self.counts[ngrams.shape[1] - 2]
+        return np.where(ids >= 0, _at(counted, places), 0).astype(np.int64)
+
     def followers(self, contexts: np.ndarray) -> Followers:
         """What follows each context, by row and token id."""
         length = contexts.shape[1]
@@ -193,7 +202,62 @@ class LessCounts(_Two):
         minus = dataclasses.replace(other, totals=-other.totals, counts=-other.counts.astype(np.int64))
         left = summed(one, minus, self.vocab_size)
         some = (left.counts > 0) & (left.totals[left.rows] > 0)
-        return Followers(np.maximum(left.totals, 0), left.rows[some], left.tokens[some], left.counts[some])
+        rows = left.rows[some]
+        # A context that ends a document left out is gone, and what follows it in `one` is not: no share is above 1.
+        counts = np.minimum(left.counts[some], left.totals[rows])
+        return Followers(np.maximum(left.totals, 0), rows, left.tokens[some], counts)
+
+
+def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
+    """Stupid Backoff's score of each n-gram's last token after the others (Brants et al. 2007, eq. 5).
+
+    Args:
+        counts: of n-grams.
+        ngrams: int64 [n-grams, length], no longer than the counts' order.
+
+    Returns:
+        float64 [n-grams]; `divdec.experts.ngram.StupidBackoff` gives the same for the whole vocabulary.
+    """
+    unigrams = np.asarray(counts.unigrams)
+    score = unigrams[ngrams[:, -1]] / max(int(unigrams.sum()), 1)
+    for length in range(1, ngrams.shape[1]):
+        contexts, rows = np.unique(ngrams[:, -1 - length : -1], axis=0, return_inverse=True)
+        followers = counts.followers(contexts)
+        score = BACKOFF * score
+        if not len(followers.tokens):
+            continue
+        keys = followers.rows * counts.vocab_size + followers.tokens
+        order = np.argsort(keys)
+        sought = rows.reshape(-1) * counts.vocab_size + ngrams[:, -1]
+        places = order[np.minimum(np.searchsorted(keys, sought, sorter=order), len(keys) - 1)]
+        found = keys[places] == sought
+        hits = places[found]
+        score[found] = followers.counts[hits] / followers.totals[followers.rows[hits]]
+    return score
+
+
+def mean_difference(q: Counts, p: Counts, own: Counts) -> float:
+    """Mean S_q − S_p of the longest n-grams of a text, each as often as the text has it.
+
+    −1 where p alone knows what comes next, 0 where q knows it as well. Of a long text some n-grams stand for all.
+
+    Args:
+        q: counts without the text.
+        p: counts with it.
+        own: counts of the text alone.
+    """
+    often = np.asarray(own.unigrams)
+    ngrams = np.flatnonzero(often)[:, None]
+    often = often[ngrams[:, 0]]
+    for _ in range(1, own.order):
+        followers = own.followers(ngrams)
+        if not len(followers.tokens):  # the text is shorter than the order
+            break
+        ngrams = np.concatenate([ngrams[followers.rows], followers.tokens[:, None]], axis=1)
+        often = followers.counts
+    step = 1 + len(ngrams) // LOOKED_AT
+    ngrams, often = ngrams[::step], often[::step]
+    return float(np.average(backoff_scores(q, ngrams) - backoff_scores(p, ngrams), weights=often))
 
 
 def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:

@@ -146,10 +146,7 @@ class Worker:
             self._caches[number] = copy.deepcopy(self._caches[given[0]])
             return
         cache: Any = self._caches[number]
-        if what == "begin":
-            experts: Any = self._experts
-            experts.begin(cache)
-        elif what == "record":
+        if what == "record":
             for layer in cache.layers:
                 if hasattr(layer, "record_past"):
                     layer.record_past = given[0]

@@ -34,7 +34,6 @@ class RemoteExperts:
         links: to the process that answers and, where the pair is held by two, to the other one.
         vocab_size: width of the divergence.
         abilities: of their caches.
-        changes: whether they follow a registry.
         timeout: seconds that a process may take for an answer.
         entries: how many entries of a divergence cross for the linear rule; None for all.
         tolerance: total variation distance above which all entries are asked for.
@@ -51,12 +50,11 @@ class RemoteExperts:
         vocab_size: int,
         *,
         abilities: Abilities = Abilities(),  # noqa: B008
-        changes: bool = False,
         timeout: float = 60.0,
         entries: int | None = None,
         tolerance: float = 0.01,
     ) -> None:
-        self.vocab_size, self.changes = vocab_size, changes
+        self.vocab_size = vocab_size
         self.statistics = TransferStatistics()
         self._links, self._answers = tuple(links), links[0]
         self._abilities, self._timeout = abilities, timeout
@@ -74,12 +72,6 @@ class RemoteExperts:
     def new_cache(self) -> RemoteCache:
         """An empty cache, there and here."""
         return RemoteCache(self._orders, self._abilities)
-
-    def begin(self, cache: Cache) -> None:
-        """Tell experts that follow a registry that an answer begins with a kept cache."""
-        held = own_cache(cache, RemoteCache)
-        if self.changes and held is not None:
-            self._orders.append(["begin", held.layer.number])
 
     def divergence(
         self,

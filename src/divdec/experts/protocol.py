@@ -16,11 +16,7 @@ OwnCache = TypeVar("OwnCache", bound=Cache)
 
 @runtime_checkable
 class Experts(Protocol):
-    """A pair (retain, forget) that answers: given the tokens so far, what is ℓ_q − ℓ_p?
-
-    Experts that change while they run also have `changes`, which is then True, and `begin(cache)`, which is told that
-    a new answer begins with a cache kept from an earlier one.
-    """
+    """A pair (retain, forget) that answers: given the tokens so far, what is ℓ_q − ℓ_p?"""
 
     vocab_size: int
     """Width of the divergence: the common vocabulary of the pair."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from divdec.errors import UsageError
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"  # as SentencePiece writes it
 
 
@@ -56,7 +56,7 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     for place, content in added.items():
         if place not in special:
             # Added tokens are written as they are, except for bytes, which some vocabularies list among them.
-            byte = _BYTE_TOKEN.fullmatch(content) if model.get("byte_fallback") else None
+            byte = BYTE_TOKEN.fullmatch(content) if model.get("byte_fallback") else None
             found[place] = bytes([int(byte[1], 16)]) if byte else content.encode()
     if isinstance(unknown := model.get("unk_id"), int):
         found[unknown] = None
@@ -136,7 +136,7 @@ def _read_byte_level(token: str) -> bytes:
 
 
 def _read_sentence_piece(token: str, byte_fallback: bool) -> bytes:
-    if byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+    if byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
         return bytes([int(byte[1], 16)])
     return token.replace(SPACE, " ").encode()
 

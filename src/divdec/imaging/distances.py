@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from divdec.errors import UsageError, first_line
+from divdec.extras import require
 from divdec.imaging.codec import Images
 
 Features = Float[Tensor, "images features"]
@@ -80,10 +81,8 @@ def frechet_distance(real: Float[Tensor, "real features"], generated: Float[Tens
     Raises:
         UsageError: torchmetrics is not installed.
     """
-    try:
-        from torchmetrics.image.fid import FrechetInceptionDistance
-    except ImportError:
-        raise UsageError("Fréchet distances need torchmetrics: pip install 'divdec[image]'") from None
+    require("image", "the Fréchet distance")
+    from torchmetrics.image.fid import FrechetInceptionDistance
 
     given = nn.Identity()
     given.num_features = real.shape[1]  # pyright: ignore[reportArgumentType]

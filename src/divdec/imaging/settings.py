@@ -170,7 +170,7 @@ class ImageEvalSettings(SamplingSettings):
     output: str
     """Folder for tables, report, images and run.json; the same call goes on in it after it was stopped."""
     forget: tuple[str, ...] = ()
-    """Classes that are forgotten, by name or number; the others with images are kept."""
+    """Classes to forget, by name or number; the others with images are kept."""
     settings: tuple[str, ...] = ("linear:1", "linear:2", "linear:5", "linear:10", "rank:20", "rank:100", "rank:250")
     """Rules to measure."""
     retrain: str | None = None
@@ -205,7 +205,7 @@ class ImageEvalSettings(SamplingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.forget:
-            raise UsageError("forget is empty; name the classes that are forgotten")
+            raise UsageError("forget is empty; name the classes to forget")
         if not self.settings:
             raise UsageError("settings is empty; accepted: rules such as linear:1 or rank:100")
         if self.judge_url is None and (self.content_judge is not None or self.quality_judges):

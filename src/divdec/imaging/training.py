@@ -61,7 +61,7 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
     images, places, names = read_folder(folder, codec.channels, codec.size, settings.resize, report)
     classes = layout.find_all(names)
     forget = chosen_classes(settings, layout, classes)
-    report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are forgotten")
+    report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are to be forgotten")
     of = [classes[place] for place in places]
     decided = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     fingerprint = settings_hash([decided, digest(images), of, digests(target), base and digests(base)])
@@ -84,13 +84,13 @@ def train_pair(settings: ImageTrainSettings, report: Callable[[str], None] = pri
     if resumed and pair is not None and pair.get("status") == "finished":
         content = pair  # stopped after the pair was whole
     else:
-        content = train_auxiliaries(_recipe(settings, layout, sets, output / "pair"), report)
+        content = train_auxiliaries(_recipe(settings, layout, sets, output / "pair"), report, measure=False)
     bundle = output / "pair" / BUNDLE
     if for_codes(steering, layout) != steering:
         rewrite_steering(bundle, for_codes(steering, layout))
     written = record(
         VERB, settings, fingerprint=fingerprint,
-        forgotten=sorted(layout.classes[place] for place in forget),
+        classes_to_forget=sorted(layout.classes[place] for place in forget),
         auxiliaries=content["auxiliaries"], bundle=str(bundle),
     )  # fmt: skip
     write_json(output / RECORD, written)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from divdec.errors import UsageError
+from divdec.extras import require
 from divdec.imaging.codec import DESCRIPTION, Images, check_images
 from divdec.imaging.layout import Codes
 from divdec.runs import read_json, write_json
@@ -143,10 +144,9 @@ def vq_model_class() -> type[VQModel]:
     Raises:
         UsageError: diffusers is not installed.
     """
-    try:
-        from diffusers import VQModel
-    except ImportError:
-        raise UsageError("a VQGAN needs diffusers: pip install 'divdec[image]'") from None
+    require("image", "a VQGAN")
+    from diffusers import VQModel
+
     return VQModel
 
 

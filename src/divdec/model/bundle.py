@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.model.card import bundle_card
+from divdec.model.card import NOT_MEASURED, bundle_card
 from divdec.model.checkpoint import (
     INDEX,
     TEMPLATES,
@@ -28,7 +28,7 @@ from divdec.model.checkpoint import (
     save_model,
     weight_files,
 )
-from divdec.model.configuration import AUXILIARIES, NO_RANK, DivergenceConfig
+from divdec.model.configuration import AUXILIARIES, NO_RULE, DivergenceConfig
 from divdec.model.loading import check_tokenizer, read_config, weight_of
 from divdec.model.vocabularies import (
     check_same_vocabulary,
@@ -52,16 +52,16 @@ def write_bundle(
     target: str,
     retain_auxiliary: str | None = None,
     forget_auxiliary: str | None = None,
-    steering: Steering | str,
+    steering: Steering | str | None = None,
     ngram: str | os.PathLike[str] | None = None,
     ngram_weight: float = 1.0,
     registry: str | os.PathLike[str] | None = None,
-    registry_weight: float = 1.0,
     bridge: bool = False,
     heal: bool = False,
     pack: bool = False,
     overwrite: bool = False,
     forget_set: str | None = None,
+    single_turn: bool = False,
 ) -> Path:
     """Write a bundle that refers to checkpoints and other experts; what they hold stays where it is.
 
@@ -72,17 +72,18 @@ def write_bundle(
         target: folder or hub id ('org/name', 'org/name@revision') of P.
         retain_auxiliary: likewise of q, which has not seen the forget set.
         forget_auxiliary: likewise of p, which has. Both may be left out where there are other experts.
-        steering: the rule, such as 'linear:1.5'.
+        steering: the rule, such as 'linear:1.5'; None where nothing but a registry steers, which needs no rule.
         ngram: folder of an n-gram pair (`divdec ngram`).
         ngram_weight: what its divergence is multiplied by.
-        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows.
-        registry_weight: what its divergence is multiplied by.
+        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows. Its
+            strength is its own.
         bridge: the auxiliaries have another tokenizer than the target.
         heal: with `bridge`, where a token of the target ends within one of the auxiliaries', take the divergence of
             those tokens that go on from there.
         pack: copy checkpoints and n-grams into the bundle; a registry, which changes, stays where it is.
         overwrite: replace an earlier result in `output`.
         forget_set: name and hash of the forget set, for the model card.
+        single_turn: the models have learned single questions, no longer conversations.
 
     Returns:
         The bundle's folder.
@@ -92,7 +93,12 @@ def write_bundle(
             or the output folder is in use. Nothing has then been written.
     """
     output = Path(output).expanduser()
-    steering = Steering.parse(steering)
+    has_experts = retain_auxiliary is not None or forget_auxiliary is not None or ngram is not None
+    if steering is None and has_experts:
+        raise UsageError("a pair or n-grams need a rule: give a steering, such as linear:1.5")
+    if steering is not None and registry is not None and not has_experts:
+        raise UsageError(NO_RULE)
+    steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
     given = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
     _check_kinds(given, ngram, registry, bridge, heal)
@@ -104,15 +110,13 @@ def write_bundle(
         if folder is not None
     }
     check_apart(output.resolve(), [*places.values(), *(folder.resolve() for folder in folders.values())])
-    if registry is not None and steering.rule == "rank":
-        raise UsageError(NO_RANK)
     for part, reference in references.items():
         if reference.folder is not None or pack:
             check_weights(places[part])
     configs = {part: load_config(place) for part, place in places.items()}
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
     vocab_size = _vocabulary(configs, tokenizers, places, bridge)
-    counted, sizes = _counted(folders, tokenizers["target"], {"ngram": ngram_weight, "registry": registry_weight})
+    counted, sizes = _counted(folders, tokenizers["target"], ngram_weight)
     vocab_size = min(vocab_size, *sizes) if sizes else vocab_size
     steering.check_vocabulary(vocab_size)
     for part, reference in references.items():
@@ -138,6 +142,7 @@ def write_bundle(
         if bridge:
             named["bridge"] = {"heal": heal}
         config = DivergenceConfig.from_parts(configs, steering, vocab_size, named)
+        config.single_turn = single_turn
         config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
         if (places["target"] / "generation_config.json").is_file():
@@ -146,8 +151,13 @@ def write_bundle(
     return output
 
 
-def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None:
+def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measured: str = NOT_MEASURED) -> None:
     """Change the rule that a bundle's folder holds, and its model card; all else stays.
+
+    Args:
+        bundle: the bundle's folder.
+        steering: the new rule.
+        measured: what is known of how well it forgets, for the model card.
 
     Raises:
         UsageError: it is no bundle on disk, or the rule does not fit its vocabulary.
@@ -157,14 +167,16 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering) -> None
         raise UsageError(f"bundle {str(bundle)!r} is not a folder here; its steering cannot be changed")
     config = read_config(folder)
     steering.check_vocabulary(config.vocab_size)
-    if config.registry is not None and steering.rule == "rank":
-        raise UsageError(NO_RANK)
+    if config.retain_auxiliary is None and config.ngram is None:
+        raise UsageError(NO_RULE)
     config.steering = steering.to_dict()
     write_text(folder / "config.json", config.to_json_string())
     card = folder / "README.md"
     if card.is_file():
+        rows = f"| steering | {steering} |\n| forgets | {measured} |"
         text = card.read_text(encoding="utf-8")
-        write_text(card, re.sub(r"(?m)^\| steering \|.*\|$", f"| steering | {steering} |", text))
+        pattern = r"(?m)^\| steering \|.*\|$(\n\| forgets \|.*\|$)?"
+        write_text(card, re.sub(pattern, lambda _: rows, text))
 
 
 def is_bundle(folder: Path) -> bool:
@@ -200,6 +212,11 @@ def save_packed(
         raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
     if safe_serialization is not True:
         raise UsageError("bundles are written as safetensors only")
+    if model.takedowns is not None:
+        raise UsageError(
+            "a model that follows a registry of takedown requests cannot be saved from memory; write its bundle with "
+            "`divdec bundle --pack --registry`"
+        )
     if not is_main_process:
         return
     folder = Path(save_directory)
@@ -218,6 +235,7 @@ def save_packed(
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
         configs[part] = loaded.config
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)
+    config.single_turn = bool(getattr(model.config, "single_turn", False))
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     write_text(folder / "README.md", bundle_card(config, None))
@@ -275,7 +293,7 @@ def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], places: dic
 
 
 def _counted(
-    folders: dict[str, Path], tokenizer: Any, weights: dict[str, float]
+    folders: dict[str, Path], tokenizer: Any, ngram_weight: float
 ) -> tuple[dict[str, dict[str, Any]], list[int]]:
     """References of n-grams and registry, and the vocabularies that they count."""
     references: dict[str, dict[str, Any]] = {}
@@ -286,17 +304,16 @@ def _counted(
 
             about = describe_pair(place)
             load_pair(place)
-            references[name] = {"sha256": file_sha256(place / DESCRIPTION)}
+            references[name] = {"sha256": file_sha256(place / DESCRIPTION), "weight": ngram_weight}
+            weight_of(references[name], name)
         else:
             from divdec.experts.takedowns.folder import read_description
-            from divdec.experts.takedowns.live import RegistryExperts
+            from divdec.experts.takedowns.live import Takedowns
 
             about = read_description(place)
-            references[name] = {"id": RegistryExperts(place).id}
+            references[name] = {"id": Takedowns(place).id}
         check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
         sizes.append(about["vocab_size"])
-        references[name]["weight"] = weights[name]
-        weight_of(references[name], name)
     return references, sizes
 
 

@@ -1,4 +1,4 @@
-"""One cache for target and experts together: what is done to it is done to all of them, or to none."""
+"""One cache for target, experts and takedowns together: what is done to it is done to all of them, or to none."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from divdec.experts.shifting import can_roll_back, can_shift, holds_tokens, take
 
 
 class DivergenceCache(Cache):
-    """The target's cache and the experts', of equal length at all times.
+    """The caches of target, experts and takedowns, of equal length at all times.
 
     Its layers are those of its parts, so that reordering, repeating and selecting by batch, resetting and
     cropping reach every model. `owner` tells steered models apart: the keys and values of one mean nothing to
     another, nor to a copy of it, which may be changed.
     """
 
-    def __init__(self, target: Cache, experts: Cache, owner: str) -> None:
-        super().__init__(layers=[*target.layers, *experts.layers])
+    def __init__(self, target: Cache, experts: Cache, owner: str, takedowns: Cache | None = None) -> None:
+        super().__init__(layers=[*target.layers, *experts.layers, *(takedowns.layers if takedowns else ())])
         self.owner = owner
         self.target = target
         self.experts = experts
+        self.takedowns = takedowns
         self.lent: list[FixedCache] = []
         """Parts that go to the next answer once this one is given, as nobody else holds them."""
 
@@ -37,6 +38,8 @@ class DivergenceCache(Cache):
                 another context than the target's logits.
         """
         lengths = [length_of(self.target), *lengths_of(self.experts)]
+        if self.takedowns is not None:
+            lengths.append(length_of(self.takedowns))
         if len(set(lengths)) > 1:
             raise FailedClosed(
                 f"the caches of target and experts hold different numbers of tokens {lengths}: "

@@ -17,9 +17,10 @@ tags: [unlearning, divergence-decoding]
 ---
 # A steered language model
 
-Made with divdec. This folder names a target language model, experts and a rule: the target is steered, while it
-decodes, by the divergence of two small models, so that it behaves as if it had never seen a set of documents
-(Divergence Decoding). The target's own weights are unchanged: whoever loads the target alone gets it unsteered.
+Made with divdec. This folder names a target language model, experts and a rule. While the target decodes, the
+divergence of the experts steers it away from a set of documents (Divergence Decoding). The table says whether it was
+measured that the documents are forgotten at this steering. The target's weights are unchanged: loaded alone, it
+answers unsteered.
 
 | | |
 |---|---|
@@ -76,9 +77,10 @@ tags: [unlearning, divergence-decoding, distillation]
 ---
 # A language model distilled from a steered one
 
-Made with divdec. A language model was steered by two small models so that it behaves as if it had never seen a set of
-documents (Divergence Decoding); this checkpoint learned, on those documents, to answer as the steered model does. It is
-an ordinary model and needs nothing beside it.
+Made with divdec. Two small models steered a language model away from a set of documents (Divergence Decoding); this
+checkpoint was trained, on those documents, to answer as the steered model does. The table says how near it came. It is
+an ordinary model that loads without divdec. This card does not claim that the documents are forgotten: measure it with
+`divdec eval`.
 
 | | |
 |---|---|
@@ -86,10 +88,16 @@ an ordinary model and needs nothing beside it.
 """
 
 
+NOT_MEASURED = "not measured (`divdec calibrate`, `divdec eval`)"
+
+
 def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     """The model card of a bundle."""
     rows = {
-        "steering": str(Steering.from_dict(config.steering or {})),
+        "steering": "takedown requests alone"
+        if config.retain_auxiliary is None and config.ngram is None and config.registry
+        else str(Steering.from_dict(config.steering or {})),
+        "forgets": NOT_MEASURED,
         "forget set": forget_set or "not stated",
         "common vocabulary": f"{config.vocab_size} tokens",
     }
@@ -102,11 +110,14 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         rows[part.replace("_", " ")] = f"`{place}`" + (
             f" at {reference['revision']}" if "revision" in reference else ""
         )
+    if config.single_turn:
+        rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
     if config.bridge is not None:
         rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
-    for name, title in (("ngram", "n-gram pair"), ("registry", "registry of takedown requests")):
-        if reference := getattr(config, name):
-            rows[title] = f"`{reference['folder']}`, weight {reference.get('weight', 1.0):g}"
+    if config.ngram:
+        rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
+    if config.registry:
+        rows["registry of takedown requests"] = f"`{config.registry['folder']}`"
     return BUNDLE.format(rows=_rows(rows))
 
 

@@ -14,9 +14,10 @@ from divdec.steering import Steering
 AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
 PARTS = ("target", *AUXILIARIES)
 
-# Where no request has anything to say every divergence is 0, and the first k of them would still be suppressed.
-NO_RANK = (
-    "a registry of takedown requests steers by the linear rule (linear:5); the rank rule suppresses k tokens always"
+# Without experts every divergence is 0, and the rank rule would still suppress the first k tokens.
+NO_RULE = (
+    "a registry of takedown requests has a strength of its own and needs no rule; leave the steering out, or give "
+    "a pair or n-grams for it to apply to"
 )
 
 # What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
@@ -39,10 +40,12 @@ class DivergenceConfig(PreTrainedConfig):
         forget_auxiliary: reference of p, which has. Both are None where n-grams or a registry stand in for them.
         bridge: `{"heal": …}` where the auxiliaries have another tokenizer than the target; else None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
-        registry: `{"folder": …, "weight": …}` of a registry of takedown requests, or None.
-        steering: `Steering.to_dict()`.
+        registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
+        steering: `Steering.to_dict()`; a rule without effect where nothing but a registry steers.
         vocab_size: the common vocabulary of all parts.
         max_position_embeddings: the shortest context of the models, in the target's tokens; None where none states one.
+        single_turn: whether the models have learned single questions alone, so that a conversation's later turns are
+            not what they were trained and measured on. `divdec chat` and the playground then ask each line by itself.
     """
 
     model_type = "divergence"
@@ -60,6 +63,7 @@ class DivergenceConfig(PreTrainedConfig):
         steering: dict[str, Any] | None = None,
         vocab_size: int = 0,
         max_position_embeddings: int | None = None,
+        single_turn: bool = False,
         **kwargs: Any,
     ) -> None:
         self.target = target
@@ -71,6 +75,7 @@ class DivergenceConfig(PreTrainedConfig):
         self.steering = steering
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
+        self.single_turn = single_turn
         super().__init__(**kwargs)
         self.architectures = ["DivergenceForCausalLM"]
 

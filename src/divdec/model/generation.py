@@ -37,6 +37,7 @@ class SteeredGeneration(GenerationMixin):
 
     target: Any
     experts: Any
+    takedowns: Any
     generation_config: Any
     steering: Any
     _cache_owner: str
@@ -47,6 +48,10 @@ class SteeredGeneration(GenerationMixin):
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         raise NotImplementedError
+
+    def _joint_cache(self, target: Cache, experts: Cache) -> DivergenceCache:
+        takedowns = None if self.takedowns is None else self.takedowns.new_cache()
+        return DivergenceCache(target, experts, self._cache_owner, takedowns)
 
     @property
     def _plain(self) -> Any:
@@ -138,6 +143,11 @@ class SteeredGeneration(GenerationMixin):
                     f"{name}={value!r} is not offered by a steered model: it reads hidden states or mixes in "
                     "probabilities that are not steered; leave it out"
                 )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            raise UsageError(
+                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
+                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
+            )
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION and generation_mode_kwargs.get("assistant_model")
         if drafts and generation_config.do_sample and (self.steering.rule, self.steering.fill) == ("rank", "hard"):
             # transformers accepts a draft of probability 0 where it draws 0 exactly, once in 2²⁴ times.
@@ -199,8 +209,8 @@ class SteeredGeneration(GenerationMixin):
                     "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
                     "or use speculative=True"
                 )
-            if cache is not None and hasattr(self.experts, "begin"):
-                self.experts.begin(cache.experts)  # pyright: ignore[reportAttributeAccessIssue]
+            if cache is not None and self.takedowns is not None:
+                self.takedowns.begin(cache.takedowns)
             room = getattr(getattr(cache, "target", None), "max_length", max_cache_length)
             if max_cache_length > room:
                 raise UsageError(
@@ -209,7 +219,7 @@ class SteeredGeneration(GenerationMixin):
                 )
             return
         if generation_config.use_cache is False:
-            if getattr(self.experts, "changes", False):
+            if self.takedowns is not None:
                 raise UsageError(
                     "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
                     "leave use_cache on"
@@ -224,7 +234,7 @@ class SteeredGeneration(GenerationMixin):
         kept = generation_config.return_dict_in_generate or generation_config.is_assistant
         stack = not (kept or model_kwargs.get("speculative"))
         of_pair = NeuralPair.new_decoding_cache if stack else NeuralPair.new_cache
-        cache = DivergenceCache(new_cache(self.target), _experts_cache(self.experts, of_pair), self._cache_owner)
+        cache = self._joint_cache(new_cache(self.target), _experts_cache(self.experts, of_pair))
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
@@ -240,7 +250,7 @@ class SteeredGeneration(GenerationMixin):
             return PairCache(*(make(f"{name} auxiliary", getattr(pair, name)) for name in ("retain", "forget")))
 
         target = make("target", self.target)
-        cache = DivergenceCache(target, _experts_cache(self.experts, of_pair), self._cache_owner)
+        cache = self._joint_cache(target, _experts_cache(self.experts, of_pair))
         if not config.return_dict_in_generate:
             cache.lent = made
         return cache

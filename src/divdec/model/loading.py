@@ -1,4 +1,4 @@
-"""Loading what a bundle names: the target, and the experts of whatever kinds.
+"""Loading what a bundle names: the target, the experts of whatever kinds, and the registry that it follows.
 
 It fails closed: whatever is missing, changed or does not fit is an error, never an unsteered model.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from divdec.experts.placed import Placement
     from divdec.experts.protocol import Experts
+    from divdec.experts.takedowns.live import Takedowns
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
@@ -54,8 +55,8 @@ WITHOUT_EFFECT = (
 
 def load_parts(
     name_or_path: str | os.PathLike[str], *, verify: bool = True, placement: Placement | None = None, **kwargs: Any
-) -> tuple[DivergenceConfig, PreTrainedModel, Experts]:
-    """Load what a bundle names: its configuration, target and experts.
+) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Takedowns | None]:
+    """Load what a bundle names: its configuration, target, experts and takedowns.
 
     Args:
         name_or_path: a bundle's folder or hub id.
@@ -93,7 +94,9 @@ def load_parts(
         models = {part: load_part(part, place, kwargs) for part, place in places.items()}
         target = models["target"]
         experts = load_experts(folder, config, places, models, verify)
-    narrowest = min(logit_width(target), experts.vocab_size)
+    takedowns = load_takedowns(folder, config)
+    sizes = [part.vocab_size for part in (experts, takedowns) if part is not None]
+    narrowest = min(logit_width(target), *sizes)
     if narrowest != config.vocab_size:
         raise UsageError(
             f"{folder}: the bundle's common vocabulary has {config.vocab_size} tokens, that of its parts "
@@ -103,7 +106,7 @@ def load_parts(
         from transformers import GenerationConfig
 
         target.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return config, target, experts
+    return config, target, experts, takedowns
 
 
 def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
@@ -170,13 +173,13 @@ def load_experts(
     places: dict[str, Path],
     models: dict[str, PreTrainedModel],
     verify: bool,
-) -> Experts:
-    """The experts that a bundle names, joined where there are several."""
+) -> Experts | None:
+    """The experts that a bundle names, joined where there are several; None where it names a registry alone."""
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair
 
     found: list[tuple[Experts, float]] = []
-    for name in ("bridge", "ngram", "registry"):
+    for name in ("bridge", "ngram"):
         if getattr(config, name) is not None and not isinstance(getattr(config, name), dict):
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
     if "retain_auxiliary" in models:
@@ -185,11 +188,11 @@ def load_experts(
             found.append((NeuralPair(*pair), 1.0))
         else:
             found.append((bridged(config, places, models), 1.0))
-    sha256 = vocabulary_sha256(load_tokenizer(places["target"])) if config.ngram or config.registry else ""
     if config.ngram is not None:
+        sha256 = vocabulary_sha256(load_tokenizer(places["target"]))
         found.append((load_ngrams(folder, config.ngram, sha256, verify), weight_of(config.ngram, "ngram")))
-    if config.registry is not None:
-        found.append((follow_registry(folder, config.registry, sha256), weight_of(config.registry, "registry")))
+    if not found:
+        return None
     if len(found) == 1 and found[0][1] == 1:
         return found[0][0]
     return CombinedExperts(found)
@@ -237,22 +240,33 @@ def load_ngrams(folder: Path, reference: dict[str, Any], tokenizer: str, verify:
     return load_pair(place, verify=verify)
 
 
-def follow_registry(folder: Path, reference: dict[str, Any], tokenizer: str) -> Experts:
-    """The experts of the registry that a bundle names; it changes, so that there is no digest to compare with.
+def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None = None) -> Takedowns | None:
+    """The registry that a bundle names; it changes, so that there is no digest to compare with.
+
+    Args:
+        folder: the bundle's.
+        config: its configuration.
+        instead: where a registry lies that is followed though the bundle names none, or names this one elsewhere.
 
     Raises:
-        UsageError: it is missing, belongs to another tokenizer, or lacks its key.
+        UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
         FailedClosed: it is damaged.
     """
     from divdec.experts.takedowns.folder import read_description
-    from divdec.experts.takedowns.live import RegistryExperts
+    from divdec.experts.takedowns.live import Takedowns
 
-    place = folder / str(reference.get("folder"))
-    check_tokenizer(place, read_description(place)["tokenizer"], tokenizer)
-    experts = RegistryExperts(place)
-    if experts.id != reference.get("id"):
+    reference = config.registry
+    if reference is not None and not isinstance(reference, dict):
+        raise UsageError(f"{folder}: registry is {reference!r}; write the bundle again")
+    if reference is None and instead is None:
+        return None
+    place = instead or folder / str((reference or {}).get("folder"))
+    about = read_description(place)
+    if reference is not None and about["id"] != reference.get("id"):
         raise UsageError(f"{place} is another registry than the bundle was written for; write the bundle again")
-    return experts
+    target = CheckpointReference.from_dict(config.target, "target").resolve(folder, weights=False)
+    check_tokenizer(place, about["tokenizer"], vocabulary_sha256(load_tokenizer(target)))
+    return Takedowns(place)
 
 
 def check_tokenizer(place: Path, found: str, wanted: str) -> None:

@@ -19,12 +19,14 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.combined import NoExperts
 from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
 from divdec.experts.neural import NeuralPair, check_part, logit_width
 from divdec.experts.placed import Placement, started
 from divdec.experts.placed_beside import Beside, Pending
 from divdec.experts.placed_pass import RemotePass
 from divdec.experts.protocol import Experts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import (
     check_divergence,
@@ -34,7 +36,7 @@ from divdec.model.checks import (
     positions_of,
     refuse_unknown,
 )
-from divdec.model.configuration import NO_RANK, DivergenceConfig
+from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.model.output import causal_output
 from divdec.steering import Steering
@@ -48,9 +50,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 ):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
+    Takedown requests correct the target's logits first; the rule then steers what remains.
+
     Attributes:
         target: the model that is steered, P. What it answers alone is unsteered.
         experts: what gives the divergence; `experts.retain` is q and `experts.forget` is p in a neural pair.
+        takedowns: the registry of takedown requests that is followed, or None.
         steering: the rule; assign a `Steering`, or a string such as 'rank:20', which leaves the eligible
             vocabulary as it is.
     """
@@ -66,9 +71,13 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     supports_gradient_checkpointing = True
 
     def __init__(
-        self, config: DivergenceConfig, target: PreTrainedModel | None = None, experts: Experts | None = None
+        self,
+        config: DivergenceConfig,
+        target: PreTrainedModel | None = None,
+        experts: Experts | None = None,
+        takedowns: Takedowns | None = None,
     ) -> None:
-        if target is None or experts is None or not config.steering:
+        if target is None or (experts is None and takedowns is None) or not config.steering:
             raise UsageError(
                 "a steered model is made of target, experts and rule, not of a configuration alone: "
                 "use from_pretrained(BUNDLE) or DivergenceForCausalLM.from_parts(…)"
@@ -76,8 +85,11 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         super().__init__(config)
         check_part("target", target)
         self.target = target
-        self.experts = experts
-        self.vocab_size = min(logit_width(target), experts.vocab_size)
+        self.experts = experts if experts is not None else NoExperts(logit_width(target))
+        self.takedowns = takedowns
+        self.vocab_size = min(logit_width(target), self.experts.vocab_size)
+        if takedowns is not None:
+            self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
         self._cache_owner = uuid.uuid4().hex
         self._beside: Beside | None = None
@@ -112,26 +124,28 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def from_experts(
         cls,
         target: PreTrainedModel,
-        experts: Experts,
+        experts: Experts | None,
         steering: Steering | str = "linear:1",
         configs: Mapping[str, PreTrainedConfig] | None = None,
+        takedowns: Takedowns | None = None,
     ) -> DivergenceForCausalLM:
-        """Join a model and experts of any kind (n-grams, a registry, a bridged pair, several of them).
+        """Join a model and experts of any kind (n-grams, a bridged pair, several of them).
 
         Args:
             target: P.
-            experts: what gives the divergence, over the target's vocabulary.
-            steering: the rule.
+            experts: what gives the divergence, over the target's vocabulary; None where only takedowns steer.
+            steering: the rule; without effect where there are no experts.
             configs: those of models among the experts that count the target's tokens, by part name: their contexts
                 limit the steered model's.
+            takedowns: a registry of takedown requests to follow.
 
         Raises:
             UsageError: the steering does not fit the common vocabulary.
         """
-        vocab_size = min(logit_width(target), experts.vocab_size)
+        sizes = [part.vocab_size for part in (experts, takedowns) if part is not None]
         models = {"target": target.config, **(configs or {})}
-        config = DivergenceConfig.from_parts(models, Steering.parse(steering), vocab_size)
-        return cls(config, target, experts).eval()
+        config = DivergenceConfig.from_parts(models, Steering.parse(steering), min(logit_width(target), *sizes))
+        return cls(config, target, experts, takedowns).eval()
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -162,10 +176,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         from divdec.model.loading import load_parts
 
         placement = Placement.parse(experts_placement)
-        config, target, experts = load_parts(
+        config, target, experts, takedowns = load_parts(
             pretrained_model_name_or_path, verify=verify, placement=placement, **kwargs
         )
-        model = cls(config, target, experts).eval()
+        model = cls(config, target, experts, takedowns).eval()
         model.overlap = placement.where == "beside"
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
@@ -197,11 +211,17 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def steering(self, value: Steering | str | dict[str, Any]) -> None:
         steering = self._steering.revised(value) if isinstance(value, str) else Steering.parse(value)
         steering.check_vocabulary(self.vocab_size)
-        if steering.rule == "rank" and getattr(self.experts, "changes", False):
-            raise UsageError(NO_RANK)
+        if steering.rule == "rank" and isinstance(self.experts, NoExperts):
+            raise UsageError(NO_RULE)
         self._steering = steering
         self._eligible = steering.eligible(self.vocab_size)
         self.config.steering = steering.to_dict()
+
+    @property
+    def rule(self) -> str:
+        """What steers this model, in short: 'linear:1.5', 'takedowns', or both."""
+        found = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
+        return " and ".join([*found, "takedowns"] if self.takedowns is not None else found)
 
     @property
     def overlap(self) -> bool:
@@ -213,8 +233,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         self._beside = (self._beside or Beside()) if value else None
 
     def new_cache(self) -> DivergenceCache:
-        """An empty cache for target and experts."""
-        return DivergenceCache(new_cache(self.target), self.experts.new_cache(), self._cache_owner)
+        """An empty cache for target, experts and takedowns."""
+        return self._joint_cache(new_cache(self.target), self.experts.new_cache())
 
     def forward(
         self,
@@ -253,7 +273,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             cache = self.new_cache()
         given = input_ids, attention_mask, position_ids, cache, logits_to_keep
         steering = self._steering  # once: what comes from other processes may be for this rule alone
-        target_logits, divergence, found = self._run(*given, steering=steering)
+        _, target_logits, divergence, found = self._run(*given, steering=steering)
         logits = self._steer(target_logits, divergence, steering)
         if (whole := found.complete(logits)) is not None:
             padding = padding_of(attention_mask, target_logits.shape[1])
@@ -272,17 +292,30 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         past_key_values: DivergenceCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
-        """The target's own logits and the divergence, to which any rule can be applied (`steering.apply`).
+        """The target's logits and the divergence, to which any rule can be applied (`steering.apply`).
 
-        Many settings can so be measured on one pass of the three models. The first of the two is unsteered:
-        nothing that answers may use it alone. Both are 0 at padding.
+        Many settings can so be measured on one pass of the three models. The first of the two is steered by takedown
+        requests alone, and where there are none not at all: nothing that answers may use it alone. Both are 0 at
+        padding.
 
         Raises:
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
                 the caches differ in length.
         """
-        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[:2]
+        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:3]
+
+    def unsteered_components(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        past_key_values: DivergenceCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
+        """The target's own logits, which no takedown request has corrected, and then what `components` gives.
+
+        For what says what steering did to an answer; nothing that answers may use the first of the three.
+        """
+        return self._run(input_ids, None, None, past_key_values, logits_to_keep)[:3]
 
     def _run(
         self,
@@ -292,8 +325,13 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         past_key_values: DivergenceCache | None,
         logits_to_keep: int,
         steering: Steering | None = None,
-    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Pending | RemotePass]:
-        """See `components`; given the only rule that will be applied, other processes need not send more than that."""
+    ) -> tuple[
+        Float[Tensor, "batch kept vocab"],
+        Float[Tensor, "batch kept vocab"],
+        Float[Tensor, "batch kept vocab"],
+        Pending | RemotePass,
+    ]:
+        """See `unsteered_components`; given the only rule that will be applied, other processes send only its needs."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
@@ -304,18 +342,23 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)
-        target_cache, experts_cache = None, None
+        target_cache, experts_cache, takedowns_cache = None, None, None
         if past_key_values is not None:
             target_cache, experts_cache = past_key_values.target, past_key_values.experts
+            takedowns_cache = past_key_values.takedowns
         with started(self.experts, self._beside, *inputs, experts_cache, logits_to_keep, steering) as found:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
             divergence = found.finish()
-        if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
-            raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
         padding = padding_of(attention_mask, target_logits.shape[1])
         target_logits = _without_padding(target_logits, padding)
         check_target(target_logits)
-        return target_logits, self._checked(divergence, target_logits, padding), found
+        corrected = target_logits
+        if self.takedowns is not None:
+            correction = self.takedowns.correction(input_ids, attention_mask, takedowns_cache, logits_to_keep)
+            corrected = target_logits.float() + self._checked(correction, target_logits, padding)
+        if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
+            raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
+        return target_logits, corrected, self._checked(divergence, target_logits, padding), found
 
     def _checked(
         self,
@@ -347,6 +390,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             )
         if cache.owner != self._cache_owner:
             raise UsageError("past_key_values belongs to another steered model; make one with this model's new_cache()")
+        if (cache.takedowns is None) != (self.takedowns is None):
+            raise FailedClosed("past_key_values and the model do not both follow a registry of takedown requests")
         return cache
 
     def init_weights(self) -> None:

@@ -61,6 +61,8 @@ class Apart:
             FailedClosed: a process ended while it loaded.
             SystemExit: in a process that holds experts, once it is not needed any longer.
         """
+        if self.config.retain_auxiliary is None and self.config.ngram is None:
+            raise UsageError("a registry of takedown requests runs with the target; there are no experts to place")
         if _LOADED:
             raise UsageError("other processes hold the experts of a model already; start anew for another one")
         processes = Processes.joined(self.placement)
@@ -116,7 +118,6 @@ class Apart:
                 croppable=all(able.croppable for able in abilities),
                 shiftable=all(able.shiftable for able in abilities),
             ),
-            changes=self.config.registry is not None,
             timeout=self.placement.timeout,
             entries=self.placement.entries,
             tolerance=self.placement.tolerance,
@@ -173,7 +174,7 @@ class Apart:
     def _held(self, processes: Processes) -> Experts | OneOfPair:
         """What this process holds."""
         config = self.config
-        counted = config.bridge or config.ngram or config.registry
+        counted = config.bridge or config.ngram
         if processes.number == 2:
             places = places_of(self.folder, config, self.verify, self.local_files_only, AUXILIARIES)
             models = {part: load_part(part, place, self.options) for part, place in places.items()}
@@ -181,7 +182,9 @@ class Apart:
                 # For its tokenizer and width; its weights are not needed here.
                 reference = CheckpointReference.from_dict(config.target, "target")
                 places["target"] = reference.resolve(self.folder, weights=False, local_files_only=self.local_files_only)
-            return load_experts(self.folder, config, places, models, self.verify)
+            experts = load_experts(self.folder, config, places, models, self.verify)
+            assert experts is not None
+            return experts
         if counted or config.retain_auxiliary is None:
             raise UsageError(
                 "three processes are for a pair of auxiliaries with the target's own tokens and nothing else; start "

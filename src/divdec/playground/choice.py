@@ -27,7 +27,7 @@ class Choice:
     eligible: int
     """How many tokens the rank rule may suppress at most, and one more."""
     rank: bool = True
-    """Whether the rank rule can be chosen; a registry needs the linear one."""
+    """Whether the rank rule can be chosen: not where nothing but takedown requests steers."""
 
     def __post_init__(self) -> None:
         """Refuse a bundle whose own rule answers as the target would, or worse.

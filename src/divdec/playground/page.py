@@ -188,8 +188,9 @@ def _takedown(playground: Playground, controls: list[Any], page: Any) -> None:
     registry = playground.registry
     assert registry is not None
     gr.HTML(
-        '<p class="dd-hint">A text that is taken down cannot be recited from the next answer on; paraphrases can '
-        "remain. The request is written into the registry and holds for every model that follows it.</p>"
+        '<p class="dd-hint">A text that is taken down is pushed down from the next answer on, whatever the rule and '
+        "strength above, and it is measured on the target whether it is still recited; paraphrases can remain. "
+        "The request is written into the registry and holds for every model that follows it.</p>"
     )
     text = gr.Textbox(label="Text to take down", lines=5, max_lines=12, elem_id="dd-text")
     with gr.Row():

@@ -18,8 +18,9 @@ from divdec.data.files import checked_text
 from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record
 from divdec.errors import UsageError
+from divdec.experts.combined import NoExperts
 from divdec.fail_closed import wait_for_checks
-from divdec.model.configuration import NO_RANK
+from divdec.model.configuration import NO_RULE
 from divdec.playground.pushes import Place, Push, places
 from divdec.playground.tokens import MARKED, Other, Token
 from divdec.sampling import pick
@@ -112,7 +113,7 @@ class Steered:
         """
         self.check(steering)
         wait_for_checks()
-        text = AnswerText(self.tokenizer, ())
+        text = AnswerText(self.tokenizer, (), prompt)
         cache, eligible = self.model.new_cache(), steering.eligible(self.model.vocab_size)
         read, held = prompt, None
         for _ in range(min(self.manner.max_new_tokens, self._positions - len(prompt))):
@@ -138,8 +139,8 @@ class Steered:
         ids = [token.id for token in tokens if token.id is not None]
         if not ids or len(ids) != len(tokens):
             return tuple(tokens)
-        target_logits, divergence = self._read([*prompt, *ids[:-1]], keep=len(ids))
-        steered = steering.apply(target_logits, divergence)
+        target_logits, corrected, divergence = self._read([*prompt, *ids[:-1]], keep=len(ids))
+        steered = steering.apply(corrected, divergence)
         found = places(target_logits, steered, torch.tensor(ids))
         return tuple(self._token(place, token.text) for place, token in zip(found, tokens, strict=True))
 
@@ -165,9 +166,9 @@ class Steered:
         wanted = torch.tensor(ids[example.prompt_length :])
         if len(ids) >= self._positions or not len(wanted):
             raise UsageError(f"{len(prompt)} tokens and the continuation do not fit {self._positions} positions")
-        target_logits, divergence = self._read(ids[:-1], keep=len(wanted))
+        _, corrected, divergence = self._read(ids[:-1], keep=len(wanted))
         found = []
-        for logits in sweep(steerings, target_logits, divergence):
+        for logits in sweep(steerings, corrected, divergence):
             scores = logits.log_softmax(dim=-1).gather(-1, wanted[:, None].to(logits.device))
             found.append(float(scores.mean().exp()))
         return found
@@ -176,31 +177,33 @@ class Steered:
         """Refuse a rule that would answer as the target does.
 
         Raises:
-            UsageError: it is linear with a strength of 0 or below, or the rank rule while a registry is followed.
+            UsageError: it is linear with a strength of 0 or below, or the rank rule without experts.
         """
         if steering.rule == "linear" and not steering.alpha > 0:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
-        if steering.rule == "rank" and getattr(self.model.experts, "changes", False):
-            raise UsageError(NO_RANK)
+        if steering.rule == "rank" and isinstance(self.model.experts, NoExperts):
+            raise UsageError(NO_RULE)
         steering.check_vocabulary(self.model.vocab_size)
 
     @property
     def _positions(self) -> int:
         return self.model.config.max_position_embeddings or 1 << 15
 
-    def _read(self, ids: list[int], keep: int) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"]]:
+    def _read(
+        self, ids: list[int], keep: int
+    ) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"]]:
         wait_for_checks()
         read = torch.tensor([ids], device=self.model.device)
-        target_logits, divergence = self.model.components(read, logits_to_keep=keep)
-        return target_logits[0], divergence[0]
+        target_logits, corrected, divergence = self.model.unsteered_components(read, logits_to_keep=keep)
+        return target_logits[0], corrected[0], divergence[0]
 
     @torch.inference_mode()
     def _step(
         self, read: list[int], cache: Any, steering: Steering, eligible: Tensor | None, temperature: float
     ) -> tuple[int, Place]:
         ids = torch.tensor([read], device=self.model.device)
-        target_logits, divergence = self.model.components(ids, past_key_values=cache, logits_to_keep=1)
-        steered = steering.apply(target_logits, divergence, eligible)[0]
+        target_logits, corrected, divergence = self.model.unsteered_components(ids, cache, logits_to_keep=1)
+        steered = steering.apply(corrected, divergence, eligible)[0]
         if temperature > 0:
             uniform = torch.rand(1, generator=self._generator).to(steered.device)
             chosen = pick((steered / temperature).softmax(dim=-1), uniform)

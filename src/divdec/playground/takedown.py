@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 
 from divdec.data.files import checked_text
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Record, texts_of
 from divdec.errors import UsageError
+from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.steered import Steered
 from divdec.playground.tokens import Token, answer_html, escape
 from divdec.serving.registry import Registry
@@ -39,6 +39,8 @@ class Effect:
     """How many tokens it was to go on with."""
     before: Recital
     after: Recital
+    measured: str
+    """What of the text the target recites now, in words."""
 
 
 def take_down(steered: Steered, registry: Registry, name: str, text: str, reference: str, steering: Steering) -> Effect:
@@ -50,7 +52,7 @@ def take_down(steered: Steered, registry: Registry, name: str, text: str, refere
         name: the request's id.
         text: what shall not be repeated.
         reference: what the requester calls it.
-        steering: the rule; linear.
+        steering: the rule.
 
     Raises:
         UsageError: the text is too short, the id is taken or cannot be used.
@@ -64,15 +66,12 @@ def take_down(steered: Steered, registry: Registry, name: str, text: str, refere
     cut = len(ids) // 3
     prompt, rest = steered.checked(ids[:cut]), ids[cut : cut + LONGEST]
     before = _recital(steered, prompt, rest, steering)
-    registry.add(name.strip(), texts_of(name.strip(), [text.strip()]), reference.strip())
+    texts = texts_of(name.strip(), [text.strip()])
+    entry = registry.add(name.strip(), texts, reference.strip())
+    measured = measured_text(measure(registry, entry, texts, steered.model.target, steered.tokenizer))
     after = _recital(steered, prompt, rest, steering)
     beginning = str(steered.tokenizer.decode(prompt, skip_special_tokens=True))
-    return Effect(name.strip(), beginning, len(rest), before, after)
-
-
-def longest_run(said: Sequence[int], text: Sequence[int]) -> int:
-    """Length of the longest passage of a text that was said word for word, in tokens."""
-    return difflib.SequenceMatcher(None, said, text, autojunk=False).find_longest_match().size
+    return Effect(name.strip(), beginning, len(rest), before, after, measured)
 
 
 def effect_html(effect: Effect) -> str:
@@ -84,7 +83,7 @@ def effect_html(effect: Effect) -> str:
     )
     return (
         f'<p class="dd-rule">The steered model goes on from: “{escape(effect.beginning)}”</p>'
-        f'<div class="dd-sides">{panels}</div>'
+        f'<div class="dd-sides">{panels}</div><p class="dd-rule">Measured on the target: {escape(effect.measured)}.</p>'
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.playground.steered import Steered
-from divdec.serving.api.server import is_local
+from divdec.serving.address import is_local
 from divdec.serving.engine.text import AnswerText
 
 
@@ -33,7 +33,7 @@ class Target:
     def answer(self, prompt: list[int]) -> Iterator[str]:
         """The target's own greedy answer, text that grows; it is UNSTEERED."""
         steered, target = self._steered, self._steered.model.target
-        text, read, cache = AnswerText(steered.tokenizer, ()), prompt, None
+        text, read, cache = AnswerText(steered.tokenizer, (), prompt), prompt, None
         whole = ""
         longest = steered.manner.max_new_tokens
         positions = steered.model.config.max_position_embeddings or longest + len(prompt)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.errors import FailedClosed
@@ -110,10 +110,17 @@ def choose_bias(
 def _suppressing(
     wanted: Float[Tensor, " vocab"], ruled_out: Tensor, limits: BiasLimits, known: Collection[int]
 ) -> Bias:
-    """As many of the suppressed tokens as go in, those first that the target is known to like."""
+    """As many of the suppressed tokens as go in, those first that the target is known to like; then the others."""
     suppressed = [token for token in sorted(known) if ruled_out[token]]
     suppressed += [token for token in ruled_out.nonzero().flatten().tolist() if token not in set(suppressed)]
-    return Bias(dict.fromkeys(suppressed[: limits.entries], -limits.largest), wanted.clone())
+    entries = dict.fromkeys(suppressed[: limits.entries], -limits.largest)
+    # What takedown requests want of the others, the most first.
+    missing, lowered = wanted.clone(), wanted.masked_fill(ruled_out, 0.0)
+    for token in lowered.argsort(stable=True)[: limits.entries - len(entries)].tolist():
+        if lowered[token] < 0:
+            entries[token] = max(float(lowered[token]), -limits.largest)
+            missing[token] -= entries[token]
+    return Bias(entries, missing)
 
 
 def _bias(wanted: Float[Tensor, " vocab"], chosen: Int[Tensor, " entries"], base: float, limits: BiasLimits) -> Bias:
@@ -133,6 +140,8 @@ class Candidates:
     """log P of each, without the bias."""
     ceiling: Float[Tensor, " vocab"]
     """log P of each token that was not told is at most this."""
+    unsure: Bool[Tensor, " told"]
+    """Of which it is not sure that they were told, and not others with their name; `logprobs` is at least theirs."""
 
     def _scores(self, wanted: Float[Tensor, " vocab"]) -> tuple[Tensor, Tensor]:
         others = self.ceiling + wanted
@@ -143,7 +152,7 @@ class Candidates:
         """The best of them once steered, and how far, in nats, it may lie below the best of all; 0: it is that."""
         scores, others = self._scores(wanted)
         best = int(scores.argmax())
-        if scores[best].isneginf():
+        if scores[best].isneginf() or self.unsure[best]:
             return int(self.ids[best]), math.inf
         return int(self.ids[best]), max(float(others.max() - scores[best]), 0.0)
 
@@ -159,4 +168,10 @@ class Candidates:
 
         scores, others = (part / temperature for part in self._scores(wanted))
         token = int(self.ids[int(pick((scores - scores.max()).exp(), uniform))])
-        return token, float((others.logsumexp(0) - torch.cat([scores, others]).logsumexp(0)).exp())
+        # Without those that are not sure, and then with them, their names' other tokens and all that was not told.
+        sure = scores.masked_fill(self.unsure, -math.inf)
+        parts = (sure.logsumexp(0), others.logsumexp(0), scores.logsumexp(0), torch.cat([scores, others]).logsumexp(0))
+        told_sure, untold, told, all_of_them = (float(part) for part in parts)
+        if told_sure == told:
+            return token, math.exp(untold - all_of_them)
+        return token, min(2 - math.exp(told_sure - told) - math.exp(told_sure - all_of_them), 1.0)

@@ -16,10 +16,13 @@ from typing import Any
 import httpx
 
 from divdec.errors import UsageError
-from divdec.experts.token_bytes import token_bytes
+from divdec.experts.token_bytes import BYTE_TOKEN, token_bytes
 from divdec.remote.endpoint import Endpoint
 
 BY_ID = "token_id:"
+_UNREADABLE = "\ufffd"
+_ROUNDING = 1e-3  # nats that a log-probability may lie above 0
+_CUT_OFF = -1000.0
 # What decides which tokens come, and what an answer proves; a request has them from whoever asks.
 OWN = frozenset(
     (
@@ -73,6 +76,8 @@ class Position:
     """Log-probabilities by token id, the likeliest; None where too few can be told apart to be sure of the others."""
     floor: float = 0.0
     """Log-probability above which every token was told."""
+    alike: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    """For tokens here whose name others have too: those others. Which of them was meant is not sure."""
 
 
 class Unnamed(UsageError):
@@ -89,6 +94,7 @@ class Completions:
         end: int,
         size: int | None = None,
         extra: Mapping[str, Any] | None = None,
+        other_ends: Collection[int] = (),
     ) -> None:
         """Prepare.
 
@@ -98,6 +104,7 @@ class Completions:
             end: the token that ends an answer.
             size: how many of its tokens may come, from the first; all by default.
             extra: further fields of every request, such as {"top_k": 0} for a server that samples among few.
+            other_ends: further tokens that end an answer; which of them it was is not sure where it is not named.
 
         Raises:
             UsageError: a further field is one that requests have already.
@@ -107,8 +114,10 @@ class Completions:
         self.counts = Counts()
         self.endpoint = dataclasses.replace(endpoint, on_retry=lambda _: self.counts.add(retries=1))
         self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
+        self._unnamed_end = Position(end, None, alike={end: frozenset(other_ends)} if other_ends else {})
         self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
-        self._by_text: dict[bytes, int] = {}
+        self._by_text: dict[bytes, list[int]] = {}
+        self._tells_spaces = False
 
     def ask(
         self,
@@ -157,9 +166,9 @@ class Completions:
         self.counts.add(requests=1)
         choice, text = self._read(reply, len(ids))
         reason = choice.get("finish_reason")
-        found = self._positions(choice, text, abilities)
+        found = self._positions(choice, text, abilities, ended=reason == "stop")
         if reason == "stop" and len(found) < tokens and (not found or found[-1].token != self.end):
-            found.append(Position(self.end, None))
+            found.append(self._unnamed_end)
         if not found:
             raise UsageError(
                 f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}): "
@@ -170,6 +179,11 @@ class Completions:
                 f"model {self.endpoint.model!r} answered with {len(found)} tokens where {tokens} were asked for"
             )
         return found
+
+    @property
+    def has_names_alike(self) -> bool:
+        """Whether several tokens read alike, such as "z" and the byte token <0x7A>."""
+        return not self._tells_spaces or any(len(tokens) > 1 for tokens in self._texts().values())
 
     def canonical(self, ids: Sequence[int], prompt: int) -> list[int]:
         """The tokens that a provider who is given text reads instead of these, of which the first `prompt` stay."""
@@ -215,60 +229,84 @@ class Completions:
         self.counts.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
         return choice, text
 
-    def _positions(self, choice: dict[str, Any], text: str, abilities: Abilities) -> list[Position]:
+    def _positions(self, choice: dict[str, Any], text: str, abilities: Abilities, ended: bool) -> list[Position]:
         told = choice.get("logprobs")
         if not isinstance(told, dict) or not isinstance(told.get("tokens"), list):
             if abilities.answer_ids:
                 raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
-            return [Position(self._id(text), None)] if text else []
+            return [self._position(text, None, abilities)] if text else []
         names, top = told["tokens"], told.get("top_logprobs")
         if text and not names:
             raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
         top = top if isinstance(top, list) else []
+        if ended and names[-1:] == [""]:  # the end, by a provider that leaves special tokens out
+            names = names[:-1]
         return [self._position(name, here, abilities) for name, here in itertools.zip_longest(names, top[: len(names)])]
 
     def _position(self, name: Any, top: Any, abilities: Abilities) -> Position:
-        token = self._id(name)
+        token, *others = self._ids(name)
+        alike = {token: frozenset(others)} if others else {}
         if not abilities.top_logprobs or not isinstance(top, dict):
-            return Position(token, None)
-        told: dict[int, float] = {}
-        if not all(isinstance(value, int | float) and not math.isnan(value) for value in top.values()):
-            raise UsageError(f"model {self.endpoint.model!r} told a log-probability that is no number")
+            return Position(token, None, alike=alike)
+        for value in top.values():
+            if type(value) not in (int, float) or math.isnan(value) or value > _ROUNDING:
+                raise UsageError(
+                    f"model {self.endpoint.model!r} told a log-probability of {value!r}; accepted: up to 0"
+                )
         # Every token above the least of those asked for was told. One more, the chosen one, may lie below it; two that
         # read alike are told as one, and one that cannot be read is like one that was not told.
         values = sorted(map(float, top.values()), reverse=True)
         by_id = all(key.startswith(BY_ID) for key in top)
         # Where names are texts, as many as were asked for may be one fewer that read alike, and the chosen one.
         at_the_end = not by_id and name in top and float(top[name]) <= values[-1]
-        if len(values) < abilities.top_logprobs + at_the_end:
-            return Position(token, None)
+        # What stands for minus infinity was cut off by the provider: such values are not the target's.
+        if len(values) < abilities.top_logprobs + at_the_end or values[-1] <= _CUT_OFF:
+            return Position(token, None, alike=alike)
         floor = values[abilities.top_logprobs - 1]
+        told: dict[int, float] = {}
         for key, value in top.items():
             try:
-                told[self._id(key)] = float(value)
+                first, *others = self._ids(key)
             except UsageError:
                 floor = max(floor, float(value))
-        return Position(token, told, floor) if token in told else Position(token, None)
+                continue
+            if first in told:  # named twice
+                return Position(token, None, alike={token: alike[token]} if token in alike else {})
+            told[first] = float(value)
+            if others:
+                alike[first] = frozenset(others)
+        return Position(token, told if token in told else None, floor, alike)
 
-    def _id(self, name: Any) -> int:
-        """A token's id from its name in a reply."""
-        token = -1
+    def _ids(self, name: Any) -> list[int]:
+        """The tokens that a name in a reply may stand for, the one that texts are made of first."""
+        found: list[int] = []
         if isinstance(name, str) and name.startswith(BY_ID) and name[len(BY_ID) :].isdecimal():
-            token = int(name[len(BY_ID) :][:10])
-        elif isinstance(name, str):
-            token = self._texts().get(name.encode(errors="replace"), -1)  # half a surrogate pair is no token
-        if not 0 <= token < self.size:
+            found = [int(name[len(BY_ID) :][:10])]
+        elif isinstance(name, str) and _UNREADABLE not in name:  # providers write parts of characters so
+            text = name.encode(errors="replace")  # half a surrogate pair is no token
+            found = list(self._texts().get(text, ()))
+            self._tells_spaces |= bool(found) and text.startswith(b" ")
+            if not self._tells_spaces:  # some leave out the space with which a token begins
+                found += self._texts().get(b" " + text, ())
+        if not found or not all(0 <= token < self.size for token in found):
             raise UsageError(
                 f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the tokenizer of "
                 f"{self.size} tokens that was given; give the provider's own tokenizer"
             )
-        return token
+        return found
 
-    def _texts(self) -> dict[bytes, int]:
+    def _texts(self) -> dict[bytes, list[int]]:
         if not self._by_text:
-            for place, text in enumerate(token_bytes(self.tokenizer)[: self.size]):
-                if text is not None:
-                    self._by_text.setdefault(text, place)
-            for place in self.tokenizer.all_special_ids:
-                self._by_text.setdefault(str(self.tokenizer.convert_ids_to_tokens(place)).encode(), place)
+            special = {
+                token: str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.tokenizer.all_special_ids
+            }
+            found = {token: text.encode() for token, text in special.items() if token < self.size}
+            plain = {token: text for token, text in enumerate(token_bytes(self.tokenizer)[: self.size]) if text}
+            names = self.tokenizer.convert_ids_to_tokens(list(plain))
+            # Texts are made of byte tokens only where no other token has their byte.
+            byte_tokens = [token for token, name in zip(plain, names, strict=True) if BYTE_TOKEN.fullmatch(name)]
+            by_text: dict[bytes, list[int]] = {}
+            for token in dict.fromkeys([*found, *sorted(plain.keys() - set(byte_tokens)), *byte_tokens]):
+                by_text.setdefault(found.get(token) or plain[token], []).append(token)
+            self._by_text = by_text
         return self._by_text

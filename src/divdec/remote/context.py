@@ -11,6 +11,7 @@ from torch import Tensor
 from divdec.errors import UsageError
 from divdec.experts.protocol import Experts
 from divdec.experts.shifting import can_roll_back
+from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
 
@@ -18,7 +19,15 @@ from divdec.steering import Steering
 class Context:
     """One sequence and the experts' cache for it."""
 
-    def __init__(self, experts: Experts, steering: Steering, width: int, size: int, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        steering: Steering,
+        width: int,
+        size: int,
+        longest: int | None = None,
+        takedowns: Takedowns | None = None,
+    ) -> None:
         """Begin with no token.
 
         Args:
@@ -27,7 +36,10 @@ class Context:
             width: of the vocabulary that is steered, which may hold more than tokens.
             size: how many tokens the provider's tokenizer has, at most `width`.
             longest: most tokens that the experts can read.
+            takedowns: a registry to follow, as it is now.
         """
+        self._takedowns = takedowns
+        self._taken_down = None if takedowns is None else takedowns.new_cache()
         self._experts, self._steering, self._longest = experts, steering, longest
         self._width, self._size = width, size
         self._eligible = steering.eligible(width)
@@ -56,11 +68,16 @@ class Context:
         divergence = self._experts.divergence(given, None, positions_of(given, None, keep), self._cache, last)
         divergence = divergence[0, :, : self._width].cpu()
         check_divergence(divergence)
-        zeros = torch.zeros_like(divergence)
-        return self._steering.apply(zeros, divergence, self._eligible)[:, : self._size].double()
+        correction = torch.zeros_like(divergence)
+        if self._takedowns is not None:
+            correction = self._takedowns.correction(given, None, self._taken_down, last)[0, :, : self._width].cpu()
+            check_divergence(correction)
+        return self._steering.apply(correction, divergence, self._eligible)[:, : self._size].double()
 
     def _keep(self, length: int) -> None:
         removed = len(self._ids) - length
+        if removed and self._taken_down is not None:
+            self._taken_down.crop(-removed)
         if removed:
             if all(map(can_roll_back, self._cache.layers)):
                 self._cache.crop(-removed)

@@ -16,6 +16,8 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from divdec.experts.takedowns.live import Takedowns
+
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
@@ -31,8 +33,8 @@ class Sources:
     """Folder of an n-gram pair."""
     registry: str | None = None
     """Folder of a registry of takedown requests."""
-    weights: tuple[float, float] = (1.0, 1.0)
-    """What the divergences of n-grams and of the registry are multiplied by."""
+    ngram_weight: float = 1.0
+    """What the divergence of the n-grams is multiplied by."""
     bridge: bool = False
     """The auxiliaries have another tokenizer than the provider."""
     heal: bool = False
@@ -49,6 +51,8 @@ class Opened:
 
     tokenizer: PreTrainedTokenizerBase
     experts: Experts
+    takedowns: Takedowns | None
+    """The registry of takedown requests that is followed."""
     ends: tuple[int, ...]
     """Tokens that end an answer, the tokenizer's own first."""
     longest: int | None
@@ -86,7 +90,7 @@ def of_bundle(bundle: str, device: str = "cpu", *, verify: bool = True) -> tuple
         forget=places.get("forget_auxiliary"),
         ngram=named.get("ngram"),
         registry=named.get("registry"),
-        weights=(weight_of(counted["ngram"], "ngram"), weight_of(counted["registry"], "registry")),
+        ngram_weight=weight_of(counted["ngram"], "ngram"),
         bridge=config.bridge is not None,
         heal=bool(bridge.get("heal", False)),
         device=device,
@@ -101,10 +105,10 @@ def open_sources(sources: Sources) -> Opened:
     Raises:
         UsageError: a part is missing, corrupt or of another tokenizer, or there is nothing to steer with.
     """
-    from divdec.experts.combined import CombinedExperts
+    from divdec.experts.combined import CombinedExperts, NoExperts
     from divdec.experts.ngram_folder import describe_pair, load_pair
     from divdec.experts.takedowns.folder import read_description
-    from divdec.experts.takedowns.live import RegistryExperts
+    from divdec.experts.takedowns.live import Takedowns
     from divdec.model.checkpoint import CheckpointReference, load_tokenizer
     from divdec.model.loading import check_tokenizer
     from divdec.model.vocabularies import vocabulary_sha256
@@ -120,15 +124,21 @@ def open_sources(sources: Sources) -> Opened:
     if sources.ngram is not None:
         folder = Path(sources.ngram).expanduser()
         check_tokenizer(folder, describe_pair(folder)["tokenizer"], digest)
-        found.append((load_pair(folder), sources.weights[0]))
+        found.append((load_pair(folder), sources.ngram_weight))
+    takedowns = None
     if sources.registry is not None:
         folder = Path(sources.registry).expanduser()
         check_tokenizer(folder, read_description(folder)["tokenizer"], digest)
-        found.append((RegistryExperts(folder), sources.weights[1]))
-    if not found:
+        takedowns = Takedowns(folder)
+    if not found and takedowns is None:
         raise UsageError("nothing would steer the target: give a bundle, --retain and --forget, --ngram or --registry")
-    experts = found[0][0] if len(found) == 1 and found[0][1] == 1 else CombinedExperts(found)
-    return Opened(tokenizer, experts, _ends(place, tokenizer), longest, sources.vocab_size or experts.vocab_size)
+    if not found:
+        assert takedowns is not None
+        experts = NoExperts(takedowns.vocab_size)
+    else:
+        experts = found[0][0] if len(found) == 1 and found[0][1] == 1 else CombinedExperts(found)
+    width = sources.vocab_size or min(part.vocab_size for part in (experts, takedowns) if part is not None)
+    return Opened(tokenizer, experts, takedowns, _ends(place, tokenizer), longest, width)
 
 
 def _pair(sources: Sources, tokenizer_place: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Experts, int | None]:

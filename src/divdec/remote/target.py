@@ -8,6 +8,7 @@ tells, and where neither proves the choice, how far it may be off is told.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
+from divdec.experts.takedowns.live import Takedowns
+from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, Candidates, choose_bias
 from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
 from divdec.remote.completions import Abilities, Completions, Position
@@ -43,6 +47,7 @@ class RemoteTarget:
         ends: Sequence[int] = (),
         longest: int | None = None,
         width: int | None = None,
+        takedowns: Takedowns | None = None,
     ) -> None:
         """Join them; nothing is asked yet.
 
@@ -55,12 +60,15 @@ class RemoteTarget:
             longest: most tokens that the experts can read.
             width: of the vocabulary that is steered; the experts' by default. A rank rule counts all of it, as it
                 does in a steered model whose vocabulary is padded.
+            takedowns: a registry of takedown requests, whose correction is added to what the rule wants.
 
         Raises:
             UsageError: the rule needs what an API does not give, or does not fit the vocabulary.
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
+        if steering.rule == "rank" and isinstance(experts, NoExperts):
+            raise UsageError(NO_RULE)
         self._width = experts.vocab_size if width is None else width
         steering.check_vocabulary(self._width)
         if self._width < completions.size:
@@ -70,7 +78,7 @@ class RemoteTarget:
             )
         self.completions, self.steering = completions, steering
         self.settings = settings or RemoteSettings()
-        self._experts, self._longest = experts, longest
+        self._experts, self._longest, self._takedowns = experts, longest, takedowns
         self.sure = Sure()
         self._ends = frozenset([completions.end, *ends])
         self._abilities: Abilities | None = None
@@ -137,9 +145,11 @@ class RemoteTarget:
                 limits = self.settings.limits
                 biased = self.settings.method == "bias"
                 self._abilities = probe(self.completions, prompt, limits, biased=biased)
-            context = Context(self._experts, self.steering, self._width, self.completions.size, self._longest)
+            context = Context(
+                self._experts, self.steering, self._width, self.completions.size, self._longest, self._takedowns
+            )
         draws = _Draws(temperature, seed)
-        text = AnswerText(self.completions.tokenizer, stop)
+        text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
             step = self._step(context, ids, min(self.settings.block, max_new_tokens - len(answer.choices)), draws)
@@ -174,12 +184,17 @@ class RemoteTarget:
         assert self._abilities is not None
         wanted = self._wanted(context, ids)[0]
         known: set[int] = set()
-        # Without a bias another request would tell the same.
-        tries = self.settings.tries if self.settings.method == "bias" else 1
+        # Without a bias another request would tell the same; a draw is taken as it is where it is not sure what it is.
+        unsure = not self._abilities.answer_ids and self.completions.has_names_alike
+        drawn_unsure = unsure and draws.temperature > 0 and not wanted.isneginf().any()
+        tries = self.settings.tries if self.settings.method == "bias" and not drawn_unsure else 1
+        limits = self.settings.limits
+        if unsure:  # one entry is for asking which of several tokens with one name it was
+            limits = dataclasses.replace(limits, entries=max(limits.entries - 1, 1))
         for left in reversed(range(tries)):
             bias = Bias({}, wanted)
             if self.settings.method == "bias":
-                bias = choose_bias(wanted, self.settings.limits, known, closest=not left and draws.temperature > 0)
+                bias = choose_bias(wanted, limits, known, closest=not left and draws.temperature > 0)
             drawing = draws.temperature if self.settings.method == "bias" else 0.0
             # What is drawn by rejection needs no log-probabilities.
             abilities = dataclasses.replace(self._abilities, top_logprobs=0) if drawing else self._abilities
@@ -188,12 +203,29 @@ class RemoteTarget:
             reply = self.completions.ask(
                 ids, abilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
             )
+            if not draws.temperature:
+                reply[0] = self._resolved(ids, reply[0], bias)
             first = self._judge(reply[0], wanted, bias, draws, last=not left)
             if first is None:
                 known |= {reply[0].token, *(reply[0].told or ())}
                 continue
             return [first, *self._further(context, ids, reply, first, bias, draws)]
         raise AssertionError("the last try is always judged")
+
+    def _resolved(self, ids: list[int], position: Position, bias: Bias) -> Position:
+        """A greedy choice of which it is sure which token it is, where asking once more can say so.
+
+        Without this token another one comes, unless the name was of another token, which then comes again.
+        """
+        assert self._abilities is not None
+        token, limits = position.token, self.settings.limits
+        entries = {**bias.entries, token: -limits.largest}
+        if token not in position.alike or self.settings.method != "bias" or len(entries) > limits.entries:
+            return position
+        (other,) = self.completions.ask(ids, self._abilities, entries)
+        if other.token in {token, *position.alike[token]}:
+            return position
+        return dataclasses.replace(position, alike={t: o for t, o in position.alike.items() if t != token})
 
     def _further(
         self, context: Context, ids: list[int], reply: list[Position], first: Choice, bias: Bias, draws: _Draws
@@ -234,9 +266,10 @@ class RemoteTarget:
             choice = self._drawn(position, wanted, bias, draws)
         elif last and not wanted.isneginf().any():
             # It is taken in any case: as the provider draws, and to call some of those exact would bias the others.
-            return Choice(token, total_variation=bias.total_variation(draws.temperature))
+            distance = bias.total_variation(draws.temperature)
+            return Choice(token, total_variation=1.0 if token in position.alike else distance)
         elif draws.uniform() < bias.acceptance(token, draws.temperature):
-            return Choice(token)
+            return Choice(token, total_variation=1.0 if token in position.alike else 0.0)
         else:
             choice = Choice(token, total_variation=bias.total_variation(draws.temperature))
         if wanted[choice.token].isneginf() and last:
@@ -248,7 +281,7 @@ class RemoteTarget:
 
     def _greedy(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias) -> Choice:
         """The best token that is known, and how much better an unknown one could be."""
-        by_bias = Choice(position.token, gap=bias.gap(position.token))
+        by_bias = Choice(position.token, math.inf if position.token in position.alike else bias.gap(position.token))
         told = self._candidates(position, bias)
         if told is None and self.settings.method == "candidates":
             raise UsageError(NOTHING_TOLD.format(self._name))
@@ -273,16 +306,22 @@ class RemoteTarget:
         ids = torch.tensor(list(position.told))
         logprobs = torch.tensor(list(position.told.values()), dtype=torch.float64)
         ceiling = torch.full_like(sent, position.floor)
+        for token, others in position.alike.items():
+            if token in position.told:
+                ceiling[list(others)] = max(position.told[token], position.floor)
+        unsure = torch.tensor([token in position.alike for token in position.told])
         if not self._abilities.raw_logprobs:
-            return Candidates(ids, logprobs - sent[ids], ceiling - sent)
+            return Candidates(ids, logprobs - sent[ids], ceiling - sent, unsure)
+        if position.token in position.alike:
+            return Candidates(ids, logprobs, ceiling, unsure)
         # No other token was better under the bias.
         score = position.told[position.token] + sent[position.token]
-        if (logprobs + sent[ids]).max() > score + _DISOBEYED:
+        if (logprobs + sent[ids])[~unsure].max() > score + _DISOBEYED:
             raise FailedClosed(
                 f"model {self._name} did not choose the token that its log-probabilities and "
                 "logit_bias make the likeliest; it cannot be steered"
             )
-        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent))
+        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent), unsure)
 
 
 class _Draws:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from divdec.report.measures import best_index
 from divdec.report.plots import Band, band_panels, style, svg_text
 from divdec.report.plots.palette import LOOKS, OTHERS
 from divdec.runs import write_json, write_text
@@ -93,13 +94,16 @@ def depth_figure(found: Sequence[LayerDepth], level: float) -> Figure:
 
 
 def peaks(found: Sequence[LayerDepth]) -> list[LayerDepth]:
-    """For each set and part the layer with the largest mean."""
-    best: dict[tuple[str, str], LayerDepth] = {}
+    """For each set and part the layer with the largest mean; parts of which no layer has it are left out."""
+    best = [(rows, best_index([row.mean for row in rows], "higher")) for rows in _parts(found).values()]
+    return [rows[index] for rows, index in best if index is not None]
+
+
+def _parts(found: Sequence[LayerDepth]) -> dict[tuple[str, str], list[LayerDepth]]:
+    parts: dict[tuple[str, str], list[LayerDepth]] = {}
     for row in found:
-        key = (row.set, row.part)
-        if key not in best or row.mean > best[key].mean:
-            best[key] = row
-    return list(best.values())
+        parts.setdefault((row.set, row.part), []).append(row)
+    return parts
 
 
 def depth_table(found: Sequence[LayerDepth]) -> Table:
@@ -108,16 +112,16 @@ def depth_table(found: Sequence[LayerDepth]) -> Table:
     from rich.table import Table
 
     by_place = {(row.set, row.part, row.layer): row for row in found}
-    largest = peaks(found)
+    largest, parts = peaks(found), list(_parts(found))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")
-    for row in largest:
-        table.add_column(f"{row.set}, {TITLES.get(row.part, row.part)}", justify="right", no_wrap=True)
+    for name, part in parts:
+        table.add_column(f"{name}, {TITLES.get(part, part)}", justify="right", no_wrap=True)
     for layer in sorted({row.layer for row in found}):
         cells = []
-        for top in largest:
-            row = by_place[top.set, top.part, layer]
+        for part in parts:
+            row = by_place[*part, layer]
             text = f"{row.mean:.3g} \\[{row.low:.3g}, {row.high:.3g}]"
-            cells.append(f"[bold]{text}[/bold]" if row is top else text)
+            cells.append(f"[bold]{text}[/bold]" if row in largest else text)
         table.add_row(str(layer), *cells)
     return table

@@ -14,7 +14,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.report.collect import Entry
 from divdec.report.examples import SETS, Example, examples
-from divdec.report.groups import Best, best_of, series_of
+from divdec.report.groups import Best, best_of, series_of, without_best
 from divdec.report.measures import FIGURES, MEASURES, SCORES
 from divdec.report.page import write_page
 from divdec.report.plots import inline
@@ -48,6 +48,8 @@ class Content:
     """Target, retrained model, results."""
     bests: tuple[Best, ...]
     """By each of the suite's goals."""
+    without_best: tuple[str, ...]
+    """By which goals no result is the best, in words."""
     tables: tuple[Table, ...]
     views: tuple[View, ...]
     """The plots, by section."""
@@ -101,6 +103,7 @@ def content_of(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, cou
         variant,
         rows,
         bests=tuple(best for best in bests if best),
+        without_best=tuple(without_best(rows, suite)),
         tables=tuple(tables),
         views=tuple(views),
         side_by_side=chosen,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from divdec.report.measures import GOALS, MEASURES
+from divdec.report.measures import GOALS, MEASURES, best_index, no_best
 from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET, Look
 from divdec.report.scores import Row
 
@@ -76,15 +76,28 @@ class Best:
 
 
 def best_of(rows: Sequence[Row], suite: str) -> list[Best | None]:
-    """For each goal of a suite the result that comes nearest; None where no result has such a figure."""
+    """For each goal of a suite the best of the results; None where none is, see `measures.best_index`."""
     own = [row for row in rows if row.entry.role is None]
     found: list[Best | None] = []
-    for alternatives in GOALS[suite]:
-        name = first(alternatives, own)
-        sign = 1 if MEASURES[name].better == "higher" else -1
-        scored = [(sign * value, row) for row in own if (value := row.values.get(name)) is not None]
-        found.append(Best(max(scored, key=lambda pair: pair[0])[1], name) if scored else None)
+    for name, values in _goals(own, suite):
+        best = best_index(values, MEASURES[name].better, MEASURES[name].digits)
+        found.append(None if best is None else Best(own[best], name))
     return found
+
+
+def without_best(rows: Sequence[Row], suite: str) -> list[str]:
+    """The goals that results have figures of, but no best result, in words."""
+    own = [row for row in rows if row.entry.role is None]
+    return [
+        no_best(values, name, "result")
+        for (name, values), best in zip(_goals(own, suite), best_of(rows, suite), strict=True)
+        if best is None and any(value is not None for value in values)
+    ]
+
+
+def _goals(own: Sequence[Row], suite: str) -> list[tuple[str, list[float | None]]]:
+    names = [first(alternatives, own) for alternatives in GOALS[suite]]
+    return [(name, [row.values.get(name) for row in own]) for name in names]
 
 
 def first(names: Sequence[str], rows: Sequence[Row]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from divdec.evaluation.aggregate import (
@@ -46,6 +48,35 @@ class Measure:
             mantissa, exponent = f"{value:.1e}".split("e")
             return f"{mantissa}e{int(exponent)}"
         return f"{value:.{self.digits}f}".replace("-", "−")
+
+
+def best_index(values: Sequence[float | None], better: str, digits: int | None = None) -> int | None:
+    """Index of the value that is strictly better than all others, or None where no value is.
+
+    A tie has no best. Nor has a score of which more is better where none is above 0: it says that nothing was reached.
+
+    Args:
+        values: None and NaN are passed over.
+        better: 'higher' or 'lower'.
+        digits: how many decimals are shown, so that what is shown as 0 counts as 0.
+    """
+    known = [(value, index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    best, index = (max if better == "higher" else min)(known)
+    if sum(value == best for value, _ in known) > 1:
+        return None
+    shown = best if digits is None else round(best, digits)
+    return None if better == "higher" and shown <= 0 else index
+
+
+def no_best(values: Sequence[float | None], measure: str, what: str = "setting") -> str:
+    """That none is the best, in words; `values` holds at least one number."""
+    own = MEASURES[measure]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    top, extreme = (max(known), "highest") if own.better == "higher" else (min(known), "lowest")
+    tie = ", of several" if known.count(top) > 1 else ""
+    return f"no {what} is best by {own.short}: the {extreme} is {own.text(top)}{tie}"
 
 
 RETRAINED = "like the retrained model's"

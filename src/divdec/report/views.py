@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from divdec.report.groups import Best, Group, first, has, series_of
-from divdec.report.measures import ATTACK_NAMES, AXES, CURVES, MEASURES
+from divdec.report.measures import ATTACK_NAMES, AXES, CURVES, MEASURES, best_index
 from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET, Look
 from divdec.report.plots.points import Curves, Dot, Dots, Interval, Plot, Series, shortened
 from divdec.report.scores import Row
@@ -145,10 +145,12 @@ def over_under_view(rows: Sequence[Row], suite: str) -> list[View]:
             series.append(Series(ATTACK_NAMES[name], LOOKS[place % len(LOOKS)], dots))
     far = [(sum(abs(dot.x) for dot in dots) / len(dots), row.entry.name) for place, row in enumerate(shown)
            if (dots := [dot for one in series for dot in one.dots if dot.y == place])]  # fmt: skip
-    said = (
-        f"For {len(shown)} results the AUC of {len(series)} membership attacks less the retrained model’s. On average "
-        f"nearest to 0: {min(far)[1]} ({min(far)[0]:.2f}); farthest: {max(far)[1]} ({max(far)[0]:.2f})."
-    )
+    said = f"For {len(shown)} results the AUC of {len(series)} membership attacks less the retrained model’s."
+    distances = [distance for distance, _ in far]
+    nearest, farthest = best_index(distances, "lower"), best_index(distances, "higher")
+    if len(far) > 1 and nearest is not None and farthest is not None:
+        (near, near_name), (away, away_name) = far[nearest], far[farthest]
+        said += f" On average nearest to 0: {near_name} ({near:.2f}); farthest: {away_name} ({away:.2f})."
     plot = Dots("AUC − the retrained model’s AUC", "", tuple(series), said, rows=tuple(row.entry.name for row in shown))
     text = (
         "An attack tells forget from holdout items; 0 is the AUC that it has on the retrained model. To the right the "
@@ -254,8 +256,9 @@ def _course(series: Sequence[Series], name: str, sign: str) -> str:
         begin, last = one.dots[0], one.dots[-1]
         ends = f"{one.name}: {measure.text(begin.y)} at {sign} = {begin.x:g}, {measure.text(last.y)} at {last.x:g}"
         if measure.better in ("higher", "lower"):
-            pick = max if measure.better == "higher" else min
-            peak = pick(one.dots, key=lambda dot: dot.y)
-            ends += f", {'highest' if pick is max else 'lowest'} {measure.text(peak.y)} at {peak.x:g}"
+            peak = best_index([dot.y for dot in one.dots], measure.better, measure.digits)
+            if peak is not None:
+                extreme = "highest" if measure.better == "higher" else "lowest"
+                ends += f", {extreme} {measure.text(one.dots[peak].y)} at {one.dots[peak].x:g}"
         told.append(f"{ends}.")
     return " ".join(told)

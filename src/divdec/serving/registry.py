@@ -25,7 +25,7 @@ from divdec.data.documents import documents
 from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
-from divdec.experts.ngram_counts import NgramCounts
+from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.experts.takedowns.folder import (
     DESCRIPTION,
@@ -38,13 +38,24 @@ from divdec.experts.takedowns.folder import (
     check_retain,
     read_description,
 )
-from divdec.experts.takedowns.log import HEAD_FILE, LOG_FILE, Entry, Head, State, append, events, read_log, write_head
+from divdec.experts.takedowns.log import (
+    HEAD_FILE,
+    LOG_FILE,
+    Entry,
+    Head,
+    State,
+    append,
+    checked_strength,
+    events,
+    read_log,
+    write_head,
+)
 from divdec.experts.takedowns.sealed import NONCE_BYTES, Sealed, joined, seal
-from divdec.experts.takedowns.secret import new_key, read_key
-from divdec.model.checkpoint import load_tokenizer
+from divdec.experts.takedowns.secret import KEY_FILE, new_key, read_key
+from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
-from divdec.runs import file_sha256, output_folder, write_durably, write_json
-from divdec.serving.overlap import passages
+from divdec.runs import file_sha256, output_folder, write_durably, write_json, write_text
+from divdec.serving.overlap import overlap
 from divdec.serving.plain_tokenizer import is_plain, load_plain
 
 if TYPE_CHECKING:
@@ -53,6 +64,8 @@ if TYPE_CHECKING:
 LONGEST_ID, LONGEST_REFERENCE = 200, 10_000
 ATTEMPTS = 5  # to look at a registry that is being written
 ORDER = 5  # the longer the n-grams, the less else a request touches (docs/benchmarks.md)
+STRENGTH = 10.0  # nats that a token loses which only a taken-down text goes on with
+NO_EFFECT = -0.1  # mean difference of scores above which a request would do next to nothing
 
 
 class Registry:
@@ -73,6 +86,7 @@ class Registry:
         self._tokenizer_files: dict[str, str] = about["tokenizer_files"]
         self._secret = read_key(self.folder, about)
         self._retain: str = about["retain"]
+        self._target = CheckpointReference.from_dict(about["target"], "target")
 
     @classmethod
     def create(
@@ -82,6 +96,7 @@ class Registry:
         checkpoint: str | os.PathLike[str],
         *,
         order: int = ORDER,
+        strength: float = STRENGTH,
         progress: Any = None,
     ) -> Registry:
         """Make a registry without requests.
@@ -89,8 +104,10 @@ class Registry:
         Args:
             folder: it must be empty or absent.
             retain: what the model may know; its n-grams are kept readable, as those of any model would be.
-            checkpoint: folder of the model that is to be steered, for its tokenizer and the width of its logits.
+            checkpoint: folder or hub id of the model that is to be steered, for its tokenizer and the width of its
+                logits; requests are measured on it.
             order: length of the longest n-grams, 2 to 5.
+            strength: what the registry's divergence is multiplied by before it is added to the target's logits.
             progress: told how many tokens have been read since it was told last.
 
         Raises:
@@ -99,10 +116,15 @@ class Registry:
         from divdec.model.checkpoint import load_config
 
         check_order(order)
-        checkpoint = Path(checkpoint).expanduser()
+        reference = CheckpointReference.parse(str(checkpoint))
+        checkpoint = reference.resolve(Path(), weights=False)
         tokenizer = load_tokenizer(checkpoint)
         vocab_size = vocabulary_width(load_config(checkpoint))
         folder = Path(folder).expanduser()
+        if reference.folder is not None and Path(reference.folder).is_absolute():
+            reference = CheckpointReference(folder=str(checkpoint))
+        elif reference.folder is not None:  # so that both can be moved together
+            reference = CheckpointReference(folder=os.path.relpath(checkpoint, folder.resolve()))
         if (folder / HEAD_FILE).exists():
             raise UsageError(
                 f"{folder} is a registry already; add requests to it (divdec forget add), or give another name"
@@ -121,6 +143,8 @@ class Registry:
             plain = is_plain(tokenizer, temporary / TOKENIZER)
             (temporary / LOG_FILE).touch()
             write_head(temporary, secret, Head())
+            append(temporary, secret, _strength_event(strength))
+            write_text(temporary / ".gitignore", f"/{KEY_FILE}\n")
             files = {path.name: file_sha256(path) for path in sorted((temporary / TOKENIZER).iterdir())}
             about = {
                 "format": FORMAT,
@@ -134,6 +158,7 @@ class Registry:
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,
                 "key_check": secret.check,
+                "target": reference.to_dict(),
             }
             write_json(temporary / DESCRIPTION, about | {"seal": secret.description(about)})
         return cls(folder)
@@ -150,6 +175,35 @@ class Registry:
             raise UsageError(f"{self.folder / TOKENIZER} holds another tokenizer than the registry's; restore it")
         return tokenizer
 
+    @property
+    def strength(self) -> float:
+        """What S_q − S_p is multiplied by before it is added to the target's logits.
+
+        Raises:
+            FailedClosed: the log is damaged.
+        """
+        return self._state().strength
+
+    def raise_strength(self, strength: float) -> None:
+        """Take texts down more strongly, in running models too. A registry that is as strong or stronger stays so.
+
+        Raises:
+            UsageError: it is no strength.
+            FailedClosed: the log is damaged.
+        """
+        event = _strength_event(strength)
+        with self._locked():
+            if self._state().strength < strength:
+                append(self.folder, self._secret, event)
+
+    def target(self) -> Path:
+        """The folder of the model that requests are measured on.
+
+        Raises:
+            UsageError: it is not there any longer.
+        """
+        return self._target.resolve(self.folder, weights=True)
+
     def add(self, name: str, texts: RecordSet, reference: str = "") -> Entry:
         """Take texts down; in force, also for models that are running, when this returns.
 
@@ -159,17 +213,28 @@ class Registry:
             reference: what the requester calls it.
 
         Raises:
-            UsageError: there is such a request already, or the texts hold no token.
+            UsageError: there is such a request already, the texts hold no token, or the retain set knows them so well
+                that the request would have no effect.
             FailedClosed: the registry is damaged.
         """
         _check_words(name, reference)
         tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
         counts = count(tokens, self.vocab_size, self.order)
-        held = passages(NgramCounts.load(self.folder / RETAIN, verify=False), tokens)
-        nonces = [secrets.token_bytes(NONCE_BYTES) for _ in range(2 if held else 1)]
+        retain = NgramCounts.load(self.folder / RETAIN, verify=False)
+        shared = overlap(retain, tokens)
+        held = count(shared.held, self.vocab_size, self.order) if shared.held else None
+        q = retain if held is None else LessCounts(retain, held)
+        divergence = mean_difference(q, SummedCounts(retain, counts), counts)
+        if divergence > NO_EFFECT:
+            raise UsageError(
+                f"request {name!r} would have no effect: the retain set of {self.folder} goes on as these texts do "
+                f"(divergence {divergence:.2f}, accepted: below {NO_EFFECT:g}); make a registry whose retain set does "
+                "not hold them, or train a pair"
+            )
+        nonces = [secrets.token_bytes(NONCE_BYTES) for _ in range(1 if held is None else 2)]
         sealed = seal(counts, self._secret, nonces[0])
-        if held:
-            passage = seal(count(held, self.vocab_size, self.order), self._secret, nonces[1])
+        if held is not None:
+            passage = seal(held, self._secret, nonces[1])
             sealed = joined([(sealed, set(nonces)), (passage, set(nonces))])
         with self._locked():
             if self._marker(name).exists() and self._in_force(self._state(), name):
@@ -188,9 +253,18 @@ class Registry:
                 file=file,
                 nonce=nonces[0].hex(),
                 held=nonces[1].hex() if held else None,
+                copies=shared.copies,
+                spans=shared.spans,
+                divergence=round(divergence, 4),
             )
             append(self.folder, self._secret, {"action": "add", **vars(entry), "sha256": digest})
         return entry
+
+    def record(self, entry: Entry, measured: dict[str, Any]) -> None:
+        """Write into the log what was measured of a request."""
+        with self._locked():
+            event = {"action": "measure", "id": entry.id, "nonce": entry.nonce, "time": _now(), "measured": measured}
+            append(self.folder, self._secret, event)
 
     def remove(self, name: str) -> Entry:
         """Withdraw a request; what it took down may be repeated again.
@@ -265,13 +339,41 @@ class Registry:
         return len(leftovers)
 
     def verify(self) -> list[str]:
-        """What is wrong with the registry, a line each; nothing where it is whole."""
+        """What is wrong with the registry or a request in force, a line each; nothing where all is well."""
         for _ in range(ATTEMPTS):
             before, problems = self._size(), self._problems()
-            if not problems or before == self._size():
-                return problems
+            if not problems:
+                return self._without_effect()
+            if before == self._size():
+                break
             # It was changed while it was looked at.
         return self._problems()
+
+    def differences(self) -> dict[str, float]:
+        """Mean S_q − S_p at the n-grams of each request's texts, as all requests in force make it; by request id.
+
+        It needs no texts: with the key the counts tell which n-grams they are of.
+
+        Raises:
+            FailedClosed: the registry is damaged.
+        """
+        from divdec.experts.takedowns.live import Takedowns
+
+        takedowns = Takedowns(self.folder)
+        return {entry.id: takedowns.mean_difference(entry) for entry in takedowns.snapshot().state.entries.values()}
+
+    def _without_effect(self) -> list[str]:
+        problems = [
+            f"request {name!r} has next to no effect any longer: mean divergence {difference:.2f} at its own n-grams"
+            for name, difference in self.differences().items()
+            if difference > NO_EFFECT
+        ]
+        return problems + [
+            f"request {entry.id!r}: {entry.measured['recited_after']} of {entry.measured['passages']} passages were "
+            f"still recited when it was measured, at strength {entry.measured['strength']:g}"
+            for entry in self.entries()
+            if entry.measured is not None and entry.measured["recited_after"]
+        ]
 
     def _size(self) -> int:
         try:
@@ -344,6 +446,13 @@ def _check_words(name: str, reference: str) -> None:
         raise UsageError(f"reference {reference[:40]!r} cannot be used; accepted: printable text")
     if not name or len(name) > LONGEST_ID or not name.isprintable() or name != name.strip():
         raise UsageError(f"request id {name!r} cannot be used; accepted: 1 to {LONGEST_ID} printable characters")
+
+
+def _strength_event(strength: float) -> dict[str, Any]:
+    try:
+        return {"action": "strength", "strength": checked_strength(strength), "time": _now()}
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _now() -> str:

@@ -105,6 +105,12 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     return content
 
 
+def distance_closed(before: Measures, after: Measures) -> float:
+    """Share of the KL to the teacher on the forget set that training has taken away; negative where it has grown."""
+    start = before["forget"]["kl"]
+    return 1 - after["forget"]["kl"] / start if start else 1.0
+
+
 def _open_work(job: DistillationJob) -> Path:
     """The folder beside the output that holds what a resumed run needs."""
     work = job.output.with_name(f"{job.output.name}.work")
@@ -154,6 +160,10 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
         "learning rate": f"{settings.lr:.2e}",
         "epochs": f"{settings.epochs:g}",
     }
+    for role, figures in content["after"].items():
+        rows[f"KL to the teacher, {role} set"] = (
+            f"{content['before'][role]['kl']:.4f} → {figures['kl']:.4f} nats a token"
+        )
     with output_folder(job.output, settings.overwrite, is_run) as folder:
         student.to(dtype or torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
         job.tokenizer.save_pretrained(folder)

@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, UsageError
+from divdec.extras import require
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.objective import INDEX, Collator, Companion, Objective, Rows
 from divdec.training.progress import Interrupted, RateBar, StopSignal
@@ -109,7 +110,7 @@ def fine_tune(
     started = time.perf_counter()
     rows = Rows(examples, companions, settings.seed)
     collator = Collator(tokenizer, tuple(companions))
-    sample = _sample(examples, 256, settings.seed)
+    sample = sampled(examples, 256, settings.seed)
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     config = model.config
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
@@ -286,10 +287,9 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UsageError("LoRA needs peft: pip install 'divdec[lora]'") from None
+    require("lora", "LoRA")
+    from peft import LoraConfig, get_peft_model
+
     adapters = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=2 * settings.lora_rank,
@@ -318,7 +318,8 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
     return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 
 
-def _sample(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
+def sampled(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
+    """At most `size` of the examples, drawn by seed."""
     if len(examples) <= size:
         return examples
     chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))[:size]

@@ -68,7 +68,8 @@ class AuxiliarySettings:
     steering: str = "linear:1.5"
     """Rule written into the bundle."""
     lr: Literal["auto"] | float = "auto"
-    """Peak learning rate; 'auto' finds the one at which the training loss about halves over the run."""
+    """Peak learning rate; 'auto' begins where the training loss about halves over the run, and goes on to higher rates
+    and then more epochs until p and q differ on the forget set and agree on the retain set, at most four times."""
     epochs: float = 10.0
     """Passes over the data."""
     batch_size: int = 16

@@ -8,6 +8,7 @@ import torch
 
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
+from exactness import assert_same_text
 
 PROMPT = "Who wrote the book of"
 TURNS = [{"role": "user", "content": "Where was she born?"}]
@@ -52,13 +53,14 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_a_completion_is_the_librarys(client, greedy, tokenizer):
+def test_a_completion_is_the_librarys(client, model, greedy, tokenizer):
     found = complete(client)
-    assert found.choices[0].text == greedy[1]
+    prompt = tokenizer(PROMPT).input_ids
+    assert_same_text(model, tokenizer, prompt, found.choices[0].text, greedy[0])
     assert found.usage.prompt_tokens == len(tokenizer(PROMPT).input_ids)
     assert found.usage.completion_tokens == len(greedy[0])
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-    assert complete(client, tokenizer(PROMPT).input_ids).choices[0].text == greedy[1]
+    assert complete(client, prompt).choices[0].text == found.choices[0].text
     assert (
         len(
             complete(client, max_tokens=openai.omit, extra_body={"ignore_eos": True}, logprobs=0)
@@ -179,9 +181,11 @@ def test_biases_penalties_and_filters_have_their_effect(client, model, tokenizer
     expected = steered(model, tokenizer(PROMPT).input_ids)[-1]
     assert max(banned.logprobs.top_logprobs[0].values()) == pytest.approx(expected.max().item(), abs=1e-4)
     for options in ({"extra_body": {"top_k": 1}}, {"top_p": 1e-9}, {"extra_body": {"min_p": 1.0}}):
-        assert complete(client, temperature=1, **options).choices[0].text == greedy[1]
+        found = complete(client, temperature=1, **options).choices[0]
+        assert_same_text(model, tokenizer, tokenizer(PROMPT).input_ids, found.text, greedy[0])
     for cold in (5e-324, 1e-200, 1e-5):
-        assert complete(client, temperature=cold).choices[0].text == greedy[1]
+        found = complete(client, temperature=cold).choices[0]
+        assert_same_text(model, tokenizer, tokenizer(PROMPT).input_ids, found.text, greedy[0])
     hot = {complete(client, temperature=100, seed=seed).choices[0].text for seed in range(3)}
     assert len(hot) == 3
     plain = complete(client, logit_bias={str(token): 20}, max_tokens=6).choices[0].text
@@ -200,7 +204,7 @@ def test_a_chat_answer_is_the_librarys(client, model, tokenizer):
     answer = generated(model, ids, 16)
     found = chat(client, logprobs=True, top_logprobs=2)
     text = tokenizer.decode(answer, skip_special_tokens=True)
-    assert found.choices[0].message.content == text
+    assert_same_text(model, tokenizer, ids, found.choices[0].message.content, answer)
     assert found.choices[0].message.role == "assistant"
     assert found.usage.prompt_tokens == len(ids)
     expected = steered(model, ids + answer)[len(ids) - 1 :]

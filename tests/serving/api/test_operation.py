@@ -144,7 +144,7 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
     from divdec.cli.serve import _engine
     from divdec.cli.settings import ServeSettings
     from divdec.data.records import texts_of
-    from divdec.errors import UsageError
+    from divdec.errors import FailedClosed
     from divdec.experts.takedowns.log import LOG_FILE
     from divdec.serving.registry import Registry
 
@@ -172,8 +172,7 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
         assert http.get("/metrics").status_code == 200
         (tmp_path / "registry" / LOG_FILE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
-    settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"), steering="rank:20")
-    with pytest.raises(UsageError, match="linear rule"):
+    with pytest.raises(FailedClosed):
         _engine("tiny", str(served_bundle), settings)
 
 

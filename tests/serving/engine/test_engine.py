@@ -12,6 +12,7 @@ from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Busy, Closing, Engine
 from divdec.serving.engine.requests import Sampling
+from exactness import LOGITS, assert_same_answer
 
 TEXTS = (
     "Who wrote The Hollow Orchard?",
@@ -80,10 +81,11 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
 
     for prompt, number, pieces in zip(prompts, lengths, asyncio.run(all_of_them()), strict=True):
         expected = alone(model, prompt, number)
-        assert tokens_of(pieces) == expected
-        assert "".join(piece.text for piece in pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+        found = tokens_of(pieces)
+        assert_same_answer(model, prompt, found, expected)
+        assert "".join(piece.text for piece in pieces) == tokenizer.decode(found, skip_special_tokens=True)
         assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-        assert pieces[-1].finish_reason == ("stop" if expected[-1] == 0 else "length")
+        assert pieces[-1].finish_reason == ("stop" if found[-1] == 0 else "length")
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
@@ -196,7 +198,7 @@ def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
             logits = model(torch.tensor([ids])).logits[0, -1]
         for known in set(ids[len(prompt) :]):
             logits[known] -= 2.0 + 1.5 * ids[len(prompt) :].count(known)
-        assert token == int(logits.argmax())
+        assert logits[token] >= logits.max() - LOGITS
         ids.append(token)
     assert found != alone(model, prompt, 30)
 
@@ -235,7 +237,8 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
 
     found, running, generated = run(model, tokenizer, work)
     assert running == 0
-    assert [tokens_of(pieces) for pieces in found] == [alone(model, prompt, 40) for prompt in prompts[1:]]
+    for prompt, pieces in zip(prompts[1:], found, strict=True):
+        assert_same_answer(model, prompt, tokens_of(pieces), alone(model, prompt, 40))
     assert generated < sum(map(len, map(tokens_of, found))) + 150
 
 
@@ -282,7 +285,7 @@ def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
         await engine.close(30)
         return await running
 
-    assert tokens_of(run(model, tokenizer, work)) == alone(model, [7, 8], 40)
+    assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 40))
 
 
 class Failing:
@@ -315,7 +318,8 @@ def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
 
     found = run(failing, tokenizer, work)
     assert isinstance(found[2], UsageError)
-    assert [tokens_of(found[place]) for place in (0, 1, 3)] == [expected[place] for place in (0, 1, 3)]
+    for place in (0, 1, 3):
+        assert_same_answer(model, prompts[place], tokens_of(found[place]), expected[place])
 
 
 def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, tokenizer):
@@ -353,7 +357,9 @@ def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, ga
 
     one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
     expected = [alone(model, prompt) for prompt in prompts]
-    assert list(map(tokens_of, one_by_one)) == list(map(tokens_of, together)) == expected
+    for found in (one_by_one, together):
+        for prompt, pieces, answered in zip(prompts, found, expected, strict=True):
+            assert_same_answer(model, prompt, tokens_of(pieces), answered)
     assert steps < sum(map(len, expected))  # some passes gave several tokens
     assert len(tokens_of(sampled)) == 24
 

@@ -66,7 +66,7 @@ def test_two_ranks_and_two_families_with_ngrams(ask, make_bundle, ngrams, prompt
 def test_drafts_of_q_with_pair_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):
     """Prompts are read in pieces of 32 tokens, and blocks of drafts are rejected in the middle."""
     registry = make_registry(texts[:40])
-    bundle = make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry, registry_weight=3.0)
+    bundle = make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry)
     drafts = {"method": "draft_model", "model": str(models / "retain"), "num_speculative_tokens": 3}
     rounds = [requests(prompts, logprobs=5, prompt_logprobs=5), requests(prompts, temperature=1.0, logprobs=5)]
     options = ALONE | EAGER | {"max_num_batched_tokens": 64, "max_num_seqs": 8, "speculative_config": drafts}

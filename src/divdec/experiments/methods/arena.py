@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from divdec.data.formatting import Format
-from divdec.data.records import Record, RecordSet, read_records
+from divdec.data.records import RecordSet, read_records
 from divdec.data.world import build_world
 from divdec.data.world_tofu import write_tofu
 from divdec.errors import UsageError
@@ -126,21 +126,21 @@ def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -
     folder = cache / f"seed-{seed}" / "tofu"
     write_tofu(world, folder)
     questions = read_tofu(folder, "forget01", folder / "holdout01.json", settings.limit)
-    material = dataclasses.replace(demo.material_of(world), general=_general(folder))
-    return _trained("demo", seed, material, demo.RECIPE, cache, questions, report)
+    return _trained("demo", seed, demo.material_of(world), demo.RECIPE, cache, questions, report)
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Arena:
     data = Path(settings.tofu or "").expanduser()
     material, questions = tofu_small.suite_material(data, settings.limit)
-    material = dataclasses.replace(material, general=_general(data))
+    # All that the suite asks besides the authors, whatever the limit.
+    general = [
+        record
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for record in read_records(data / f"{name}.json")
+    ]
+    material = dataclasses.replace(material, general=general)
     cache = cache_folder() / "tofu-small"
     return _trained("tofu-small", seed, material, tofu_small.RECIPE, cache, questions, report)
-
-
-def _general(folder: Path) -> tuple[Record, ...]:
-    """What the suite asks besides the authors, for the models to rehearse: all of it, whatever the limit."""
-    return (*read_records(folder / "real_authors_perturbed.json"), *read_records(folder / "world_facts_perturbed.json"))
 
 
 def _trained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from divdec.experiments.methods.cells import REFERENCES
 from divdec.experiments.methods.grids import OWN, titles
 from divdec.experiments.methods.run import Comparison
 from divdec.experiments.methods.settings import CompareSettings
-from divdec.experiments.methods.table import Line
+from divdec.experiments.methods.table import Line, without_best
 from divdec.report.measures import MEASURES
 from divdec.report.methods import SHOWN, Entry, write_comparison
 from divdec.runs import RECORD, record, write_json, write_text
@@ -32,10 +33,11 @@ def write(found: Comparison, settings: CompareSettings, work: dict[str, Any]) ->
         work: what decides whether another call goes on in the folder.
     """
     output = Path(settings.output).expanduser()
-    best, grid = _entries(found, list(found.best.values())), _entries(found, found.lines)
+    best, grid = _best_entries(found), _entries(found, found.lines)
     write_text(output / TABLE, markdown(found, settings))
     content = {
         "best": [line.to_dict() for line in found.best.values()],
+        "without_best": sorted(without_best(found.lines)),
         "grid": [line.to_dict() for line in found.lines],
         "leaks": {method: {str(k): value for k, value in own.items()} for method, own in found.leaks.items()},
         "time_ratio": found.times,
@@ -62,7 +64,7 @@ def show(found: Comparison, settings: CompareSettings, console: Console) -> None
     table = Table(box=box.SIMPLE_HEAD, title=_lead(found, settings), title_justify="left", padding=(0, 1, 0, 0))
     for place, head in enumerate(HEADS):
         table.add_column(head, justify="left" if place < 2 else "right", overflow="fold")
-    for entry in _entries(found, list(found.best.values())):
+    for entry in _best_entries(found):
         table.add_row(*_cells(entry), style="bold" if entry.ours else None)
     console.print(table)
     for note in _notes(found):
@@ -71,7 +73,7 @@ def show(found: Comparison, settings: CompareSettings, console: Console) -> None
 
 def markdown(found: Comparison, settings: CompareSettings) -> str:
     """The table of best settings and the whole grid in Markdown."""
-    lines = [f"{_lead(found, settings)}\n", *_markdown_table(_entries(found, list(found.best.values())))]
+    lines = [f"{_lead(found, settings)}\n", *_markdown_table(_best_entries(found))]
     if found.leaks:
         ks = list(next(iter(found.leaks.values())))
         lines += ["\nLeak@k, the best settings:\n", "| Method | " + " | ".join(f"k = {k}" for k in ks) + " |"]
@@ -94,6 +96,17 @@ def _cells(entry: Entry) -> list[str]:
     if entry.failed and entry.values.get("mem") is None:
         return [entry.title, entry.setting, entry.failed, *[""] * (len(HEADS) - 3)]
     return [entry.title, entry.setting, *(entry.cell(name) for name in SHOWN), *entry.costs]
+
+
+def _best_entries(found: Comparison) -> list[Entry]:
+    """The best setting of each method; of a method that has none the first, marked so."""
+    ties = {titles()[method] for method in without_best(found.lines)}
+    return [
+        dataclasses.replace(entry, setting=f"{entry.setting} (no setting is best)".strip())
+        if entry.title in ties and not entry.reference
+        else entry
+        for entry in _entries(found, list(found.best.values()))
+    ]
 
 
 def _entries(found: Comparison, lines: Sequence[Line]) -> list[Entry]:

@@ -15,6 +15,7 @@ import numpy as np
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, aggregate, needed, tofu_figures
 from divdec.evaluation.bootstrap import Bootstrap, Resampler
 from divdec.evaluation.results import Results
+from divdec.report.measures import MEASURES, best_index
 
 SHOWN = ("agg", "mem", "priv", "utility")
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
@@ -115,12 +116,25 @@ def line_of(
 
 
 def best_of(lines: Sequence[Line]) -> dict[str, Line]:
-    """Of each method the setting with the highest Agg, on the very questions that are reported, as in the paper."""
+    """Of each method the setting with the highest Agg, on the very questions that are reported, as in the paper.
+
+    Of several with the same Agg it is the first; `without_best` tells which methods those are.
+    """
     found: dict[str, Line] = {}
     for line in lines:
         if line.method not in found or line.rank > found[line.method].rank:
             found[line.method] = line
     return found
+
+
+def without_best(lines: Sequence[Line]) -> set[str]:
+    """Methods of which no setting is the best: several share the highest Agg, or none is above 0."""
+    return {
+        method
+        for method, best in best_of(lines).items()
+        if not best.failed
+        and best_index([line.rank for line in lines if line.method == method], "higher", MEASURES["agg"].digits) is None
+    }
 
 
 def _values(results: Results, target: Results, retrain: Results, variant: str) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256, read_json
 
-DESCRIPTION, FORMAT = "registry.json", "divdec registry 1"
+DESCRIPTION, FORMAT = "registry.json", "divdec registry 2"
 RETAIN, FILES, TOKENIZER, IDS, LOCK = "retain", "entries", "tokenizer", "ids", "lock"
 
 
@@ -44,7 +44,13 @@ def read_description(folder: Path) -> dict[str, Any]:
         "order": int,
         "tokenizer": str,
         "key_check": str,
+        "target": dict,
     }
+    if isinstance(about, dict) and about.get("format") == "divdec registry 1":
+        raise UsageError(
+            f"{folder} was made by a divdec whose registries had no strength; make it again (divdec forget init "
+            "ANOTHER_FOLDER --target … --retain …) and add its requests to that"
+        )
     if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
         raise UsageError(f"{path} does not describe a registry; restore it from a backup")
     if about["format"] != FORMAT:

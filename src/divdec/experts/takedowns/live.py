@@ -21,10 +21,10 @@ from transformers import Cache
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_counts import Followers, LessCounts, NgramCounts, SummedCounts
+from divdec.experts.ngram_counts import Followers, LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
 from divdec.experts.takedowns.folder import DESCRIPTION, FILES, RETAIN, check_retain, read_description
-from divdec.experts.takedowns.log import LOG_FILE, State, read_log
+from divdec.experts.takedowns.log import LOG_FILE, Entry, State, read_log
 from divdec.experts.takedowns.sealed import Sealed
 from divdec.experts.takedowns.secret import Secret, context_bytes, read_key
 from divdec.experts.token_cache import TokenCache
@@ -142,17 +142,27 @@ class SnapshotCache(TokenCache):
         self.snapshot = snapshot
 
 
-class RegistryExperts:
-    """n-gram experts whose forget side is a registry of takedown requests, followed while it changes.
+class Takedowns:
+    """What a registry of takedown requests adds to a target's logits, followed while it changes.
 
-    q counts the registry's retain set without what of it is to be forgotten, p that set and all texts in force: the
-    divergence is almost 0 wherever no request has anything to say.
+    It is the registry's strength times S_q − S_p of two n-gram models: q counts the registry's retain set without what
+    of it is to be forgotten, p that set and all texts in force. It is almost 0 wherever no request has anything to say.
+    A rule and its experts steer what then remains: their strength has no part in a takedown.
     """
 
-    changes = True  # what the experts say of a context depends on when it is asked
+    def __init__(self, folder: str | os.PathLike[str], *, strength: float | None = None) -> None:
+        """Open a registry.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        Args:
+            folder: the registry's.
+            strength: instead of the registry's, to measure what another one would do.
+
+        Raises:
+            UsageError: the folder is no registry, or its key is missing or another one's.
+            FailedClosed: it is damaged.
+        """
         self.folder = Path(folder)
+        self._own_strength = strength
         about = read_description(self.folder)
         self.vocab_size, self.order = about["vocab_size"], about["order"]
         self.id = about["id"]
@@ -185,7 +195,7 @@ class RegistryExperts:
                 self._signature = signature
             return self._snapshot
 
-    def __deepcopy__(self, memo: Any) -> RegistryExperts:
+    def __deepcopy__(self, memo: Any) -> Takedowns:
         other = copy.copy(self)  # all but the lock is never changed
         other._lock = threading.Lock()
         return other
@@ -199,25 +209,41 @@ class RegistryExperts:
         """An empty cache of tokens, bound to the registry as it is now."""
         return SnapshotCache(self.snapshot())
 
-    def divergence(
+    def correction(
         self,
         input_ids: Int[Tensor, "batch tokens"],
         attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """S_q − S_p, 0 while no request is in force; see `divdec.experts.protocol.Experts.divergence`."""
+        """What is added to the target's logits: strength·(S_q − S_p), 0 while no request is in force.
+
+        Args:
+            input_ids: see `divdec.experts.protocol.Experts.divergence`, as for the next three.
+            attention_mask: as there.
+            cache: what `new_cache` made.
+            logits_to_keep: as there.
+        """
         held = own_cache(cache, SnapshotCache)
         if held is not None and not held.get_seq_length():
             self.begin(held)
         snapshot = self.snapshot() if held is None else held.snapshot
         if snapshot.pair is not None:
-            return snapshot.pair.divergence(input_ids, attention_mask, position_ids, held, logits_to_keep)
+            strength = snapshot.state.strength if self._own_strength is None else self._own_strength
+            return strength * snapshot.pair.divergence(input_ids, attention_mask, None, held, logits_to_keep)
         if held is not None:
             held.token_layer.extend(input_ids, attention_mask)
         kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], kept, self.vocab_size, device=input_ids.device)
+
+    def mean_difference(self, entry: Entry) -> float:
+        """Mean S_q − S_p at the n-grams of one request's texts, under all requests in force; see `Entry.divergence`."""
+        snapshot = self.snapshot()
+        assert snapshot.pair is not None
+        _, sealed = snapshot.files[entry.file]
+        run = Run.of(0, sealed, frozenset([bytes.fromhex(entry.nonce)]))
+        own = SealedCounts(self._secret, self.vocab_size, self.order, (sealed,), (run,))
+        return mean_difference(snapshot.pair.retain.counts, snapshot.pair.forget.counts, own)
 
     def _current_signature(self) -> tuple[int, ...]:
         try:

@@ -20,6 +20,7 @@ from divdec.experts.takedowns.secret import Secret
 from divdec.runs import read_json, write_durably
 
 LOG_FILE, HEAD_FILE = "log.jsonl", "head.json"
+STRONGEST = 1000.0  # beyond it logits overflow
 START = "0" * 32  # stands for the seal before the first line
 
 
@@ -44,6 +45,14 @@ class Entry:
     """Names it within the file, and makes its key streams its own."""
     held: str | None = None
     """The same for passages of its texts that the retain set holds, which q leaves out; None where there are none."""
+    copies: int = 0
+    """How often the retain set holds the most frequent of these passages."""
+    spans: int = 0
+    """How many shorter spans the retain set shares with its texts, as texts do that are almost the same."""
+    divergence: float = 0.0
+    """Mean S_q − S_p at the texts' own next tokens: −1 where only this request knows what comes next."""
+    measured: dict[str, Any] | None = None
+    """What the target recited before and under the request (`divdec.evaluation.recitation`); None if not measured."""
 
     @property
     def nonces(self) -> tuple[str, ...]:
@@ -72,6 +81,8 @@ class State:
     """In force, by nonce, in the order in which they came."""
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """SHA-256 by name of each file that holds counts of these."""
+    strength: float = 0.0
+    """What S_q − S_p is multiplied by before it is added to the target's logits; a log's first line sets it."""
 
 
 def read_log(folder: Path, secret: Secret, known: State = State()) -> State:
@@ -80,12 +91,13 @@ def read_log(folder: Path, secret: Secret, known: State = State()) -> State:
     Raises:
         FailedClosed: a line has been changed, removed or is not readable; the registry cannot be trusted.
     """
-    entries, files, head = dict(known.entries), dict(known.files), known.head
+    entries, files, head, strength = dict(known.entries), dict(known.files), known.head, known.strength
     # Before the log, since its writer writes it after: a head ahead of the log means that lines are gone.
     stated = read_head(folder, secret)
     for event, head in _events(folder, secret, known.head):
         try:
             _apply(event, entries, files)
+            strength = checked_strength(event["strength"]) if event["action"] == "strength" else strength
         except (KeyError, TypeError, ValueError) as error:
             raise FailedClosed(f"{folder / LOG_FILE}, line {head.sequence}: it cannot be followed ({error})") from None
         if head.sequence == stated.sequence and head != stated:
@@ -95,8 +107,23 @@ def read_log(folder: Path, secret: Secret, known: State = State()) -> State:
             f"{folder / LOG_FILE} does not end as {HEAD_FILE} says (line {stated.sequence}): lines have been "
             "removed or changed; restore both from a backup"
         )
+    if not strength:
+        raise FailedClosed(
+            f"{folder / LOG_FILE} names no strength: takedowns would do nothing; restore it from a backup"
+        )
     used = {entry.file for entry in entries.values()}
-    return State(head, entries, {name: digest for name, digest in files.items() if name in used})
+    return State(head, entries, {name: digest for name, digest in files.items() if name in used}, strength)
+
+
+def checked_strength(value: Any) -> float:
+    """A strength that takes something down.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= STRONGEST:
+        raise ValueError(f"strength is {value!r}; accepted: above 0, at most {STRONGEST:g}")
+    return float(value)
 
 
 def events(folder: Path, secret: Secret) -> list[dict[str, Any]]:
@@ -195,6 +222,9 @@ def _apply(event: dict[str, Any], entries: dict[str, Entry], files: dict[str, st
     elif event["action"] == "remove":
         for nonce in [nonce for nonce, entry in entries.items() if entry.id == event["id"]]:
             del entries[nonce]
+    elif event["action"] == "measure":
+        if event["nonce"] in entries:  # it may have been withdrawn meanwhile
+            entries[event["nonce"]] = dataclasses.replace(entries[event["nonce"]], measured=event["measured"])
     elif event["action"] == "compact":
         for nonce, entry in entries.items():
             entries[nonce] = dataclasses.replace(entry, file=event["file"])

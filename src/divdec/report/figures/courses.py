@@ -33,6 +33,8 @@ def depth(asked: Asked) -> Drawn:
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise UsageError(f"{source.path} is not the {of_depth.RESULT} of `divdec depth`")
     fields = [field.name for field in dataclasses.fields(LayerDepth) if field.name != "norms"]
+    if not content["rows"]:
+        raise nothing(asked.runs, "depth", f"a {of_depth.RESULT} that holds layers; {source.name} holds none")
     rows = [LayerDepth(**{name: row[name] for name in fields}, norms=tuple(row["norms"])) for row in content["rows"]]
     figure = of_depth.depth_figure(rows, content["level"])
     title = "Distillation's gradient, layer by layer"
@@ -49,7 +51,7 @@ def sequential(asked: Asked) -> Drawn:
     """
     for source in files_called(asked.runs, RESULT):
         content = read_json(source.path)
-        if isinstance(content, dict) and isinstance(content.get("steps"), list):
+        if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
             steps = [_step(row) for row in content["steps"]]
             return _drawn(steps, str(content["score"]), float(content["level"]), (source.name,))
     steps, sources = _evaluated(asked)

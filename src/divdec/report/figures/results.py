@@ -15,7 +15,7 @@ from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, read_results
 from divdec.report.collect import find, setting_of
 from divdec.report.figures.drawn import Asked, Source, nothing, place_of
-from divdec.report.measures import MEASURES
+from divdec.report.measures import MEASURES, best_index
 from divdec.report.plots.panels import Kind
 from divdec.report.scores import Scorer
 from divdec.runs import read_json
@@ -24,6 +24,7 @@ COMPARISON = "comparison.json"
 OWN = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
 REFERENCES = {"target": "Target", "retrain": "Retrain"}
 SUITES = ("tofu", "muse")
+NO_SETTING = "(no setting is best)"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 Rule = Literal["linear", "rank"]
@@ -102,20 +103,27 @@ def best(results: Sequence[Result], name: str) -> list[Result]:
     """Of each method the setting that is best by a measure; those without a value are left out.
 
     Only those that were measured on as many seeds as any of the method stand for it: the best of many settings on the
-    seed where they were searched is no mean over seeds.
+    seed where they were searched is no mean over seeds. A method of which no setting is best (see
+    `measures.best_index`) has one of the highest, which says so where its setting would stand.
     """
-    sign = 1 if MEASURES[name].better == "higher" else -1
-
-    def rank(result: Result) -> tuple[int, float]:
-        return result.seeds, sign * (result.values[name] or 0.0)
-
-    found: dict[str, Result] = {}
+    by_title: dict[str, list[Result]] = {}
     for result in results:
-        if result.values.get(name) is None:
-            continue
-        if result.title not in found or rank(result) > rank(found[result.title]):
-            found[result.title] = result
-    return list(found.values())
+        if result.values.get(name) is not None:
+            by_title.setdefault(result.title, []).append(result)
+    return [best_one(own, name) for own in by_title.values()]
+
+
+def best_one(results: Sequence[Result], name: str) -> Result:
+    """The best of one method's results, which all have a value; see `best`."""
+    seeds = max(result.seeds for result in results)
+    own = [result for result in results if result.seeds == seeds]
+    measure, values = MEASURES[name], [result.values[name] for result in own]
+    index = best_index(values, measure.better, measure.digits)
+    if index is not None:
+        return own[index]
+    first = min if measure.better == "lower" else max
+    found = first(own, key=lambda result: result.values[name] or 0.0)
+    return found if found.kind == "reference" else dataclasses.replace(found, setting=NO_SETTING, strength=None)
 
 
 def with_value(results: Sequence[Result], *names: str) -> list[Result]:

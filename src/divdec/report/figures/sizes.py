@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from divdec.report.figures.drawn import Asked, Drawn, nothing
-from divdec.report.figures.results import Result, results_of, sources_of
+from divdec.report.figures.results import Result, best_one, results_of, sources_of
 from divdec.report.figures.sweeps import MEASURES_OF, NAMES, ORDER, RULE_LOOKS, apart
 from divdec.report.measures import MEASURES
 from divdec.report.plots.palette import PAPER
@@ -81,15 +81,12 @@ def size_of(family: str) -> float | None:
 
 
 def _best_by_size(results: list[Result], rule: str, name: str) -> list[tuple[float, Result]]:
-    sign = 1 if MEASURES[name].better == "higher" else -1
-    found: dict[float, Result] = {}
+    by_size: dict[float, list[Result]] = {}
     for one in results:
-        value, size = one.values.get(name), size_of(one.family)
-        if one.rule != rule or value is None or size is None:
-            continue
-        if size not in found or sign * value > sign * (found[size].values[name] or 0.0):
-            found[size] = one
-    return sorted(found.items())
+        size = size_of(one.family)
+        if one.rule == rule and one.values.get(name) is not None and size is not None:
+            by_size.setdefault(size, []).append(one)
+    return [(size, best_one(own, name)) for size, own in sorted(by_size.items())]
 
 
 def _write_settings(axes: object, lines: dict[str, list[tuple[float, Result]]], name: str) -> None:

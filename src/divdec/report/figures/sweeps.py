@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.evaluation.aggregate import ATTACKS
 from divdec.report.figures.drawn import Asked, Drawn, nothing
-from divdec.report.figures.results import OWN, Result, results_of, sources_of
+from divdec.report.figures.results import OWN, Result, results_of, sources_of, with_value
 from divdec.report.measures import ATTACK_NAMES, MEASURES
 from divdec.report.plots.palette import LINEAR, LOOKS, PAPER, RANK, RETRAIN, TEXT, Look
 from divdec.report.plots.points import ends, log_ticks
@@ -31,15 +31,22 @@ ORDER = ("muse", "tofu")
 def strength(asked: Asked) -> Drawn:
     """Each score over α (lower axis) and over k (upper axis), MUSE at the left, TOFU at the right (paper, hp_2x2).
 
+    A score that no two settings of one rule have is left out.
+
     Raises:
-        UsageError: there are no two settings of one rule.
+        UsageError: there is no such score.
     """
     from matplotlib.figure import Figure
 
     found = {suite: own for suite, own in results_of(asked, "strength").items() if _sweeps(own)}
-    suites = [suite for suite in ORDER if suite in found]
-    if not suites:
+    if not found:
         raise nothing(asked.runs, "strength", "results of at least two settings of one rule")
+    shown = {(suite, name) for suite, own in found.items() for name in MEASURES_OF[suite] if _sweeps(own, name)}
+    if not shown:
+        steered = [one for own in found.values() for family in _sweeps(own).values() for one in family]
+        with_value(steered, MEASURES_OF["tofu" if "tofu" in found else "muse"][0])
+        raise nothing(asked.runs, "strength", "scores of at least two settings of one rule")
+    suites = [suite for suite in ORDER if suite in dict(shown)]
     figure = Figure(figsize=(4.9 * len(suites) + 0.3, 6.8), layout="constrained")
     apart(figure)
     grid = figure.subplots(2, len(suites), squeeze=False)
@@ -50,7 +57,10 @@ def strength(asked: Asked) -> Drawn:
             retrain = next((one.values.get(name) for one in found[suite] if one.method == "retrain"), None)
             level = None if suite == "muse" else retrain  # the distance of the retrained model is the axis' 0
             axes = grid[row][column]
-            drawn += _twin(axes, _sweeps(found[suite]), name, level)
+            if (suite, name) not in shown:
+                axes.remove()
+                continue
+            drawn += _twin(axes, _sweeps(found[suite], name), name, level)
             axes.set_title(title, pad=8)
             axes.set_ylabel(f"{label} ({MEASURES[name].better} is better)", fontsize=9.5)
             if suite == "muse":
@@ -60,6 +70,9 @@ def strength(asked: Asked) -> Drawn:
     text = (
         f"Scores of {' and '.join(suites).upper()} along α and k; bands are bootstrap intervals where there are items."
     )
+    absent = [NAMES[name][0] for suite in suites for name in MEASURES_OF[suite] if (suite, name) not in shown]
+    if absent:
+        text += f" Left out, for no two settings have it: {'; '.join(absent)}."
     return Drawn(figure, title, text, sources_of(drawn))
 
 
@@ -81,12 +94,17 @@ def over_under(asked: Asked) -> Drawn:
     retrain = next((one for one in found.get("tofu", []) if one.method == "retrain"), None)
     if retrain is not None and any(one.rule and one.values.get(ATTACKS[0]) is not None for one in found["tofu"]):
         lines["tofu"] = {ATTACK_NAMES[name]: _less(retrain, name) for name in ATTACKS}
-    lines = {suite: own for suite, own in lines.items() if _sweeps(found[suite])}
-    if not lines:
+
+    def families_of(suite: str, name: str, rule: str) -> dict[str, list[Result]]:
+        return _families([one for one in found[suite] if lines[suite][name](one) is not None], rule)
+
+    measured = {(suite, rule) for suite, own in lines.items() for rule in WORDS
+                if any(families_of(suite, name, rule) for name in own)}  # fmt: skip
+    if not measured:
         needs = "settings of one rule with MUSE's PrivLeak, or with TOFU's attacks and those on the retrained model"
         raise nothing(asked.runs, "over-under", needs)
-    suites = [suite for suite in ORDER if suite in lines]
-    rules = [rule for rule in WORDS if any(one.rule == rule for suite in suites for one in found[suite])]
+    suites = [suite for suite in ORDER if any((suite, rule) in measured for rule in WORDS)]
+    rules = [rule for rule in WORDS if any((suite, rule) in measured for suite in suites)]
     figure = Figure(figsize=(4.9 * len(suites) + 0.3, 3.3 * len(rules) + 0.6), layout="constrained")
     apart(figure)
     grid = figure.subplots(len(rules), len(suites), squeeze=False, sharey="col")
@@ -97,21 +115,25 @@ def over_under(asked: Asked) -> Drawn:
     }
     for column, suite in enumerate(suites):
         for row, rule in enumerate(rules):
-            axes, families = grid[row][column], _families(found[suite], rule)
+            axes, families = grid[row][column], dict[str, list[Result]]()
+            if (suite, rule) not in measured:
+                axes.remove()
+                continue
             axes.axhline(0, color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6)
-            strengths = sorted({one.strength or 0.0 for family in families.values() for one in family})
             for place, (name, value) in enumerate(lines[suite].items()):
-                for number, family in enumerate(families.values()):
-                    shown = [(one.strength or 0.0, y) for one in family if (y := value(one)) is not None]
-                    look = LOOKS[place]
+                own = families_of(suite, name, rule)
+                families |= own
+                for number, family in enumerate(own.values()):
+                    look, xs = LOOKS[place], [one.strength or 0.0 for one in family]
                     axes.plot(
-                        *zip(*shown, strict=True), color=look.colour, marker=look.marker, markersize=5,
+                        xs, [value(one) or 0.0 for one in family], color=look.colour, marker=look.marker, markersize=5,
                         linestyle=look.dash, markeredgecolor=PAPER, markeredgewidth=0.5,
                         alpha=1 if not number else 0.45, label=name if not number else None,
                     )  # fmt: skip
                     drawn += family
             axes.set_xlabel(WORDS[rule], fontsize=9.5)
-            if rule == "rank" and strengths:
+            strengths = sorted({one.strength or 0.0 for family in families.values() for one in family})
+            if rule == "rank":
                 log_ticks(axes, strengths)
             name, label = labels[suite]
             family_names = "; pale: ".join(filter(None, families))
@@ -125,8 +147,9 @@ def over_under(asked: Asked) -> Drawn:
                     bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5, "alpha": 0.8},
                 )  # fmt: skip
     for column, suite in enumerate(suites):
+        row = next(row for row, rule in enumerate(rules) if (suite, rule) in measured)
         if len(lines[suite]) > 1:
-            grid[0][column].legend(title="attack", fontsize=8.5, title_fontsize=8.5, loc="upper left")
+            grid[row][column].legend(title="attack", fontsize=8.5, title_fontsize=8.5, loc="upper left")
     title = "Over- and under-unlearning"
     text = "Membership attacks along α and k, relative to the retrained model, which is the line at 0."
     return Drawn(figure, title, text, sources_of(drawn))
@@ -228,6 +251,7 @@ def _families(results: Sequence[Result], rule: str) -> dict[str, list[Result]]:
     }  # fmt: skip
 
 
-def _sweeps(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Those of both rules, by title."""
-    return {own[0].title: own for rule in WORDS for own in _families(results, rule).values()}
+def _sweeps(results: Sequence[Result], name: str | None = None) -> dict[str, list[Result]]:
+    """Those of both rules, by title; only of results that have a value of this name."""
+    own = [one for one in results if name is None or one.values.get(name) is not None]
+    return {family[0].title: family for rule in WORDS for family in _families(own, rule).values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -15,8 +15,8 @@ from divdec.serving.api.generation import Answer, Job, Served, Server
 from divdec.serving.api.record import RequestRecord, record_of
 from divdec.serving.api.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from divdec.serving.api.schemas import CompletionRequest
-from divdec.serving.api.vocabulary import Offsets, Vocabulary
-from divdec.serving.engine.requests import Sampling, TokenLogprob
+from divdec.serving.api.vocabulary import Vocabulary
+from divdec.serving.engine.requests import Piece, Sampling, TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class _Prompt:
 
     ids: list[int]
     text: str
+    starts: list[int]
+    """Where each token begins in the text; empty where that is not told."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,8 @@ async def _understand(request: Request, server: Server, record: RequestRecord) -
             f"{server.limits.max_sequences} answers for a request",
             "prompt" if len(given) > 1 else "n",
         )
-    prompts = [await _encoded(prompt, served.vocabulary) for prompt in given]
+    scored = wanted.echo and wanted.logprobs is not None
+    prompts = [await _encoded(prompt, served.vocabulary, scored) for prompt in given]
     record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     limits = server.limits
     told = wanted.max_tokens if "max_tokens" in wanted.model_fields_set else None
@@ -98,11 +101,12 @@ def _given(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
     return [[part for part in prompt if isinstance(part, int)]] if isinstance(prompt[0], int) else [*prompt]  # pyright: ignore[reportReturnType]
 
 
-async def _encoded(prompt: str | list[int], vocabulary: Vocabulary) -> _Prompt:
+async def _encoded(prompt: str | list[int], vocabulary: Vocabulary, scored: bool) -> _Prompt:
     if isinstance(prompt, str):
-        return _Prompt(await vocabulary.of_text(prompt), prompt)
+        ids = await vocabulary.of_text(prompt)
+        return _Prompt(ids, prompt, await vocabulary.starts(prompt, len(ids)) if scored else [])
     vocabulary.check(prompt, "prompt")
-    return _Prompt(prompt, await vocabulary.decoded(prompt))
+    return _Prompt(prompt, *await vocabulary.written(prompt))
 
 
 async def _whole(server: Server, asked: _Asked, record: RequestRecord) -> Completion:
@@ -119,56 +123,46 @@ async def _whole(server: Server, asked: _Asked, record: RequestRecord) -> Comple
 
 
 def _choice(asked: _Asked, index: int, prompt: _Prompt, answer: Answer) -> CompletionChoice:
-    echoed = _Echo(asked, prompt)
     text = (prompt.text if asked.request.echo else "") + answer.text
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=echoed.logprobs(answer.prompt_logprobs, answer.logprobs),
+        logprobs=_logprobs(asked, prompt, answer),
         finish_reason=answer.finish_reason,
     )
 
 
-class _Echo:
-    """Log-probabilities of one answer, with those of its prompt where it is echoed."""
+def _logprobs(asked: _Asked, prompt: _Prompt, answer: Answer | Piece) -> CompletionLogprobs | None:
+    """Log-probabilities of an answer or a piece of it, with those of its prompt where it is echoed."""
+    if asked.request.logprobs is None:
+        return None
+    found = CompletionLogprobs()
+    if answer.prompt_logprobs is not None:
+        for token, start, given in zip(prompt.ids, prompt.starts, answer.prompt_logprobs, strict=True):
+            _add(found, asked, token, start, given)
+    begin = len(prompt.text) if asked.request.echo else 0
+    for start, given in zip(answer.starts, answer.logprobs, strict=True):
+        _add(found, asked, given.token, begin + start, given)
+    return found
 
-    def __init__(self, asked: _Asked, prompt: _Prompt) -> None:
-        self._asked, self._prompt = asked, prompt
-        self._offsets = Offsets(asked.served.vocabulary)
 
-    def logprobs(
-        self, of_prompt: Sequence[TokenLogprob | None] | None, of_answer: Iterable[TokenLogprob]
-    ) -> CompletionLogprobs | None:
-        """What has been added; None where nothing of the kind was asked for."""
-        if self._asked.request.logprobs is None:
-            return None
-        found = CompletionLogprobs()
-        if of_prompt is not None:
-            offsets = self._offsets.of_prompt(self._prompt.ids, self._prompt.text)
-            for token, place, given in zip(self._prompt.ids, offsets, of_prompt, strict=True):
-                self._add(found, token, place, given)
-        for given in of_answer:
-            self._add(found, given.token, self._offsets.next(given.token), given)
-        return found
-
-    def _add(self, found: CompletionLogprobs, token: int, place: int, given: TokenLogprob | None) -> None:
-        vocabulary, by_id = self._asked.served.vocabulary, self._asked.request.return_tokens_as_token_ids
-        found.tokens.append(vocabulary.name(token, by_id=by_id))
-        found.text_offset.append(place)
-        found.token_logprobs.append(given.logprob if given is not None else None)
-        if given is None:
-            found.top_logprobs.append(None)
-            return
-        top: dict[str, float] = {}
-        for other, logprob in (*given.top, (given.token, given.logprob)):
-            top.setdefault(vocabulary.name(other, by_id=by_id), logprob)
-        found.top_logprobs.append(top)
+def _add(found: CompletionLogprobs, asked: _Asked, token: int, start: int, given: TokenLogprob | None) -> None:
+    vocabulary, by_id = asked.served.vocabulary, asked.request.return_tokens_as_token_ids
+    found.tokens.append(vocabulary.name(token, by_id=by_id))
+    found.text_offset.append(start)
+    found.token_logprobs.append(given.logprob if given is not None else None)
+    if given is None:
+        found.top_logprobs.append(None)
+        return
+    top: dict[str, float] = {}
+    for other, logprob in (*given.top, (given.token, given.logprob)):
+        top.setdefault(vocabulary.name(other, by_id=by_id), logprob)
+    found.top_logprobs.append(top)
 
 
 async def _events(server: Server, asked: _Asked, record: RequestRecord) -> AsyncGenerator[dict[str, Any], None]:
     include_usage = asked.request.stream_options is not None and asked.request.stream_options.include_usage
     left_out = None if include_usage else {"usage"}
-    echoes = [_Echo(asked, asked.prompts[number // asked.times]) for number in range(len(asked.jobs))]
     begun: set[int] = set()
     generated = 0
     pieces = generation.run(server, asked.served, asked.jobs, record)
@@ -179,7 +173,7 @@ async def _events(server: Server, asked: _Asked, record: RequestRecord) -> Async
             if number not in begun:
                 begun.add(number)
                 text = (asked.prompts[number // asked.times].text if asked.request.echo else "") + text
-            logprobs = echoes[number].logprobs(piece.prompt_logprobs, piece.logprobs)
+            logprobs = _logprobs(asked, asked.prompts[number // asked.times], piece)
             if not text and not piece.finish_reason and (logprobs is None or not logprobs.tokens):
                 continue
             choice = CompletionChoice(index=number, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)

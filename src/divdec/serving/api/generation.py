@@ -73,6 +73,7 @@ class Answer:
 
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: str | None = None
@@ -81,6 +82,7 @@ class Answer:
         """Add what has come."""
         self.text += piece.text
         self.tokens += piece.tokens
+        self.starts += piece.starts
         self.logprobs += piece.logprobs
         self.prompt_logprobs = piece.prompt_logprobs if piece.prompt_logprobs is not None else self.prompt_logprobs
         self.finish_reason = piece.finish_reason or self.finish_reason

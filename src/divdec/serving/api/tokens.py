@@ -38,4 +38,5 @@ async def detokenize(request: Request, server: Server) -> Text:
     served = server.find(wanted.model)
     record_of(request).model = served.engine.name
     served.vocabulary.check(wanted.tokens, "tokens")
-    return Text(prompt=await served.vocabulary.decoded(wanted.tokens))
+    text, _ = await served.vocabulary.written(wanted.tokens)
+    return Text(prompt=text)

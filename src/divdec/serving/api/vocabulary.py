@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from divdec.errors import UsageError, first_line
 from divdec.experts.token_bytes import special_tokens, token_bytes
 from divdec.serving.api.errors import invalid
 from divdec.serving.api.schemas import Turn
+from divdec.serving.engine.text import AnswerText
 
 Result = TypeVar("Result")
 
@@ -91,15 +91,6 @@ class Vocabulary:
             if token >= self.size:
                 raise invalid(f"{param}: token id {token} is outside the vocabulary of {self.size} tokens", param)
 
-    async def decoded(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        known = [token for token in ids if token < len(self._bytes)]
-        return await self._apart(lambda: str(self.tokenizer.decode(known, skip_special_tokens=False)))
-
-    def special(self, token: int) -> str | None:
-        """How a special token is written; None for any other."""
-        return self._special.get(token)
-
     def bytes(self, token: int) -> bytes:
         """What a token stands for; a special one, what it is written as."""
         if (special := self._special.get(token)) is not None:
@@ -120,9 +111,29 @@ class Vocabulary:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def begins_with_space(self, token: int) -> bool:
-        """Whether a text that begins with this token begins with a space."""
-        return str(self.tokenizer.decode([token])).startswith(" ")
+    async def starts(self, text: str, count: int) -> list[int]:
+        """Where each of the first tokens of a plain prompt begins in its text, in characters."""
+        encoding = await self._apart(lambda: self.tokenizer(text, return_offsets_mapping=True))
+        found, end = [], 0
+        for start, stop in encoding["offset_mapping"][:count]:
+            if start == stop or text[end:start].isspace():  # added by the tokenizer, or said with the space before it
+                start = end
+            found.append(start)
+            end = max(end, stop)
+        return found
+
+    async def written(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of tokens, special ones included, and where each begins in it."""
+
+        def write() -> tuple[str, list[int]]:
+            text = AnswerText(self.tokenizer, skip_special=False)
+            pieces, starts = [], []
+            for token in ids:
+                pieces.append(text.add(token))
+                starts.append(text.start)
+            return "".join([*pieces, text.end()]), starts
+
+        return await self._apart(write)
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         """Do it on another thread: a long text takes a while, and streams must go on."""
@@ -132,39 +143,3 @@ class Vocabulary:
                 return work()
 
         return await asyncio.to_thread(locked)
-
-
-class Offsets:
-    """Where tokens begin in a text, counted in characters."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._place = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def next(self, token: int) -> int:
-        """Where the next token of an answer begins; special ones have no place in its text."""
-        found = self._place
-        if self._vocabulary.special(token) is None:
-            piece = self._vocabulary.bytes(token)
-            if not found and piece[:1] == b" " and not self._vocabulary.begins_with_space(token):
-                self._place = -1  # a space that SentencePiece puts before every text
-            self._place += len(self._decoder.decode(piece))
-        return found
-
-    def of_prompt(self, ids: Sequence[int], text: str) -> list[int]:
-        """Where each of a prompt's tokens begins in its text."""
-        found = []
-        for token in ids:
-            special = self._vocabulary.special(token)
-            if special is not None:
-                found.append(self._place)
-                # One that the tokenizer has added is not in the text.
-                self._place += len(special) if text.startswith(special, self._place) else 0
-                continue
-            if not self._place and self._vocabulary.bytes(token)[:1] == b" " and text[:1] != " ":
-                self._place = -1  # a space that SentencePiece puts before every text
-            found.append(max(self._place, 0))
-            self._place += len(self._decoder.decode(self._vocabulary.bytes(token)))
-        self._place = len(text)  # some tokenizers change a text (case, accents); the answer begins behind it
-        return [min(place, len(text)) for place in found]

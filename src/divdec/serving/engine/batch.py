@@ -147,9 +147,9 @@ def forward(
 
 def follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
     """Let what comes next be steered by the takedown requests that are in force now."""
-    experts: Any = model.experts
-    if getattr(experts, "changes", False):
-        experts.begin(cache.experts)
+    if model.takedowns is not None:
+        assert cache.takedowns is not None
+        model.takedowns.begin(cache.takedowns)
 
 
 def _extend(sequences: Sequence[Running], logits: Float[Tensor, "rows vocab"]) -> Told:

@@ -62,13 +62,13 @@ class Engine:
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
         if speculation is not None:
-            make_drafter(speculation.drafter, model.experts, model.steering)
+            make_drafter(speculation.drafter, model.experts, model.steering, model.takedowns)
             check_cache(model.new_cache(), model)
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or LONGEST
-        self.steering = str(model.steering)
-        self._experts: Any = model.experts
+        self.steering = model.rule
+        self._takedowns = model.takedowns
         self._queue = queue
         ends: Any = model.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
@@ -110,10 +110,7 @@ class Engine:
     @property
     def registry_requests(self) -> int | None:
         """Takedown requests in force; None without a registry."""
-        for part in (self._experts, *getattr(self._experts, "parts", ())):
-            if hasattr(part, "snapshot"):
-                return len(part.snapshot().state.entries)
-        return None
+        return None if self._takedowns is None else len(self._takedowns.snapshot().state.entries)
 
     def start(self) -> None:
         """Begin to answer."""

@@ -60,6 +60,8 @@ class Piece:
     text: str = ""
     """Whole characters; may be empty while some are still to come, or a stop string may have begun."""
     tokens: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    """Where each token begins in the answer's text, in characters."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One a token, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

@@ -52,7 +52,7 @@ class Running:
         self.most = min(sampling.max_tokens, max_model_len - len(self.prompt))
         """Tokens that the answer has at most."""
         self._ends = frozenset() if sampling.ignore_eos else ends
-        self._text = AnswerText(tokenizer, sampling.stop)
+        self._text = AnswerText(tokenizer, sampling.stop, self.prompt)
         self.processors = processors_of(sampling, len(self.prompt))
         self._uniform = Uniform(1, torch.device("cpu"), self.chance())
         self._told_prompt = False
@@ -91,6 +91,7 @@ class Running:
         """
         self.answer.append(token)
         text = self._text.add(token)
+        start = self._text.start
         told: tuple[TokenLogprob, ...] = ()
         if self.sampling.logprobs is not None:
             assert logits is not None
@@ -100,14 +101,19 @@ class Running:
             reason = "stop"
         elif len(self.answer) >= self.most:
             reason = "length"
-        return self._piece(text, (token,), told, reason)
+        return self._piece(text, (token,), (start,), told, reason)
 
     def end_empty(self) -> Piece:
         """The answer to a request for no tokens, once its prompt has been read."""
-        return self._piece("", (), (), "length")
+        return self._piece("", (), (), (), "length")
 
     def _piece(
-        self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], reason: str | None
+        self,
+        text: str,
+        tokens: tuple[int, ...],
+        starts: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        reason: str | None,
     ) -> Piece:
         if reason is not None:
             text += self._text.end()
@@ -115,7 +121,7 @@ class Running:
                 reason = "stop"
         prompt = None if self._told_prompt else self.prompt_logprobs
         self._told_prompt = True
-        return Piece(text, tokens, logprobs, prompt, reason)
+        return Piece(text, tokens, starts, logprobs, prompt, reason)
 
 
 def token_logprob(logprobs: Float[Tensor, " vocab"], token: int, number: int) -> TokenLogprob:

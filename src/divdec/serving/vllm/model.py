@@ -27,9 +27,9 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import same_weights
+from divdec.model.checkpoint import weight_files
 from divdec.model.checks import check_divergence, check_target
 from divdec.model.configuration import AUXILIARIES
-from divdec.model.checkpoint import weight_files
 from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 
@@ -50,7 +50,7 @@ class DivergenceForCausalLM(nn.Module):
         self.places = parts.places
         self.steering = parts.steering
         self.vocab_size = parts.config.vocab_size
-        self.counted = parts.counted
+        self.counted, self.takedowns = parts.counted, parts.takedowns
         self.models = nn.ModuleDict()
         widths = {}
         for part, config in parts.configs.items():
@@ -64,7 +64,7 @@ class DivergenceForCausalLM(nn.Module):
             _check_kind(part, self.models[part])
             widths[part] = config.hidden_size
         self.memory = None
-        if parts.counted is not None:
+        if parts.context_length:
             self.memory = TokenMemory(
                 vllm_config,
                 length=parts.context_length,
@@ -118,22 +118,23 @@ class DivergenceForCausalLM(nn.Module):
         if any(found is None for found in logits.values()):
             return None
         logits = {part: found[..., : self.vocab_size].float() for part, found in logits.items()}
-        divergence = self._divergence(logits, hidden.get("memory"))
-        check_target(logits["target"])
-        check_divergence(divergence)
-        return self.steering.apply(logits["target"], divergence, self.eligible)
-
-    def _divergence(
-        self, logits: dict[str, Float[Tensor, "rows vocab"]], codes: Float[Tensor, "rows width"] | None
-    ) -> Float[Tensor, "rows vocab"]:
-        found = []
+        target = logits["target"]
+        check_target(target)
+        contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
+        if self.takedowns is not None:
+            assert contexts is not None
+            correction = self.takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
+            check_divergence(correction)
+            target = target + correction.to(target.device)
+        divergence = torch.zeros_like(target)
         if "retain_auxiliary" in logits:
-            found.append(logits["retain_auxiliary"] - logits["forget_auxiliary"])
-        if self.memory is not None and self.counted is not None and codes is not None:
-            contexts = self.memory.contexts(codes)
+            divergence = logits["retain_auxiliary"] - logits["forget_auxiliary"]
+        if self.counted is not None:
+            assert contexts is not None
             counted = self.counted.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
-            found.append(counted.to(logits["target"].device))
-        return torch.stack(found).sum(dim=0)
+            divergence = divergence + counted.to(target.device)
+        check_divergence(divergence)
+        return self.steering.apply(target, divergence, self.eligible)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every part from its own checkpoint, where it lies.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from divdec.errors import UsageError
 from divdec.experts.forward import stateful_types
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer
-from divdec.model.configuration import NO_RANK, DivergenceConfig
+from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.loading import (
     find_bundle,
-    follow_registry,
     load_ngrams,
+    load_takedowns,
     places_of,
     read_config,
     weight_of,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
+    from divdec.experts.takedowns.live import Takedowns
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 
@@ -36,7 +37,7 @@ class EngineOptions:
     """What an operator can say of a bundle that an engine serves; none of it weakens the steering."""
 
     registry: str | None = None
-    """Folder of a registry of takedown requests that is followed beside, or in the place of, the bundle's own."""
+    """Folder of a registry of takedown requests that is followed; where the bundle names one, it must be the same."""
     verify: bool = True
     """Compare the SHA-256 of every local weight file with the bundle's."""
 
@@ -70,7 +71,9 @@ class BundleParts:
     configs: Mapping[str, PreTrainedConfig]
     """The configuration of each part's language model."""
     counted: CombinedExperts | None
-    """n-grams and registry, which need nothing but the last tokens; None where the bundle names neither."""
+    """n-grams, which need nothing but the last tokens; None where the bundle names none."""
+    takedowns: Takedowns | None
+    """The registry that is followed, which needs no more."""
 
     @property
     def steering(self) -> Steering:
@@ -78,15 +81,10 @@ class BundleParts:
         return Steering.from_dict(self.config.steering or {})
 
     @property
-    def follows_registry(self) -> bool:
-        """Whether what steers changes while it is served."""
-        return self.counted is not None and self.counted.changes
-
-    @property
     def context_length(self) -> int:
         """How many of the last tokens n-grams and registry look at; 0 without them."""
-        orders: list[Any] = [] if self.counted is None else [experts.order for experts in self.counted.parts]  # pyright: ignore[reportAttributeAccessIssue]
-        return max(orders) - 1 if orders else 0
+        counted: list[Any] = [*(() if self.counted is None else self.counted.parts), self.takedowns]
+        return max((part.order - 1 for part in counted if part is not None), default=0)
 
 
 def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) -> BundleParts:
@@ -120,10 +118,10 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
     widths = {part: vocabulary_width(part_config) for part, part_config in configs.items()}
     narrowest = common_vocabulary(widths, tokenizers, places)
     counted = _counted(folder, config, options, vocabulary_sha256(tokenizers["target"]))
-    if counted is not None:
-        narrowest = min(narrowest, counted.vocab_size)
-        if counted.changes and steering.rule == "rank":
-            raise UsageError(NO_RANK)
+    takedowns = load_takedowns(folder, config, None if options.registry is None else Path(options.registry))
+    narrowest = min([narrowest, *(part.vocab_size for part in (counted, takedowns) if part is not None)])
+    if steering.rule == "rank" and config.retain_auxiliary is None and counted is None:
+        raise UsageError(NO_RULE)
     if narrowest != config.vocab_size:
         raise UsageError(
             f"{folder}: the bundle's common vocabulary has {config.vocab_size} tokens, that of its parts "
@@ -133,7 +131,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
     for part, text in texts.items():
         if text is not configs[part]:
             raise UsageError(f"{part} ({places[part]}) is no plain language model; vLLM steers models of text alone")
-    return BundleParts(folder, config, places, texts, counted)
+    return BundleParts(folder, config, places, texts, counted, takedowns)
 
 
 def check_whole(parts: BundleParts) -> None:
@@ -163,20 +161,9 @@ def head_size_of(config: PreTrainedConfig) -> int:
 def _counted(folder: Path, config: DivergenceConfig, options: EngineOptions, tokenizer: str) -> CombinedExperts | None:
     from divdec.experts.combined import CombinedExperts
 
-    found = []
-    for name, value in (("ngram", config.ngram), ("registry", config.registry)):
-        if value is not None and not isinstance(value, dict):
-            raise UsageError(f"{folder}: {name} is {value!r}; write the bundle again")
-    if config.ngram is not None:
-        experts = load_ngrams(folder, config.ngram, tokenizer, options.verify)
-        found.append((experts, weight_of(config.ngram, "ngram")))
-    reference = config.registry
-    if options.registry is not None:
-        from divdec.experts.takedowns.folder import read_description
-
-        place = Path(options.registry)
-        # Another folder in the place of the bundle's own registry must hold the same one.
-        reference = {"id": read_description(place)["id"], **(reference or {}), "folder": str(place)}
-    if reference is not None:
-        found.append((follow_registry(folder, reference, tokenizer), weight_of(reference, "registry")))
-    return CombinedExperts(found) if found else None
+    if config.ngram is None:
+        return None
+    if not isinstance(config.ngram, dict):
+        raise UsageError(f"{folder}: ngram is {config.ngram!r}; write the bundle again")
+    experts = load_ngrams(folder, config.ngram, tokenizer, options.verify)
+    return CombinedExperts([(experts, weight_of(config.ngram, "ngram"))])

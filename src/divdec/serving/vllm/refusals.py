@@ -122,7 +122,7 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
     longest, length = parts.config.max_position_embeddings, model_config.max_model_len
     if longest is not None and length > longest:
         raise UsageError(f"--max-model-len is {length}; accepted: at most {longest}, the shortest context of the parts")
-    if parts.follows_registry and ranks > 1:
+    if parts.takedowns is not None and ranks > 1:
         raise UsageError(
             f"--tensor-parallel-size is {ranks} with a registry of takedown requests; accepted: 1, as ranks could "
             "read different states of it"

@@ -1,0 +1,191 @@
+"""Whether a target still recites texts that a registry has taken down, and the strength at which it no longer does.
+
+A passage is recited if the greedy continuation of its prompt has `RUN` tokens in a row in common with the text's own
+continuation, or all of them where there are fewer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from divdec.data.formatting import encode_prompts, encode_records
+from divdec.data.records import Record, RecordSet
+from divdec.data.vocabulary import WHOLE
+from divdec.evaluation.generation import continuations
+from divdec.experts.takedowns.live import Takedowns
+from divdec.experts.takedowns.log import Entry
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.serving.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PASSAGES = 20  # measured at most
+PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: of a plain text's shortest prompt, of a continuation, of a recital
+CONTEXT = 512  # tokens of a plain text's longest prompt
+STRONGEST = 80.0  # what a strength is raised to at most: from there on other answers change (docs/limits.md)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a text that a model could recite."""
+
+    prompt: list[int]
+    continuation: list[int]
+
+
+def passages_of(
+    texts: RecordSet, tokenizer: PreTrainedTokenizerBase, *, most: int = PASSAGES, seed: int = 0
+) -> tuple[list[Passage], int]:
+    """Passages of texts, and how many there are in all.
+
+    A record with a prompt or question is one passage: its answer, after the prompt as it is laid out for the model. A
+    plain text has one every `LENGTH` tokens from its `PREFIX`-th on, each after all that stands before it (the last
+    `CONTEXT` tokens at most); a shorter text is begun.
+
+    Args:
+        texts: what was taken down.
+        tokenizer: the target's.
+        most: if there are more, so many are drawn.
+        seed: of that draw.
+    """
+    draw = random.Random(seed)
+    if texts.kind == "text":
+        prompts = encode_prompts([Record("", prompt=record.answer) for record in texts], tokenizer)
+        found = [passage for ids in prompts for passage in _of_text(ids, tokenizer)]
+        return draw.sample(found, min(most, len(found))), len(found)
+    records = draw.sample(texts.records, min(most, len(texts)))
+    examples = encode_records(records, tokenizer, WHOLE)
+    found = [
+        Passage(example.input_ids[: example.prompt_length], example.input_ids[example.prompt_length :][:LENGTH])
+        for example in examples
+    ]
+    special = set(tokenizer.all_special_ids)
+    found = [
+        Passage(passage.prompt, [token for token in passage.continuation if token not in special]) for passage in found
+    ]
+    return [passage for passage in found if passage.prompt and passage.continuation], len(texts)
+
+
+def count_recited(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    passages: Sequence[Passage],
+    *,
+    title: str | None = None,
+) -> int:
+    """How many passages a model recites.
+
+    Args:
+        model: any causal LM, steered or plain.
+        tokenizer: its tokenizer.
+        passages: what it could recite.
+        title: what the progress bar is called; None shows none.
+    """
+    if not passages:
+        return 0
+    room = getattr(model.config, "max_position_embeddings", None) or math.inf
+    prompts = [passage.prompt[-int(min(room - LENGTH, len(passage.prompt))) :] for passage in passages]
+    said = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, title=title)
+    return sum(
+        longest_run(answer, passage.continuation) >= min(RUN, len(passage.continuation))
+        for answer, passage in zip(said, passages, strict=True)
+    )
+
+
+def longest_run(said: Sequence[int], text: Sequence[int]) -> int:
+    """Length of the longest passage of a text that was said word for word, in tokens."""
+    return difflib.SequenceMatcher(None, said, text, autojunk=False).find_longest_match().size
+
+
+def measure(
+    registry: Registry,
+    entry: Entry,
+    texts: RecordSet,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Measure a request that is in force, and raise the registry's strength until nothing of it is recited.
+
+    Without success the registry keeps the least of the strengths at which fewest passages are recited.
+
+    Args:
+        registry: the registry.
+        entry: the request.
+        texts: its texts.
+        target: the model that the registry is for, unsteered.
+        tokenizer: its tokenizer.
+        progress: show progress bars.
+
+    Returns:
+        What the registry's log says of the request from now on: `passages` measured of `passages_in_all`,
+        `recited_before` by the target alone, `recited_after` under the takedowns, the registry's `strength`, the
+        `strength_before`, and the `strongest` that was tried.
+
+    Raises:
+        FailedClosed: the registry is damaged.
+    """
+    passages, in_all = passages_of(texts, tokenizer)
+    before = count_recited(target, tokenizer, passages, title="before" if progress else None)
+    strength_before = strength = registry.strength
+    tried: dict[float, int] = {}
+    while True:
+        takedowns = Takedowns(registry.folder, strength=strength)
+        steered = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+        title = f"at strength {strength:g}" if progress else None
+        tried[strength] = count_recited(steered, tokenizer, passages, title=title)
+        if not tried[strength] or 2 * strength > STRONGEST:
+            break
+        strength *= 2
+    best = min(tried, key=lambda each: (tried[each], each))
+    registry.raise_strength(best)
+    measured = {
+        "passages": len(passages),
+        "passages_in_all": in_all,
+        "recited_before": before,
+        "recited_after": tried[best],
+        "strength": best,
+        "strength_before": strength_before,
+        "strongest": strength,
+    }
+    registry.record(entry, measured)
+    return measured
+
+
+def measured_text(measured: dict[str, Any]) -> str:
+    """What was measured, in a sentence or two."""
+    passages, before, after = (measured[name] for name in ("passages", "recited_before", "recited_after"))
+    if not passages:
+        return "not measured: the texts are too short to be begun and continued"
+    drawn = f" ({passages} drawn of {measured['passages_in_all']:,})" if passages < measured["passages_in_all"] else ""
+    found = f"{before} of {passages} passages{drawn} were recited word for word before, {after} now"
+    if measured["strength"] > measured["strength_before"]:
+        found += f", at strength {measured['strength']:g}, raised from {measured['strength_before']:g}"
+    else:
+        found += f", at strength {measured['strength']:g}"
+    if after:
+        found += (
+            f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "
+            "train a pair for them (divdec train) and serve it with this registry"
+        )
+    return found
+
+
+def _of_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Passage]:
+    special = set(tokenizer.all_special_ids)
+    lead = next((place for place, token in enumerate(ids) if token not in special), len(ids))
+    start, body = ids[:lead], ids[lead:]
+    if len(body) < PREFIX + RUN:
+        cut = max(1, len(body) // 3)
+        return [Passage(start + body[:cut], body[cut:][:LENGTH])] if len(body) > 1 else []
+    return [
+        Passage(start + body[max(place - CONTEXT, 0) : place], body[place : place + LENGTH])
+        for place in range(PREFIX, len(body) - RUN + 1, LENGTH)
+    ]
