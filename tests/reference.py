@@ -73,17 +73,20 @@ class StepByStep:
 
     Attributes:
         divergence: a function of a text (a list of token ids) that gives ℓ_q − ℓ_p after its last token.
+        takedowns: a registry whose correction is added to the target's logits, or None.
     """
 
-    def __init__(self, target, divergence, steering, vocab_size):
-        self.target, self.divergence = target, divergence
+    def __init__(self, target, divergence, steering, vocab_size, takedowns=None):
+        self.target, self.divergence, self.takedowns = target, divergence, takedowns
         self.steering, self.vocab_size = steering, vocab_size
         self._known = {}
 
     def parts(self, ids):
-        """ℓ_P and the divergence after the last token, both float32 [vocab]."""
+        """ℓ_P (corrected by takedowns) and the divergence after the last token, both float32 [vocab]."""
         if tuple(ids) not in self._known:
             target = last_logits(self.target, ids)[: self.vocab_size]
+            if self.takedowns is not None:
+                target = target + self.takedowns.correction(torch.tensor([ids]))[0, -1, : self.vocab_size]
             self._known[tuple(ids)] = target, self.divergence(ids)[: self.vocab_size].float()
         return self._known[tuple(ids)]
 

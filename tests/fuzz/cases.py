@@ -18,7 +18,7 @@ from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
 from fuzz import options as tables
-from fuzz.models import ARCHITECTURES, FEW, KINDS, PAD, VOCAB, WIDE, experts_of, model_of, tokenizer
+from fuzz.models import ARCHITECTURES, FEW, KINDS, PAD, VOCAB, WIDE, experts_of, model_of, takedowns, tokenizer
 from reference import StepByStep
 
 ANSWERED, REFUSED, NOT_TAKEN = "answered", "refused", "refused by transformers"
@@ -194,7 +194,8 @@ def build(case):
     """The steered model, with a reference of its answers, and the assistant."""
     target = model_of(case.architecture, 0, case.dtype, WIDE if case.wide else VOCAB)
     experts, divergence, retain = experts_of(case.experts, case.architecture, case.others, case.dtype)
-    model = DivergenceForCausalLM.from_experts(target, experts, case.steering)
+    followed = takedowns() if "registry" in case.experts else None
+    model = DivergenceForCausalLM.from_experts(target, experts, case.steering, takedowns=followed)
     if case.copied == "deepcopy":
         model = copy.deepcopy(model)
     elif case.copied == "saved":
@@ -204,7 +205,8 @@ def build(case):
             model = DivergenceForCausalLM.from_pretrained(Path(folder) / "bundle", dtype=case.dtype)
         finally:
             shutil.rmtree(folder)
-    model.reference = StepByStep(target, divergence, case.steering, min(target.config.vocab_size, experts.vocab_size))
+    width = min(part.vocab_size for part in (target.config, experts, followed) if part is not None)
+    model.reference = StepByStep(target, divergence, case.steering, width, followed)
     assistant = None
     if case.assistant:
         assistant = {"retain": retain, "target": target}.get(case.assistant) or model_of(
@@ -248,8 +250,8 @@ def forward(case, model, _):
     else:
         output = model(ids, labels=labels, **given)
         logits = output.logits
-        target, divergence = model.components(ids, **given)
-        same(case.steering.apply(target, divergence), logits, tolerance_of(case)[0], "components give other logits")
+        parts = model.components(ids, **given)
+        same(case.steering.apply(*parts), logits, tolerance_of(case)[0], "components give other logits")
     tolerance, of_divergence = tolerance_of(case)
     expected = torch.zeros(*ids.shape, logits.shape[-1])
     for row, prompt in enumerate(case.prompts):

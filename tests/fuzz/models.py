@@ -19,7 +19,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.experts.takedowns.live import RegistryExperts
+from divdec.experts.takedowns.live import Takedowns
 from divdec.serving.registry import Registry
 from reference import SlowNgrams, last_logits
 
@@ -145,6 +145,7 @@ KINDS = {
     "two architectures": 2,
     "n-grams": 2,
     "registry": 1,
+    "pair and registry": 2,
     "bridged": 2,
     "combined": 2,
 }
@@ -196,19 +197,14 @@ def ngrams(space):
 
 
 @functools.cache
-def registry():
+def takedowns():
     checkpoint = folder() / "checkpoint"
     model_of("llama", 0).save_pretrained(checkpoint)
     tokenizer().save_pretrained(checkpoint)
     retain, taken_down = ([tokenizer().decode(text) for text in texts] for texts in documents())
     made = Registry.create(folder() / "registry", texts_of("retain", retain), checkpoint, order=ORDER)
     made.add("first", texts_of("first", taken_down[8:]))
-    return RegistryExperts(made.folder)
-
-
-def _anew(experts):
-    # Without cache, batch and padding. The experts' own tests compare that with other references.
-    return lambda ids: experts.divergence(torch.tensor([ids]))[0, -1]
+    return Takedowns(made.folder)
 
 
 def _pair(retain, forget):
@@ -224,20 +220,24 @@ def _difference(retain, forget):
 def experts_of(kind, architecture, others, dtype):
     """Experts, a slow reference of their divergence, and q where it has the target's tokens, else None.
 
+    There are no experts where a registry steers alone.
+
     Args:
         kind: a key of `KINDS`.
         architecture: the target's.
         others: two architectures that are not the target's.
         dtype: of neural experts.
     """
-    if kind.startswith("pair") or kind == "two architectures":
-        names = {"pair": (architecture,) * 2, "two architectures": others}.get(kind, others[:1] * 2)
+    if "pair" in kind or kind == "two architectures":
+        names = {"pair of another architecture": others[:1] * 2, "two architectures": others}.get(
+            kind, (architecture,) * 2
+        )
         retain, forget = (model_of(name, seed, dtype) for seed, name in enumerate(names, start=1))
         return *_pair(retain, forget), retain
     if kind == "n-grams":
         return *ngrams("log" if len(others[0]) % 2 else "score"), None
     if kind == "registry":
-        return registry(), _anew(registry()), None
+        return None, lambda ids: torch.zeros(VOCAB), None
     if kind == "bridged":
         pair = BridgedPair(
             *(model_of(others[0], seed, dtype, AUXILIARY_VOCAB) for seed in (1, 2)),
@@ -246,7 +246,8 @@ def experts_of(kind, architecture, others, dtype):
             target_width=VOCAB,
             cache_dir=folder() / "maps",
         )
-        return pair, _anew(pair), None
+        # Without cache, batch and padding. The pair's own tests compare that with another reference.
+        return pair, lambda ids: pair.divergence(torch.tensor([ids]))[0, -1], None
     parts = [experts_of(name, architecture, others, dtype) for name in ("pair", "n-grams")]
     weights = (0.75, 2.0)
 
