@@ -170,7 +170,7 @@ def test_the_layers_alone_suffice_as_a_part_of_the_steered_models_cache(parts):
     caches = Caches(parts.stack, parts.alone)
     ids, mask, positions = inputs_of()
     caches.check_step(ids[:, :4], mask[:, :4], positions[:, :4])
-    joint = DivergenceCache(target := new_cache(parts.retain), caches.stacked, owner=0)
+    joint = DivergenceCache(target := new_cache(parts.retain), caches.stacked, owner="a test")
     logits_of(parts.retain, ids[:, :4], mask[:, :4], positions[:, :4], target)
     order = torch.tensor([1, 1, 0])
     joint.reorder_cache(order)

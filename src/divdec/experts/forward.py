@@ -84,7 +84,7 @@ def lengths_of(cache: Cache) -> list[int]:
     return [length_of(cache)] if lengths is None else lengths
 
 
-def takes_cache(model: PreTrainedModel) -> bool:
+def takes_cache(model: nn.Module) -> bool:
     """Whether all that the model keeps of what it has read is in a `DynamicCache`, which counts its tokens."""
     supported: Any = getattr(model, "_supports_default_dynamic_cache", bool)
     return (
@@ -92,7 +92,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
         and supported()
         # RecurrentGemma's modules hold the state themselves: every sequence would see the others'.
         and not any("recurrent_states" in vars(module) for module in model.modules())
-        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
+        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)  # pyright: ignore[reportArgumentType]
     )
 
 

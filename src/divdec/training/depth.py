@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.errors import Diverged, UsageError
+from divdec.errors import Diverged, FailedClosed, UsageError
 from divdec.evaluation.bootstrap import Bootstrap, mean_interval
 from divdec.experts.forward import device_of
 from divdec.steering import Steering
@@ -95,7 +95,7 @@ def gradient_depth(
     Raises:
         UsageError: the steering is hard rank masking, whose KL is infinite; the target's layers have no attention or
             MLP that is known here; its weights are not of a kind that can have gradients; an example has no label.
-        Diverged: a gradient is not finite.
+        Diverged: logits or a gradient are not finite.
     """
     check_teacher(model.steering)
     for name, examples in sets.items():
@@ -119,9 +119,12 @@ def gradient_depth(
                 some = examples[start : start + batch_size]
                 batch = collator([dataclasses.asdict(example) for example in some])
                 batch = {column: tensor.to(device) for column, tensor in batch.items()}
-                row = norms.of(objective.loss(model.target, batch, None))
+                what = f"example {start}" if len(some) == 1 else f"examples {start} to {start + len(some) - 1}"
+                try:
+                    row = norms.of(objective.loss(model.target, batch, None))
+                except FailedClosed as error:
+                    raise Diverged(f"{name} {what} (counted from 0): {error}") from None
                 if not torch.isfinite(row).all():
-                    what = f"example {start}" if len(some) == 1 else f"examples {start} to {start + len(some) - 1}"
                     raise Diverged(f"the gradient of {name} {what} (counted from 0) is not finite")
                 rows.append(row)
                 bar.update(len(some))
