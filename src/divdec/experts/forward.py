@@ -83,12 +83,11 @@ def lengths_of(cache: Cache) -> list[int]:
     return getattr(cache, "lengths", None) or [length_of(cache)]
 
 
-def takes_cache(model: PreTrainedModel) -> bool:
+def takes_cache(model: Any) -> bool:
     """Whether all that the model keeps of what it has read is in a `DynamicCache`, which counts its tokens."""
-    supported: Any = getattr(model, "_supports_default_dynamic_cache", bool)
     return (
         "past_key_values" in _forward_parameters(type(model))
-        and supported()
+        and model._supports_default_dynamic_cache()
         # RecurrentGemma's modules hold the state themselves: every sequence would see the others'.
         and not any("recurrent_states" in vars(module) for module in model.modules())
         and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
