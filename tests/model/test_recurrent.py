@@ -165,6 +165,9 @@ def test_every_architecture_answers_alike_in_every_way_or_is_refused(model_type)
     if error is not None:
         assert len(str(error).splitlines()) == 1
         return
+    parts[0].generation_config.eos_token_id = None
+    if generate(parts[0], use_cache=True) != generate(parts[0], use_cache=False):
+        pytest.skip("transformers answers otherwise without a cache")
     assert [generate(model, prompt, use_cache=False) for prompt in (REPEATED, OTHER)] == plain
     assert interleaved(model, [REPEATED, OTHER]) == [text[: len(text) - 4] for text in plain]
     recurrent = model._is_stateful or not all(map(holds_tokens, model.new_cache().layers))

@@ -19,7 +19,7 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
 from divdec.evaluation.passes import Forward, Pass, passes
 from divdec.evaluation.sharding import together
-from divdec.experts.forward import device_of, logits_of, new_cache, takes_cache
+from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering, sweep
 
@@ -157,7 +157,7 @@ def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | Non
         return functools.partial(logits_of, model), new
 
     def run(input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int) -> Tensor:
-        ids, mask = (given.to(device_of(model)) for given in (input_ids, mask))
+        ids, mask = input_ids.to(model.device), mask.to(model.device)
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
 
     return run, None

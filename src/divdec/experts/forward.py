@@ -84,15 +84,14 @@ def lengths_of(cache: Cache) -> list[int]:
     return [length_of(cache)] if lengths is None else lengths
 
 
-def takes_cache(model: nn.Module) -> bool:
+def takes_cache(model: Any) -> bool:
     """Whether all that the model keeps of what it has read is in a `DynamicCache`, which counts its tokens."""
-    supported: Any = getattr(model, "_supports_default_dynamic_cache", bool)
     return (
         "past_key_values" in _forward_parameters(type(model))
-        and supported()
+        and model._supports_default_dynamic_cache()
         # RecurrentGemma's modules hold the state themselves: every sequence would see the others'.
         and not any("recurrent_states" in vars(module) for module in model.modules())
-        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)  # pyright: ignore[reportArgumentType]
+        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
     )
 
 
