@@ -27,15 +27,10 @@ EXAMPLES = [
 ]
 
 
-class Written(torch.nn.Module):
-    """A model whose forward is written down; it has embeddings only to say where it lies."""
-
-    def get_input_embeddings(self):
-        return torch.nn.Embedding(1, 1)
-
-
-class ByEye(Written):
+class ByEye(torch.nn.Module):
     """After any token, gives the next id a logit of log 3 and all others 0: probability 3/5 among three tokens."""
+
+    device = torch.device("cpu")
 
     def forward(self, input_ids, attention_mask, use_cache):
         logits = torch.nn.functional.one_hot((input_ids + 1) % 3, 3) * math.log(3)
@@ -158,7 +153,9 @@ def test_shared_prompts_cost_their_tokens_once(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_hit_where_it_is_the_first_choice_also_among_equals(dtype):
-    class Equals(Written):
+    class Equals(torch.nn.Module):
+        device = torch.device("cpu")
+
         def forward(self, input_ids, attention_mask, use_cache):
             row = torch.tensor([0.0, 2.0, 2.0, 1.0], dtype=dtype)
             return CausalLMOutputWithPast(logits=row.expand(*input_ids.shape, 4))
@@ -172,7 +169,9 @@ def test_moments_by_eye_also_where_tokens_have_no_probability(model):
     mean = (log_p.exp() * log_p).sum()
     variance = (log_p.exp() * log_p.square()).sum() - mean.square()
 
-    class Masked(Written):
+    class Masked(torch.nn.Module):
+        device = torch.device("cpu")
+
         def forward(self, input_ids, attention_mask, use_cache):
             row = torch.cat([log_p + 3, torch.tensor([-math.inf])])
             return CausalLMOutputWithPast(logits=row.expand(*input_ids.shape, 4))
