@@ -21,11 +21,11 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
-from divdec.experiments.small_models import Shape, new_model, train_tokenizer
-from divdec.experiments.tofu_small import tofu_material
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.research.small_models import Shape, new_model, train_tokenizer
+from divdec.research.tofu_small import tofu_material
 from divdec.runs import output_folder, read_json, settings_hash, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training

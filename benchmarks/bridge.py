@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from divdec.experts.bridge import BridgedPair
-from divdec.experts.context import Context
-from divdec.experts.divergence import Divergence
-from divdec.experts.retokenize import AuxiliaryTokenizer
-from divdec.experts.token_bytes import token_bytes
-from divdec.experts.vocabulary_map import HealingMaps, VocabularyMap
+from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.context import Context
+from divdec.bridge.divergence import Divergence
+from divdec.bridge.retokenize import AuxiliaryTokenizer
+from divdec.bridge.token_bytes import token_bytes
+from divdec.bridge.vocabulary_map import HealingMaps, VocabularyMap
 
 CONTEXTS = (64, 256, 1024)
 END = "</s>"

@@ -12,8 +12,8 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import read_records
 from divdec.data.world import build_world
 from divdec.errors import UsageError
-from divdec.experiments import demo
-from divdec.experiments.tofu_small import tofu_material
+from divdec.research import demo
+from divdec.research.tofu_small import tofu_material
 from divdec.runs import cache_folder
 
 CONTEXTS, BATCHES = (64, 128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32)

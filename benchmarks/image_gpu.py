@@ -67,8 +67,8 @@ def material_of(given):
     import numpy
     import torch
 
-    from divdec.experiments.image_stages import ImageMaterial
     from divdec.imaging.patches import PatchCodec
+    from divdec.research.image_stages import ImageMaterial
 
     names = [*string.ascii_uppercase, *string.digits, *SHAPES]
     chance = random.Random(given.seed)
@@ -81,9 +81,9 @@ def material_of(given):
 
 def recipe_of(given):
     """Sizes and training: the pair takes a tenth of the base's rate for ten passes, as in the paper."""
-    from divdec.experiments.image_stages import ImageRecipe
-    from divdec.experiments.small_models import Shape
     from divdec.imaging.training import PAPER_SHARE
+    from divdec.research.image_stages import ImageRecipe
+    from divdec.research.small_models import Shape
     from divdec.training.settings import TrainingSettings
 
     target, auxiliary = Shape(640, 11, 10, 2560), Shape(256, 6, 8, 1024)
@@ -117,10 +117,10 @@ def main():
     from rich.console import Console
 
     from divdec.cli.loading import quiet
-    from divdec.experiments.image_demo import accuracy, print_tables
-    from divdec.experiments.image_settings import NETWORK, as_json, measure, write_found
-    from divdec.experiments.image_stages import candidates_of, exam_of, train_images, write_image_bundle
     from divdec.imaging.settings import SamplingSettings
+    from divdec.research.image_demo import accuracy, print_tables
+    from divdec.research.image_settings import NETWORK, as_json, measure, write_found
+    from divdec.research.image_stages import candidates_of, exam_of, train_images, write_image_bundle
     from divdec.runs import write_json
     from divdec.steering import Steering
 

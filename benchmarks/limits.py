@@ -16,8 +16,8 @@ import json
 import sys
 import time
 
-from divdec.experiments.limits.run import run_limits, tables
-from divdec.experiments.limits.settings import PARTS, LimitsSettings
+from divdec.research.limits.run import run_limits, tables
+from divdec.research.limits.settings import PARTS, LimitsSettings
 
 
 def main():

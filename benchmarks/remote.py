@@ -21,8 +21,6 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import encode_prompts
 from divdec.data.world import build_world
-from divdec.experiments.demo import RECIPE, WORLD, material_of, question_sets
-from divdec.experiments.stages import train_all
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.choices import RemoteSettings
@@ -30,6 +28,8 @@ from divdec.remote.completions import Abilities, Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
+from divdec.research.demo import RECIPE, WORLD, material_of, question_sets
+from divdec.research.stages import train_all
 from divdec.runs import cache_folder
 from divdec.serving.address import bind
 from divdec.serving.api.server import HttpServer, Options

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from divdec.errors import UsageError
-from divdec.experiments.sequential import run_sequential
-from divdec.experiments.sequential_material import demo_course, muse_course
-from divdec.experiments.sequential_models import SequentialSettings
+from divdec.research.sequential import run_sequential
+from divdec.research.sequential_material import demo_course, muse_course
+from divdec.research.sequential_models import SequentialSettings
 from divdec.runs import cache_folder
 from divdec.training.progress import Interrupted
 

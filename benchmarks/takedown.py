@@ -24,12 +24,12 @@ from divdec.data.records import read_records, texts_of
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
-from divdec.experiments.small_models import Shape, new_model, train_tokenizer
-from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
-from divdec.serving.registry import Registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

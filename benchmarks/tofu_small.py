@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from divdec.errors import UsageError
-from divdec.experiments.tofu_small import run_tofu_small
+from divdec.research.tofu_small import run_tofu_small
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ def make_bundle(folder):
     """A small bundle of random weights, whose answers differ from prompt to prompt, and texts to ask about."""
     from divdec import write_bundle
     from divdec.data.world import WorldSettings, build_world
-    from divdec.experiments.small_models import train_tokenizer
+    from divdec.research.small_models import train_tokenizer
 
     texts = build_world(WorldSettings()).corpus
     tokenizer = train_tokenizer(texts[:500], 512)
@@ -162,8 +162,8 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.serving.following import with_registry
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.following import with_registry
+    from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle)
     registry = Registry.create(folder / "registry", texts_of("kept", texts[:50]), bundle.parent / "target", order=3)

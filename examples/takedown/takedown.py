@@ -27,10 +27,10 @@ from divdec.data.records import RecordSet, write_records
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.text import contains_fact, rouge
-from divdec.experiments.small_models import Shape
-from divdec.experiments.stages import Material, Recipe, Trained, train_all
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.research.small_models import Shape
+from divdec.research.stages import Material, Recipe, Trained, train_all
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
 

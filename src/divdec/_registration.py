@@ -22,7 +22,7 @@ def register_config() -> None:
 
     AutoConfig.register("divergence", DivergenceConfig, exist_ok=True)
     # By name: rooms below the baselines import this module, and none of them needs what it registers.
-    composite = importlib.import_module("divdec.baselines.composite_config")
+    composite = importlib.import_module("divdec.research.baselines.composite_config")
     AutoConfig.register("divdec_composite", composite.CompositeConfig, exist_ok=True)
 
 
@@ -34,7 +34,7 @@ def register_model() -> None:
     from divdec.model.modeling import DivergenceForCausalLM
 
     AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)
-    composite = importlib.import_module("divdec.baselines.composite")
+    composite = importlib.import_module("divdec.research.baselines.composite")
     AutoModelForCausalLM.register(composite.CompositeConfig, composite.CompositeForCausalLM, exist_ok=True)
 
 

@@ -8,8 +8,8 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.report.figures import KNOWN
 from divdec.report.sequential import Step
+from divdec.research.figures import KNOWN
 from divdec.runs import write_json
 
 

@@ -76,7 +76,8 @@ def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys, m
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT,
          list_of_commands],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), "NEW_TOKENS": str(NEW_TOKENS)},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
+             "NEW_TOKENS": str(NEW_TOKENS)},
         capture_output=True, text=True,
         timeout=280, check=False,
     )  # fmt: skip

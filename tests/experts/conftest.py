@@ -36,7 +36,7 @@ def texts(world):
 
 @pytest.fixture(scope="session")
 def tokenizers(texts):
-    from divdec.experiments.small_models import train_tokenizer
+    from divdec.research.small_models import train_tokenizer
 
     llama3 = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -56,7 +56,7 @@ def tokenizers(texts):
 def make_pair(tokenizers, tmp_path_factory):
     """A pair of tiny auxiliaries with one tokenizer for a target with another."""
     from conftest import tiny_model
-    from divdec.experts.bridge import BridgedPair
+    from divdec.bridge.bridge import BridgedPair
 
     folder = tmp_path_factory.mktemp("maps")
     made = {}

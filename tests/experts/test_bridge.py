@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.context import Context
 from divdec.decoding import drafters
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
-from divdec.experts.bridge import BridgedPair
-from divdec.experts.context import Context
 from divdec.model.configuration import DivergenceConfig
 from exactness import assert_close as close
 from exactness import assert_same_answers
@@ -364,7 +364,7 @@ def test_a_pass_that_fails_leaves_nothing_stale(make_pair, tokenizers, monkeypat
 
 
 def test_a_row_that_has_ended_is_filled_up_with_its_end(make_pair, tokenizers):
-    from divdec.experts.context import ContextReader
+    from divdec.bridge.context import ContextReader
 
     target = copy.deepcopy(tokenizers["bpe"])
     target.pad_token = target.eos_token
@@ -383,7 +383,7 @@ def without_ends(tokenizer, **changes):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from divdec.experts.token_bytes import structure
+    from divdec.bridge.token_bytes import structure
 
     description = structure(tokenizer) | {"post_processor": None} | changes
     return PreTrainedTokenizerFast(

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
+from divdec.bridge.bridge import BridgedPair
 from divdec.cli import main
-from divdec.experts.bridge import BridgedPair
 
 
 @pytest.fixture(scope="module")

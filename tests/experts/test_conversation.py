@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from divdec.experts.context import Context, ContextReader
-from divdec.experts.conversation import ChatLayout
+from divdec.bridge.context import Context, ContextReader
+from divdec.bridge.conversation import ChatLayout
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
@@ -154,8 +154,8 @@ def test_a_content_cannot_close_its_turn_for_the_auxiliary(tokenizers, turns):
 
 
 def test_what_looks_like_a_turn_in_the_targets_text_is_none(tokenizers):
-    from divdec.experts.conversation import written
-    from divdec.experts.retokenize import AuxiliaryTokenizer
+    from divdec.bridge.conversation import written
+    from divdec.bridge.retokenize import AuxiliaryTokenizer
 
     here, there = tokenizers["bpe"], tokenizers["ours"]
     turns = turns_of(CLOSING)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divdec.experts.context import Context, ContextReader
-from divdec.experts.retokenize import AuxiliaryTokenizer, splits_at_words
-from divdec.experts.token_bytes import structure
+from divdec.bridge.context import Context, ContextReader
+from divdec.bridge.retokenize import AuxiliaryTokenizer, splits_at_words
+from divdec.bridge.token_bytes import structure
 
 WORDS = st.text(
     alphabet=st.one_of(st.sampled_from(" .,'\n\tabcdes1"), st.sampled_from("éжор日ك한"), st.sampled_from("😀‍\u0301ﬁ")),
@@ -100,8 +100,8 @@ def test_tokens_for_the_same_bytes(tokenizers):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from divdec.experts.divergence import _sources
-    from divdec.experts.vocabulary_map import VocabularyMap
+    from divdec.bridge.divergence import _sources
+    from divdec.bridge.vocabulary_map import VocabularyMap
 
     description = structure(tokenizers["small"])
     place = len(tokenizers["small"])

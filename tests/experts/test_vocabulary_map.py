@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from divdec.experts.vocabulary_map import (
+from divdec.bridge.vocabulary_map import (
     EXACT,
     EXTENSION,
     NONE,
@@ -28,7 +28,7 @@ def test_the_rule():
 
 
 def test_real_vocabularies_against_a_slow_search(tokenizers):
-    from divdec.experts.token_bytes import token_bytes
+    from divdec.bridge.token_bytes import token_bytes
 
     target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["wordpiece"])
     found = VocabularyMap.build(target, auxiliary)
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("pending", [b" ", b" t", b"a", b"\xc3", b"zqzq"])
 def test_healing_maps_against_a_slow_search(tokenizers, pending):
-    from divdec.experts.token_bytes import token_bytes
+    from divdec.bridge.token_bytes import token_bytes
 
     target, auxiliary = token_bytes(tokenizers["bpe"]), token_bytes(tokenizers["small"])
     maps = HealingMaps(target, auxiliary, len(target) + 3)

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 import transformers
 
+from divdec.bridge.bridge import BridgedPair
 from divdec.data.records import texts_of
-from divdec.experiments.small_models import train_tokenizer
-from divdec.experts.bridge import BridgedPair
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.experts.takedowns.live import Takedowns
-from divdec.serving.registry import Registry
+from divdec.research.small_models import train_tokenizer
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.registry import Registry
 from reference import SlowNgrams, last_logits
 
 VOCAB, WIDE, AUXILIARY_VOCAB = 320, 336, 300  # tokens of the tokenizer, of a padded target, of another tokenizer

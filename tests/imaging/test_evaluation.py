@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
 from divdec.cli import main
-from divdec.experiments.image_demo import digits as demo_digits
-from divdec.experiments.image_demo import reaches, recommended
 from divdec.imaging.evaluation import named
 from divdec.imaging.pictures import write_png
 from divdec.imaging.tables import Setting
+from divdec.research.image_demo import digits as demo_digits
+from divdec.research.image_demo import reaches, recommended
 from divdec.steering import Steering
 
 

@@ -38,6 +38,6 @@ def playground(steered):
 def registry(tmp_path, models, world):
     """A registry that knows a part of the world."""
     from divdec.data.records import texts_of
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.registry import Registry
 
     return Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), models / "target")

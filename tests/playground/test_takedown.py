@@ -38,7 +38,7 @@ def following(reciting, tmp_path, world):
     """A playground of it, steered by a registry alone, which is empty."""
     from divdec import DivergenceForCausalLM, write_bundle
     from divdec.model.checkpoint import load_tokenizer
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)
     bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder)

@@ -35,7 +35,7 @@ def test_a_bundle_whose_auxiliary_has_changed(models, tmp_path):
 
 
 def test_parts_must_be_whole_and_fit(models, tmp_path, world):
-    from divdec.experiments.small_models import train_tokenizer
+    from divdec.research.small_models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
     with pytest.raises(UsageError, match="nothing would steer"):
@@ -62,8 +62,8 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
     from divdec.data.records import texts_of
     from divdec.remote.context import Context
-    from divdec.serving.registry import Registry
     from divdec.steering import Steering
+    from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[1:80:2]), models / "target")
     registry.add("case", texts_of("t", [tokenizer.decode(prompts[0])]))

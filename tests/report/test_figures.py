@@ -14,13 +14,13 @@ from PIL import Image
 from divdec import UsageError
 from divdec.evaluation.results import Results, write_results
 from divdec.report.depth import write_depth
-from divdec.report.figures import KNOWN, known
-from divdec.report.figures.drawn import Asked, Source
-from divdec.report.figures.results import best, results_of
-from divdec.report.figures.sizes import size_of
 from divdec.report.plots import COLOURS, LOOKS, RETRAIN, TARGET, style, svg_text, write_figure
 from divdec.report.plots.palette import css, themed, variable
 from divdec.report.sequential import Step
+from divdec.research.figures import KNOWN, known
+from divdec.research.figures.drawn import Asked, Source
+from divdec.research.figures.results import best, results_of
+from divdec.research.figures.sizes import size_of
 from divdec.runs import record, write_json
 from divdec.training.depth import LayerDepth
 

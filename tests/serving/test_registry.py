@@ -23,11 +23,11 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
-from divdec.experts.takedowns.live import Takedowns
-from divdec.experts.takedowns.log import LOG_FILE
 from divdec.model.checkpoint import load_model
 from divdec.serving.overlap import overlap
-from divdec.serving.registry import STRENGTH, Registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.log import LOG_FILE
+from divdec.takedowns.registry import STRENGTH, Registry
 
 ORDER = 3
 
@@ -417,7 +417,7 @@ def test_bad_requests_change_nothing(folder, registry, checkpoints, articles, tm
 
 
 def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path, articles):
-    from divdec.experiments.small_models import train_tokenizer
+    from divdec.research.small_models import train_tokenizer
 
     target = shutil.copytree(checkpoints / "target", tmp_path / "target")
     train_tokenizer(articles, 500).save_pretrained(target)
@@ -582,7 +582,7 @@ def test_a_full_disk_after_the_line_is_no_failure(folder, registry, articles, mo
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("divdec.experts.takedowns.log.write_durably", full)
+    monkeypatch.setattr("divdec.takedowns.log.write_durably", full)
     registry.add("one", texts_of("t", articles[10:11]))
     registry.add("two", texts_of("t", articles[11:12]))
     monkeypatch.undo()

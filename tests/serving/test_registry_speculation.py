@@ -11,8 +11,8 @@ from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.generation import left_padded
 from divdec.experts.neural import NeuralPair
-from divdec.experts.takedowns.live import Takedowns
-from divdec.serving.registry import Registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.registry import Registry
 from exactness import assert_same_answers
 
 TOKENS, PROMPT, LENGTH = 48, 12, 16  # of a text that the target knows by heart, of its beginning, of an answer

@@ -16,11 +16,11 @@ from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, lon
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
-from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checkpoint import load_model, load_tokenizer
-from divdec.serving.following import with_registry
 from divdec.serving.overlap import PASSAGE, overlap
-from divdec.serving.registry import NO_EFFECT, STRENGTH, Registry
+from divdec.takedowns.following import with_registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
 from served import serving, trained
 
 ARTICLE = (
@@ -162,9 +162,9 @@ def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
 
 
 def test_a_log_without_a_strength_fails_closed(registry):
-    from divdec.experts.takedowns.folder import DESCRIPTION
-    from divdec.experts.takedowns.log import HEAD_FILE, LOG_FILE, Head, write_head
-    from divdec.experts.takedowns.secret import read_key
+    from divdec.takedowns.folder import DESCRIPTION
+    from divdec.takedowns.log import HEAD_FILE, LOG_FILE, Head, write_head
+    from divdec.takedowns.secret import read_key
 
     secret = read_key(registry.folder, json.loads((registry.folder / DESCRIPTION).read_text()))
     (registry.folder / LOG_FILE).write_text("")

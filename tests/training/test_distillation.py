@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
+from divdec.bridge.bridge import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
-from divdec.experiments.small_models import Shape, new_model, train_tokenizer
-from divdec.experts.bridge import BridgedPair
 from divdec.experts.ngram_folder import write_pair
 from divdec.model.vocabularies import vocabulary_sha256
+from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
 from divdec.training.distillation import distill
 from divdec.training.distillation_loss import divergence, lumped_divergence, predicting

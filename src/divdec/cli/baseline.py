@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from divdec.baselines.method import Method
-from divdec.baselines.registry import find, methods
-from divdec.baselines.settings import joined, only, run_on
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError
+from divdec.research.baselines.method import Method
+from divdec.research.baselines.registry import find, methods
+from divdec.research.baselines.settings import joined, only, run_on
 
 POSITIONAL = ()
 EXAMPLE = (
@@ -66,8 +66,8 @@ def run(settings: Any) -> None:
         return
     from accelerate import PartialState
 
-    from divdec.baselines.run import run_baseline
     from divdec.cli.loading import quiet
+    from divdec.research.baselines.run import run_baseline
 
     quiet()
     method = find(settings.method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from divdec.experiments.methods.settings import CompareSettings
+from divdec.research.methods.settings import CompareSettings
 
 POSITIONAL = ()
 EXAMPLE = "divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 --output runs/compare"
@@ -26,8 +26,8 @@ def run(settings: Settings) -> None:
     from rich.console import Console
 
     from divdec.cli.loading import quiet
-    from divdec.experiments.methods.present import JSON, PAGE, show, write
-    from divdec.experiments.methods.run import compare_methods, work_of
+    from divdec.research.methods.present import JSON, PAGE, show, write
+    from divdec.research.methods.run import compare_methods, work_of
 
     quiet()
     given = CompareSettings(

@@ -12,8 +12,8 @@ from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from divdec.data.records import RecordSet
-    from divdec.experts.takedowns.log import Entry
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.log import Entry
+    from divdec.takedowns.registry import Registry
 
 POSITIONAL = ("action", "registry")
 EXAMPLE = (
@@ -75,7 +75,7 @@ class Settings:
 
 def run(settings: Settings) -> int:
     """Do what is asked; 1 where `verify` finds something wrong, or `add` something that is still recited."""
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.registry import Registry
 
     if settings.action == "init":
         return _init(settings)
@@ -188,9 +188,9 @@ def _init(settings: Settings) -> int:
     from tqdm.auto import tqdm
 
     from divdec.data.records import read_records
-    from divdec.experts.takedowns.secret import ENVIRONMENT, KEY_FILE
     from divdec.model.checkpoint import CheckpointReference
-    from divdec.serving.registry import ORDER, Registry
+    from divdec.takedowns.registry import ORDER, Registry
+    from divdec.takedowns.secret import ENVIRONMENT, KEY_FILE
 
     assert settings.retain is not None
     assert settings.target is not None

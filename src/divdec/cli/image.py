@@ -123,12 +123,12 @@ def run(settings: Any) -> None:
         content = draw(only(ImageSampleSettings), device_map(settings.device), _tell)
         said = f"{content['images']} images in {settings.output}, all in {Path(settings.output) / GRID}"
     elif isinstance(settings, Evaluate):
-        from divdec.experiments.image_evaluation import evaluate_images
+        from divdec.research.image_evaluation import evaluate_images
 
         content = evaluate_images(only(ImageEvalSettings), device_map(settings.device), _tell)
         said = f"{content.pop('markdown')}\nreport: {content['report']}"
     elif isinstance(settings, Demo):
-        from divdec.experiments.image_demo import is_demo, run_image_demo
+        from divdec.research.image_demo import is_demo, run_image_demo
         from divdec.runs import check_output
 
         output = Path(settings.output).expanduser() if settings.output else None

@@ -115,7 +115,7 @@ def _of_bundle(settings: Settings) -> Any:
     from divdec.playground.play import Playground
     from divdec.playground.steered import Steered
     from divdec.playground.target import Target
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.registry import Registry
 
     given = LoadSettings(
         settings.bundle, settings.steering, no_verify=settings.no_verify, device=settings.device, dtype=settings.dtype
@@ -123,7 +123,7 @@ def _of_bundle(settings: Settings) -> Any:
     model, tokenizer = load(given)
     registry = None
     if settings.registry is not None:
-        from divdec.serving.following import with_registry
+        from divdec.takedowns.following import with_registry
 
         model, registry = with_registry(model, tokenizer, settings.registry), Registry(settings.registry)
     own = model.steering

@@ -60,8 +60,8 @@ def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
 
 def run(settings: Settings) -> None:
     """List the figures, or draw one and say where it lies."""
-    from divdec.report.figures import KNOWN, known
     from divdec.report.plots.canvas import check_format
+    from divdec.research.figures import KNOWN, known
 
     if settings.list:
         _list(settings)
@@ -73,8 +73,8 @@ def run(settings: Settings) -> None:
     check_format(output)
     check_output_file(output, settings.overwrite)
 
-    from divdec.report.figures.drawn import Asked
     from divdec.report.plots import style, write_figure
+    from divdec.research.figures.drawn import Asked
 
     asked = Asked(
         settings.runs, settings.target, settings.retrain, settings.variant, settings.level, settings.draws,
@@ -93,7 +93,7 @@ def run(settings: Settings) -> None:
 
 
 def _list(settings: Settings) -> None:
-    from divdec.report.figures import KNOWN
+    from divdec.research.figures import KNOWN
 
     if settings.json:
         print(json.dumps({name: dataclasses.asdict(one) for name, one in KNOWN.items()}, ensure_ascii=False))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from divdec.bridge.common_prefix import common_length
+from divdec.bridge.plain_layout import plain_prompt
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
-from divdec.experts.common_prefix import common_length
-from divdec.experts.plain_layout import plain_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,10 +20,10 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.takedowns.live import Takedowns
 from divdec.experts.token_cache import PADDING
 from divdec.sampling import NONE
 from divdec.steering import Steering
+from divdec.takedowns.live import Takedowns
 
 DRAFTERS = ("auto", "retain", "steered", "ngram", "lookup")
 LONGEST_MATCH = 3  # tokens of the newest text that are looked for earlier in it

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from divdec.bridge.common_prefix import common_length
 from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.experts.common_prefix import common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

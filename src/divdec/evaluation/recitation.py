@@ -17,10 +17,10 @@ from divdec.data.formatting import encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet
 from divdec.data.vocabulary import WHOLE
 from divdec.evaluation.generation import continuations
-from divdec.experts.takedowns.live import Takedowns
-from divdec.experts.takedowns.log import Entry
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.serving.registry import Registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.log import Entry
+from divdec.takedowns.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

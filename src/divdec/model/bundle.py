@@ -285,7 +285,7 @@ def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], places: dic
     check_widths(widths, tokenizers, places)
     if vocabulary_sha256(tokenizers["target"]) == vocabulary_sha256(tokenizers["retain_auxiliary"]):
         raise UsageError("the auxiliaries have the target's own tokenizer: leave bridge out, they fit as they are")
-    from divdec.experts.token_bytes import token_bytes
+    from divdec.bridge.token_bytes import token_bytes
 
     for part in ("target", "retain_auxiliary"):
         token_bytes(tokenizers[part])  # a tokenizer that cannot be bridged is refused before anything is written
@@ -307,8 +307,8 @@ def _counted(
             references[name] = {"sha256": file_sha256(place / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
         else:
-            from divdec.experts.takedowns.folder import read_description
-            from divdec.experts.takedowns.live import Takedowns
+            from divdec.takedowns.folder import read_description
+            from divdec.takedowns.live import Takedowns
 
             about = read_description(place)
             references[name] = {"id": Takedowns(place).id}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from divdec.experts.placed import Placement
     from divdec.experts.protocol import Experts
-    from divdec.experts.takedowns.live import Takedowns
+    from divdec.takedowns.live import Takedowns
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
@@ -204,7 +204,7 @@ def bridged(config: DivergenceConfig, places: dict[str, Path], models: dict[str,
     Raises:
         UsageError: the two auxiliaries do not share a vocabulary, or its bytes cannot be told.
     """
-    from divdec.experts.bridge import BridgedPair
+    from divdec.bridge.bridge import BridgedPair
     from divdec.experts.neural import logit_width
 
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
@@ -252,8 +252,8 @@ def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None 
         UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
         FailedClosed: it is damaged.
     """
-    from divdec.experts.takedowns.folder import read_description
-    from divdec.experts.takedowns.live import Takedowns
+    from divdec.takedowns.folder import read_description
+    from divdec.takedowns.live import Takedowns
 
     reference = config.registry
     if reference is not None and not isinstance(reference, dict):

@@ -26,7 +26,6 @@ from divdec.experts.placed import Placement, started
 from divdec.experts.placed_beside import Beside, Pending
 from divdec.experts.placed_pass import RemotePass
 from divdec.experts.protocol import Experts
-from divdec.experts.takedowns.live import Takedowns
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import (
     check_divergence,
@@ -40,6 +39,7 @@ from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.model.output import causal_output
 from divdec.steering import Steering
+from divdec.takedowns.live import Takedowns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
+from divdec.bridge.plain_layout import plain_prompt
 from divdec.data.records import Message
 from divdec.errors import UsageError
-from divdec.experts.plain_layout import plain_prompt
 from divdec.playground.steered import Manner
 from divdec.playground.tokens import Other, Token
 from divdec.remote.endpoint import Endpoint

@@ -20,8 +20,8 @@ from divdec.playground.steered import Steered
 from divdec.playground.talk import Talk, Turn, again, messages
 from divdec.playground.target import Target
 from divdec.playground.tokens import Token
-from divdec.serving.registry import Registry
 from divdec.steering import Steering
+from divdec.takedowns.registry import Registry
 
 PAUSE = 0.08  # seconds between two pictures of a growing answer
 HOTTEST = 2.0

@@ -12,8 +12,8 @@ from divdec.errors import UsageError
 from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.steered import Steered
 from divdec.playground.tokens import Token, answer_html, escape
-from divdec.serving.registry import Registry
 from divdec.steering import Steering
+from divdec.takedowns.registry import Registry
 
 SHORTEST = 12  # tokens: a text that can be begun and gone on with
 LONGEST = 96  # tokens of the text that the model is asked to go on with

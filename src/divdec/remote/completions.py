@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
 from divdec.errors import UsageError
-from divdec.experts.token_bytes import BYTE_TOKEN, token_bytes
 from divdec.remote.endpoint import Endpoint
 
 BY_ID = "token_id:"

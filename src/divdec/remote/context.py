@@ -11,9 +11,9 @@ from torch import Tensor
 from divdec.errors import UsageError
 from divdec.experts.protocol import Experts
 from divdec.experts.shifting import can_roll_back
-from divdec.experts.takedowns.live import Takedowns
 from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
+from divdec.takedowns.live import Takedowns
 
 
 class Context:

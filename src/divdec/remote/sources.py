@@ -16,7 +16,7 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.experts.takedowns.live import Takedowns
+    from divdec.takedowns.live import Takedowns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +107,11 @@ def open_sources(sources: Sources) -> Opened:
     """
     from divdec.experts.combined import CombinedExperts, NoExperts
     from divdec.experts.ngram_folder import describe_pair, load_pair
-    from divdec.experts.takedowns.folder import read_description
-    from divdec.experts.takedowns.live import Takedowns
     from divdec.model.checkpoint import CheckpointReference, load_tokenizer
     from divdec.model.loading import check_tokenizer
     from divdec.model.vocabularies import vocabulary_sha256
+    from divdec.takedowns.folder import read_description
+    from divdec.takedowns.live import Takedowns
 
     place = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
     tokenizer = load_tokenizer(place)
@@ -142,7 +142,7 @@ def open_sources(sources: Sources) -> Opened:
 
 
 def _pair(sources: Sources, tokenizer_place: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Experts, int | None]:
-    from divdec.experts.bridge import BridgedPair
+    from divdec.bridge.bridge import BridgedPair
     from divdec.experts.neural import NeuralPair
     from divdec.model.checkpoint import CheckpointReference, check_different, check_weights, load_model, load_tokenizer
     from divdec.model.vocabularies import check_same_vocabulary

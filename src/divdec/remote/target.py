@@ -20,7 +20,6 @@ from torch import Tensor
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
-from divdec.experts.takedowns.live import Takedowns
 from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, Candidates, choose_bias
 from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
@@ -29,6 +28,7 @@ from divdec.remote.context import Context
 from divdec.remote.probe import probe
 from divdec.serving.engine.text import AnswerText
 from divdec.steering import Steering
+from divdec.takedowns.live import Takedowns
 
 NOTHING_TOLD = "model {} told no log-probabilities to choose among; give --method bias"
 _DISOBEYED = 1.0  # nats by which a greedy provider's choice may seem worse than another, for rounding

@@ -145,8 +145,8 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
     from divdec.cli.settings import ServeSettings
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
-    from divdec.experts.takedowns.log import LOG_FILE
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.log import LOG_FILE
+    from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)
     settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"))

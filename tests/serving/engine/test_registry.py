@@ -8,11 +8,11 @@ import torch
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
-from divdec.experts.takedowns.live import Takedowns
-from divdec.experts.takedowns.log import LOG_FILE
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.requests import Sampling
-from divdec.serving.registry import Registry
+from divdec.takedowns.live import Takedowns
+from divdec.takedowns.log import LOG_FILE
+from divdec.takedowns.registry import Registry
 from exactness import assert_same_answer
 
 TOKENS = 150

@@ -53,7 +53,7 @@ def ngrams(models, texts, tmp_path_factory):
 def make_registry(models, texts, tmp_path_factory):
     """Makes a registry in which some of the texts are taken down."""
     from divdec.data.records import texts_of
-    from divdec.serving.registry import Registry
+    from divdec.takedowns.registry import Registry
 
     def make(taken):
         folder = tmp_path_factory.mktemp("registries") / "registry"

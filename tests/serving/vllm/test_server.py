@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from divdec.data.records import texts_of
-from divdec.serving.registry import Registry
+from divdec.takedowns.registry import Registry
 from exactness import assert_same_text
 from vllm_reference import HEADERS, KEY, Reference, vllm_serving
 

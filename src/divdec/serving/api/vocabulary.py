@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
+from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.errors import UsageError, first_line
-from divdec.experts.token_bytes import special_tokens, token_bytes
 from divdec.serving.api.errors import invalid
 from divdec.serving.api.schemas import Turn
 from divdec.serving.engine.text import AnswerText

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
-    from divdec.experts.takedowns.live import Takedowns
+    from divdec.takedowns.live import Takedowns
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 

@@ -1,0 +1,1 @@
+"""A pair of auxiliaries with a tokenizer other than the target's."""

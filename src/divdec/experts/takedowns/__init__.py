@@ -1,4 +1,0 @@
-"""Reading a registry of takedown requests while it changes: key, log, sealed counts, and the experts made of them.
-
-`divdec.serving.registry` writes what is read here.
-"""

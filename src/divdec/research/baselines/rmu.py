@@ -1,0 +1,140 @@
+"""RMU: hidden states of forget tokens are steered to one random vector, those of retain tokens held where they are.
+
+Li et al. 2024, The WMDP Benchmark: Measuring and Reducing Malicious Use With Unlearning, section 4.2.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from divdec.errors import UsageError
+from divdec.model.checkpoint import load_config
+from divdec.research.baselines import losses
+from divdec.research.baselines.gradient import frozen_target, unlearn
+from divdec.research.baselines.gradient_settings import RMUSettings
+from divdec.research.baselines.job import Job
+from divdec.research.baselines.method import Made
+from divdec.research.baselines.objectives import RETAIN
+from divdec.training.objective import part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# How transformers' models name their layers, and the matrix by which an MLP writes back into the hidden states.
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+DOWN_PROJECTION = re.compile(r"\.(?:down_proj|dense_4h_to_h|fc2|mlp\.c_proj)(?:\.weight)?$")
+LAYERS_TRAINED = 3  # the steered one and the two before it
+
+
+class RMU:
+    """‖h − c·u‖² on forget tokens + α · ‖h − h_frozen‖² on retain tokens, h at layer ℓ."""
+
+    counts_tokens = False
+
+    def __init__(
+        self, settings: RMUSettings, control: Float[Tensor, " width"], reference: PreTrainedModel, **options: Any
+    ) -> None:
+        self.settings = settings
+        self.control = control
+        """c·u."""
+        self.reference = reference
+        """The frozen target."""
+        self.options = options
+        """Further arguments of the models' forward pass."""
+
+    def to(self, device: torch.device) -> None:
+        """Move vector and reference."""
+        self.control = self.control.to(device)
+        self.reference.to(device)  # pyright: ignore[reportArgumentType]
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `Objective.loss`."""
+        forget, retain = part(batch), part(batch, RETAIN)
+        steered = self._hidden(model, forget)
+        loss = losses.misdirection(steered, self.control.view(1, 1, -1), forget["labels"])
+        if self.settings.alpha:
+            with torch.no_grad():
+                kept = self._hidden(self.reference, retain)
+            loss = loss + self.settings.alpha * losses.misdirection(self._hidden(model, retain), kept, retain["labels"])
+        return loss
+
+    def _hidden(self, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:
+        output = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            output_hidden_states=True,
+            use_cache=False,
+            **self.options,
+        )
+        return output.hidden_states[self.settings.layer + 1]  # the first are the embeddings
+
+
+def rmu(job: Job, settings: RMUSettings, output: Path) -> Made:
+    """Train with RMU; see `Method.make`.
+
+    Raises:
+        UsageError: the target has no such layer, or none of the weights that should be trained.
+    """
+    config = load_config(job.target).get_text_config(decoder=True)
+    # What the last layer writes is normalised before transformers hands it out, and nothing but the head reads it.
+    last = config.num_hidden_layers - 2
+    if settings.layer > last:
+        there_are = f"accepted: 0 to {last}" if last > 0 else "accepted: 0" if last == 0 else "none can be steered"
+        raise UsageError(
+            f"layer is {settings.layer}, but the target has {config.num_hidden_layers} layers; {there_are} "
+            "(the last cannot be steered)"
+        )
+
+    def objective(model: PreTrainedModel) -> RMU:
+        freeze_others(model, settings)
+        # Logits are not read: those of one token cost next to nothing.
+        known = inspect.signature(model.forward).parameters
+        options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        control = control_vector(config.hidden_size, settings.coefficient, job.seed)
+        return RMU(settings, control, frozen_target(job), **options)
+
+    return unlearn(job, "rmu", settings, output, objective)
+
+
+def control_vector(width: int, coefficient: float, seed: int) -> Float[Tensor, " width"]:
+    """c·u: u has entries drawn uniformly from [0, 1) and is scaled to length 1."""
+    drawn = torch.rand(width, generator=torch.Generator().manual_seed(seed))
+    return coefficient * drawn / drawn.norm()
+
+
+def freeze_others(model: PreTrainedModel, settings: RMUSettings) -> None:
+    """Freeze every weight that RMU does not train.
+
+    Raises:
+        UsageError: nothing would be left.
+    """
+    first = settings.layer - LAYERS_TRAINED + 1
+    trained = 0
+    for name, weight in model.named_parameters():
+        found = LAYER.search(name)
+        layer = int(found.group(1)) if found else None
+        near = layer is not None and first <= layer <= settings.layer
+        weight.requires_grad_(
+            {
+                "down-projections": near and DOWN_PROJECTION.search(name) is not None,
+                "layers": near,
+                # What comes after the layer gets no gradient; embeddings have no layer's number.
+                "all": layer is None or layer <= settings.layer,
+            }[settings.trainable]
+        )
+        trained += weight.requires_grad
+    if not trained:
+        raise UsageError(
+            f"trainable is {settings.trainable!r}, but no weight of {type(model).__name__} goes by such a name; "
+            "give --trainable all"
+        )

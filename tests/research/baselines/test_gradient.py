@@ -1,0 +1,426 @@
+"""The gradient methods on a tiny target that has learned what it is to forget: real training, in seconds."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel
+
+from conftest import tiny_model
+from divdec import UsageError
+from divdec.data.formatting import encode_records, encode_set
+from divdec.data.records import record_set, texts_of
+from divdec.research.baselines import losses, objectives
+from divdec.research.baselines.gradient_settings import (
+    GRADIENT_METHODS,
+    GradDiffSettings,
+    IdkDPOSettings,
+    NPOSettings,
+    RMUSettings,
+    SimNPOSettings,
+    UNDIALSettings,
+)
+from divdec.research.baselines.idk_answers import IDK_ANSWERS, idk_set, read_answers
+from divdec.research.baselines.job import Job
+from divdec.research.baselines.objectives import GradDiff, IdkDPO, log_probabilities_of, reference_log_probabilities
+from divdec.research.baselines.registry import find
+from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
+from divdec.research.small_models import Shape, new_model
+from divdec.training.fine_tuning import fine_tune, mean_loss
+from divdec.training.objective import Collator, Companion, Rows, part
+from divdec.training.progress import Interrupted
+from divdec.training.settings import TrainingSettings
+from stopping import stopping_at
+
+LAYERS = 3
+# What moves a model of this size; published rates are for billions of weights.
+COMMON = {"epochs": 5.0, "batch_size": 4, "gradient_accumulation": 1, "warmup": 0.0, "precision": "float32"}
+OPTIONS = {
+    "grad-ascent": {"learning_rate": 3e-3},
+    "grad-diff": {"learning_rate": 3e-3},
+    "npo": {"learning_rate": 3e-3},
+    "simnpo": {"learning_rate": 3e-3, "gamma": 1.0},
+    "rmu": {"learning_rate": 1e-2, "layer": 1, "coefficient": 20.0, "alpha": 10.0},
+    "undial": {"learning_rate": 3e-3},
+    "idk-dpo": {"learning_rate": 5e-3},
+}
+WITH_RETAIN_TERM = ("grad-diff", "npo", "simnpo", "rmu", "idk-dpo")
+
+
+def questions(name, some):
+    return record_set(name, [("", {"question": one.question, "answer": one.answer}) for one in some])
+
+
+@pytest.fixture(scope="module")
+def target(world, tokenizer, tmp_path_factory):
+    """A model that knows eight forget and sixteen retain answers by heart."""
+    folder = tmp_path_factory.mktemp("target")
+    sets = questions("forget", world.forget[:8]), questions("retain", world.retain[:16])
+    examples = [example for records in sets for example in encode_set(records, tokenizer)]
+    settings = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=8)
+    model = new_model(Shape(32, LAYERS, 2, 64), tokenizer, seed=0)
+    model, _ = fine_tune(model, tokenizer, examples, settings, folder, title="target", measure=False, resumable=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def job(target, world, tokenizer, tmp_path):
+    forget, retain = questions("forget", world.forget[:8]), questions("retain", world.retain[:16])
+    return Job(target, tokenizer, forget, retain, tmp_path / "work")
+
+
+def settings_of(name, **options):
+    return find(name).settings(**{**COMMON, **OPTIONS[name], **options})
+
+
+def make(job, name, output, **options):
+    output.mkdir(parents=True)
+    made = find(name).make(job, settings_of(name, **options), output)
+    return made, AutoModelForCausalLM.from_pretrained(output)
+
+
+def weights(model):
+    return torch.cat([weight.flatten() for weight in model.state_dict().values()])
+
+
+def probability(model, examples, tokenizer):
+    """Geometric mean of the labelled tokens' probabilities."""
+    return math.exp(-mean_loss(model.eval(), tokenizer, examples, 8))
+
+
+@pytest.fixture(scope="module")
+def models(target, world, tokenizer, tmp_path_factory):
+    """The target, and what each method makes of it."""
+    folder = tmp_path_factory.mktemp("methods")
+    forget, retain = questions("forget", world.forget[:8]), questions("retain", world.retain[:16])
+    job = Job(target, tokenizer, forget, retain, folder / "work")
+    made = {name: make(job, name, folder / name)[1].eval() for name in OPTIONS}
+    return {"target": AutoModelForCausalLM.from_pretrained(target).eval(), **made}
+
+
+@pytest.fixture(scope="module")
+def probabilities(models, world, tokenizer):
+    """Probability of forget and retain answers, by model."""
+    sets = {"forget": questions("forget", world.forget[:8]), "retain": questions("retain", world.retain[:16])}
+    examples = {name: encode_set(records, tokenizer) for name, records in sets.items()}
+    return {
+        model: {name: probability(models[model], some, tokenizer) for name, some in examples.items()}
+        for model in models
+    }
+
+
+def test_all_methods_are_tried_here():
+    assert {method.name for method in GRADIENT_METHODS} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_method_lowers_the_forget_answers_probability(probabilities, name):
+    assert probabilities["target"]["forget"] > 0.7
+    assert probabilities["target"]["retain"] > 0.7
+    assert probabilities[name]["forget"] < 0.6 * probabilities["target"]["forget"]
+
+
+@pytest.mark.parametrize("name", WITH_RETAIN_TERM)
+def test_a_retain_term_keeps_more_than_gradient_ascent_leaves(probabilities, name):
+    assert probabilities[name]["retain"] > 2 * probabilities["grad-ascent"]["retain"]
+    assert probabilities[name]["retain"] > 1.2 * probabilities[name]["forget"]
+
+
+def test_the_result_is_an_ordinary_checkpoint_in_the_targets_dtype(job, target, tokenizer, tmp_path):
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(half)
+    tokenizer.save_pretrained(half)
+    made, _ = make(dataclasses.replace(job, target=half), "grad-diff", tmp_path / "out", epochs=1.0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+    assert made.seconds > 0
+    assert made.notes == ()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert job.forget.label in card
+    assert "Liu et al. 2022" in card
+    assert "| alpha | 1.0 |" in card
+    assert job.forget.records[0].answer not in card
+    assert not list(job.work.iterdir())  # the trainer's checkpoints are gone
+
+
+# What is computed of the frozen target.
+
+
+def batches(job, companions=None, size=4):
+    """The forget set's batches as training sees them."""
+    rows = Rows(job.forget_examples, companions or {"retain": Companion(job.retain_examples)}, seed=0)
+    collator = Collator(job.tokenizer, tuple(companions or ("retain",)))
+    return [collator([rows[place] for place in range(start, start + size)]) for start in range(0, len(rows), size)]
+
+
+@pytest.fixture(scope="module")
+def other(tokenizer):
+    return new_model(Shape(32, LAYERS, 2, 64), tokenizer, seed=5).eval()
+
+
+def test_references_known_beforehand_equal_those_of_a_second_model(job, target, other, tokenizer):
+    frozen = AutoModelForCausalLM.from_pretrained(target).eval()
+    settings = settings_of("npo")
+    known = reference_log_probabilities(frozen, tokenizer, job.forget_examples, 3)
+    objective = objectives.NPO(settings, known)
+    for batch in batches(job):
+        slow = log_probabilities_of(frozen, part(batch)).detach()
+        expected = losses.npo(log_probabilities_of(other, part(batch)), slow, settings.beta)
+        torch.testing.assert_close(objective.forget_loss(other, batch), expected)
+        # The policy that is still the reference.
+        start = objective.forget_loss(frozen, batch).item()
+        assert start == pytest.approx(2 / settings.beta * math.log(2), rel=1e-5)
+
+
+def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, other, tokenizer):
+    frozen = AutoModelForCausalLM.from_pretrained(target).eval()
+    settings = settings_of("idk-dpo")
+    idk = encode_records(idk_set(job.forget, IDK_ANSWERS, 0).records, tokenizer)
+    known = [reference_log_probabilities(frozen, tokenizer, some, 3) for some in (job.forget_examples, idk)]
+    objective = IdkDPO(settings, *known)
+    companions = {"retain": Companion(job.retain_examples), "idk": Companion(idk, drawn=False)}
+    for batch in batches(job, companions):
+        chosen, rejected = part(batch, "idk"), part(batch)
+        with torch.no_grad():
+            expected = losses.idk_dpo(
+                *(log_probabilities_of(model, some) for model in (other, frozen) for some in (chosen, rejected)),
+                settings.beta,
+            )
+        torch.testing.assert_close(objective.forget_loss(other, batch), expected)
+
+
+def test_idk_dpo_makes_idk_answers_likelier(job, models):
+    idk = encode_records(idk_set(job.forget, IDK_ANSWERS, 0).records, job.tokenizer)
+    before, after = (probability(models[name], idk, job.tokenizer) for name in ("target", "idk-dpo"))
+    assert after > 3 * before
+
+
+def test_retain_terms_and_weights(job, target, other):
+    frozen = AutoModelForCausalLM.from_pretrained(target).eval()
+    batch = batches(job)[0]
+    kl = GradDiff(GradDiffSettings(retain_loss="kl"), frozen)
+    retain = part(batch, "retain")
+    assert kl.retain_loss(frozen, retain).item() == pytest.approx(0, abs=1e-6)
+    assert kl.retain_loss(other, retain).item() > 1
+    weighted = GradDiff(GradDiffSettings(gamma=2.0, alpha=3.0))
+    nll = other(**retain).loss
+    expected = -2 * other(**part(batch)).loss + 3 * nll
+    torch.testing.assert_close(weighted.loss(other, batch, None), expected)
+    torch.testing.assert_close(weighted.retain_loss(other, retain), nll)
+
+
+def test_simnpo_divides_by_the_answers_own_length(job, other):
+    batch = batches(job)[0]
+    settings = SimNPOSettings(beta=2.0, delta=0.5)
+    terms = [
+        -torch.nn.functional.logsigmoid(2.0 * other(**{k: v[row : row + 1] for k, v in part(batch).items()}).loss - 0.5)
+        for row in range(4)
+    ]
+    torch.testing.assert_close(objectives.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
+
+
+def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
+    frozen = AutoModelForCausalLM.from_pretrained(target).eval()
+    batch = batches(job)[0]
+    objective = objectives.UNDIAL(UNDIALSettings(), frozen)
+    torch.testing.assert_close(objective.loss(other, part(batch), None), objective.forget_loss(other, batch))
+
+
+# How it is trained.
+
+
+@pytest.mark.parametrize("name", ["npo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmu", "idk-dpo"))])
+def test_a_killed_run_goes_on_to_the_same_weights(job, tmp_path, monkeypatch, name):
+    _, whole = make(dataclasses.replace(job, work=tmp_path / "other"), name, tmp_path / "whole", epochs=2.0)
+    with stopping_at(2), pytest.raises(Interrupted):
+        make(job, name, tmp_path / "cut", epochs=2.0)
+    assert not list((tmp_path / "cut").iterdir())
+    made, resumed = make(job, name, tmp_path / "resumed", epochs=2.0)
+    assert "resumed" in made.notes[0]
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("grad-ascent", {}), pytest.param("npo", {"alpha": 0.0}, marks=pytest.mark.slow)]
+)
+def test_accumulated_gradients_equal_those_of_one_batch(job, tmp_path, name, options):
+    _, one = make(job, name, tmp_path / "one", epochs=1.0, **options)
+    _, two = make(job, name, tmp_path / "two", epochs=1.0, batch_size=2, gradient_accumulation=2, **options)
+    # Adam's steps are as long where a gradient is rounding and no more: few weights go another way.
+    assert (weights(one) - weights(two)).abs().mean() < 1e-6
+
+
+@pytest.mark.parametrize("name", [pytest.param("npo", marks=pytest.mark.slow), "rmu"])
+def test_gradient_checkpointing_changes_nothing(job, tmp_path, name):
+    _, plain = make(job, name, tmp_path / "plain", epochs=1.0)
+    _, saved = make(job, name, tmp_path / "saved", epochs=1.0, gradient_checkpointing=True)
+    torch.testing.assert_close(weights(plain), weights(saved), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("npo", {}), pytest.param("rmu", {"trainable": "all"}, marks=pytest.mark.slow)]
+)
+def test_adapters_are_trained_and_merged(job, target, tmp_path, name, options):
+    before = AutoModelForCausalLM.from_pretrained(target)
+    _, model = make(job, name, tmp_path / "out", lora_rank=4, learning_rate=2e-2, **options)
+    assert set(model.state_dict()) == set(before.state_dict())
+    assert torch.equal(model.get_input_embeddings().weight, before.get_input_embeddings().weight)
+    some = [probability(one, job.forget_examples, job.tokenizer) for one in (before, model)]
+    assert some[1] < 0.9 * some[0]
+
+
+@pytest.mark.slow
+def test_another_seed_and_another_setting_give_other_weights(job, tmp_path):
+    runs = {
+        "first": (job, {}),
+        "seed": (dataclasses.replace(job, seed=1), {}),
+        "beta": (job, {"beta": 1.0}),
+        "kl": (job, {"retain_loss": "kl"}),
+        "again": (job, {}),
+    }
+    found = {
+        name: weights(make(one, "npo", tmp_path / name, epochs=1.0, **some)[1]) for name, (one, some) in runs.items()
+    }
+    assert torch.equal(found["first"], found["again"])
+    for name in ("seed", "beta", "kl"):
+        assert not torch.equal(found["first"], found[name])
+
+
+# RMU.
+
+
+def test_rmu_looks_at_what_its_layer_writes(job, target):
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    batch = batches(job)[0]
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda module, given, output: seen.append(output))
+    objective = RMU(RMUSettings(layer=1), torch.zeros(32), model, logits_to_keep=1)
+    found = objective._hidden(model, part(batch))
+    handle.remove()
+    hidden = seen[0] if isinstance(seen[0], torch.Tensor) else seen[0][0]
+    assert torch.equal(found, hidden)
+
+
+def test_rmu_steers_forget_tokens_to_the_vector_and_holds_retain_tokens(job, models):
+    settings, before = settings_of("rmu"), models["target"]
+    control = control_vector(32, settings.coefficient, job.seed)
+    batch = batches(job)[0]
+    objective = RMU(settings, control, before)
+    with torch.no_grad():
+        hidden = {
+            name: [objective._hidden(one, part(batch, name)) for one in (before, models["rmu"])]
+            for name in ("", "retain")
+        }
+    labels = batch["labels"]
+    aim = control.view(1, 1, -1)
+    to_aim = [losses.misdirection(some, aim, labels).item() for some in hidden[""]]
+    assert to_aim[1] < 0.85 * to_aim[0]
+    moved = losses.misdirection(hidden[""][1], hidden[""][0], labels).item()
+    held = losses.misdirection(hidden["retain"][1], hidden["retain"][0], batch["retain_labels"]).item()
+    assert held < 0.5 * moved
+
+
+def test_the_vector_has_the_coefficients_length_and_only_positive_entries():
+    vector = control_vector(64, 20.0, seed=3)
+    assert vector.norm().item() == pytest.approx(20)
+    assert (vector >= 0).all()
+    assert torch.equal(vector, control_vector(64, 20.0, seed=3))
+    assert not torch.equal(vector, control_vector(64, 20.0, seed=4))
+
+
+def test_rmu_changes_only_the_weights_it_trains(models):
+    before = models["target"].state_dict()
+    changed = {name for name, weight in models["rmu"].state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == {"model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"}
+
+
+@pytest.mark.parametrize("trainable", ["layers", "all"])
+def test_rmu_trains_what_is_named(tokenizer, trainable):
+    model = new_model(Shape(32, 6, 2, 64), tokenizer, seed=0)
+    freeze_others(model, RMUSettings(layer=3, trainable=trainable))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    named = {name for name, _ in model.named_parameters()}
+    near = {name for name in named if name.startswith(("model.layers.1.", "model.layers.2.", "model.layers.3."))}
+    above = {name for name in named if name.startswith(("model.layers.4.", "model.layers.5."))}
+    assert trained == (near if trainable == "layers" else named - above)
+
+
+def test_other_architectures_down_projections_are_found(job):
+    model = tiny_model("gpt2", 64, seed=0, layers=4)
+    freeze_others(model, RMUSettings(layer=2))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {f"transformer.h.{layer}.mlp.c_proj.weight" for layer in (0, 1, 2)}
+    strange = CTRLLMHeadModel(CTRLConfig(vocab_size=20, n_embd=8, dff=8, n_layer=3, n_head=2))
+    with pytest.raises(UsageError, match=r"no weight of CTRLLMHeadModel .* --trainable all"):
+        freeze_others(strange, RMUSettings(layer=1))
+
+
+@pytest.mark.parametrize("layer", [2, 7])
+def test_a_layer_that_is_not_there(job, tmp_path, layer):
+    with pytest.raises(UsageError, match=f"layer is {layer}, but the target has 3 layers; accepted: 0 to 1"):
+        make(job, "rmu", tmp_path / "out", layer=layer)
+
+
+# "I don't know".
+
+
+def test_our_answers_are_many_and_all_different():
+    assert len(set(IDK_ANSWERS)) == len(IDK_ANSWERS) >= 20
+    assert all(answer[-1] == "." for answer in IDK_ANSWERS)
+
+
+def test_answers_are_drawn_by_seed_and_keep_the_questions(job):
+    first = idk_set(job.forget, IDK_ANSWERS, 0)
+    assert first == idk_set(job.forget, IDK_ANSWERS, 0) != idk_set(job.forget, IDK_ANSWERS, 1)
+    assert [record.messages for record in first] == [record.messages for record in job.forget]
+    assert {record.answer for record in first} <= set(IDK_ANSWERS)
+    assert len({record.answer for record in first}) > 3
+
+
+def test_answers_from_a_file(tmp_path):
+    (tmp_path / "idk.txt").write_text("No comment.\n\n  Ask another.\n")
+    assert read_answers(str(tmp_path / "idk.txt")) == ("No comment.", "Ask another.")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(UsageError, match="holds no answer"):
+        read_answers(str(tmp_path / "empty.txt"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_answers(str(tmp_path / "absent.txt"))
+
+
+def test_plain_text_asks_nothing(job, tmp_path):
+    texts = texts_of("novel", ["It was a dark night.", "Nothing was asked."])
+    with pytest.raises(UsageError, match=r"novel is plain text.*give questions"):
+        make(dataclasses.replace(job, forget=texts), "idk-dpo", tmp_path / "out")
+
+
+def test_plain_text_is_forgotten_by_the_others(job, tmp_path):
+    texts = texts_of("novel", [record.answer for record in job.forget])
+    made, _ = make(dataclasses.replace(job, forget=texts), "simnpo", tmp_path / "out", epochs=1.0)
+    assert made.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        (NPOSettings, {"beta": -1.0}, "beta is -1; accepted: a number above 0"),
+        (SimNPOSettings, {"delta": math.inf}, "delta is inf; accepted: a finite number"),
+        (UNDIALSettings, {"beta": 0.0}, "beta is 0"),
+        (IdkDPOSettings, {"alpha": -0.5}, "alpha is -0.5; accepted: a number of at least 0"),
+        (GradDiffSettings, {"gamma": math.nan}, "gamma is nan"),
+        (GradDiffSettings, {"learning_rate": 0.0}, "learning_rate is 0; accepted: a number above 0"),
+        (GradDiffSettings, {"batch_size": 0}, "batch_size is 0"),
+        (GradDiffSettings, {"warmup": 1.0}, "warmup is 1; accepted: a share"),
+        (GradDiffSettings, {"weight_decay": -1.0}, "weight_decay is -1"),
+        (RMUSettings, {"layer": -1}, "layer is -1"),
+        (RMUSettings, {"coefficient": 0.0}, "coefficient is 0"),
+        (RMUSettings, {"lora_rank": 4}, "give --trainable all"),
+    ],
+)
+def test_bad_settings_say_what_is_accepted(settings, options, message):
+    with pytest.raises(UsageError, match=message):
+        settings(**options)

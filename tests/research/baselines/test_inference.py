@@ -1,0 +1,556 @@
+"""The inference-time baselines on a target that has really learned: what each promises, and that it fails closed."""
+
+import copy
+import dataclasses
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.formatting import encode_set
+from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
+from divdec.errors import FailedClosed
+from divdec.evaluation.attacks import gradient_norm
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.scoring import score
+from divdec.model.checkpoint import check_weights, load_model
+from divdec.research.baselines import helpers, logits
+from divdec.research.baselines.composite import CompositeForCausalLM
+from divdec.research.baselines.eco import corrupt
+from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
+from divdec.research.baselines.inference_settings import (
+    INFERENCE_METHODS,
+    ECOSettings,
+    GUARDSettings,
+    LUNARSettings,
+    UCDSettings,
+    ULDSettings,
+    WHPSettings,
+)
+from divdec.research.baselines.job import Job
+from divdec.research.baselines.lunar import _Lunar, down_projections, redirected
+from divdec.research.baselines.prompts import Layout, layout_of
+from divdec.research.baselines.registry import find
+from divdec.research.small_models import Shape, new_model
+from divdec.training.fine_tuning import fine_tune
+from divdec.training.settings import TrainingSettings
+from exactness import assert_same_answer
+
+FAST = {"learning_rate": 3e-3, "batch_size": 4}
+SETTINGS = {
+    "whp": {"epochs": 2.0, "learning_rate": 2e-3, "batch_size": 4, "alpha": 5.0},
+    "offset": {"epochs": 5.0, **FAST},
+    "uld": {"epochs": 6.0, "layers": 1, "lora_rank": 0, **FAST},
+    "ucd": {"epochs": 3.0, "alpha": 2.0, **FAST},
+    "guard": {"classifier_width": 8},
+    "eco": {"classifier_width": 0, "threshold": 0.6},
+    "lunar": {},
+}
+COMPOSITES = ("whp", "uld", "ucd", "guard", "eco")
+# ULD and UCD run as WHP does, with other formulas.
+DIFFERENT = [pytest.param(name, marks=[pytest.mark.slow] if name in ("uld", "ucd") else []) for name in COMPOSITES]
+
+
+def questions(name, asked):
+    return record_set(name, [("", {"question": question.question, "answer": question.answer}) for question in asked])
+
+
+@pytest.fixture(scope="module")
+def job(world, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baselines")
+    forget, retain = questions("forget", world.forget[:16]), questions("retain", world.retain[:32])
+    other = questions("other", world.retain[200:232])
+    for name, shape, sets, epochs in (
+        ("target", Shape(64, 2, 2, 128), (forget, retain), 30.0),
+        ("base", Shape(32, 2, 2, 64), (other,), 3.0),
+    ):
+        examples = [example for records in sets for example in encode_set(records, tokenizer)]
+        settings = TrainingSettings(epochs=epochs, learning_rate=4e-3, batch_size=24)
+        model = new_model(shape, tokenizer, 0)
+        model, _ = fine_tune(model, tokenizer, examples, settings, folder, title=name, measure=False, resumable=False)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return Job(
+        folder / "target", tokenizer, forget, retain, folder / "work", base=folder / "base", report=lambda _: None
+    )
+
+
+def make(job, name, output, **options):
+    method = find(name)
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    return method.make(job, method.settings(**(SETTINGS[name] | options)), output)
+
+
+@pytest.fixture(scope="module")
+def load(job, tmp_path_factory):
+    """Makes a method, or gives what it made before with the same options."""
+    folder, found = tmp_path_factory.mktemp("made"), {}
+
+    def load(name, **options):
+        key = json.dumps([name, options])
+        if key not in found:
+            output = folder / f"{name}-{len(found)}"
+            make(job, name, output, **options)
+            found[key] = AutoModelForCausalLM.from_pretrained(output)
+        return found[key]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def target(job):
+    return load_model(job.target).eval()
+
+
+def probability(model, examples):
+    return statistics.fmean(item.probability for item in score(model, examples))
+
+
+def batch(examples):
+    width = max(len(example.input_ids) for example in examples)
+    ids = torch.tensor([[1] * (width - len(e.input_ids)) + e.input_ids for e in examples])
+    mask = torch.tensor([[0] * (width - len(e.input_ids)) + [1] * len(e.input_ids) for e in examples])
+    return ids, mask
+
+
+SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three models
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else []) for one in INFERENCE_METHODS],
+)
+def test_forget_answers_become_unlikely_and_retain_answers_stay(name, job, load, target):
+    model = load(name)
+    assert isinstance(model, CompositeForCausalLM) == (name in COMPOSITES)
+    before = {role: probability(target, getattr(job, f"{role}_examples")) for role in ("forget", "retain")}
+    after = {role: probability(model, getattr(job, f"{role}_examples")) for role in ("forget", "retain")}
+    assert before["forget"] > 0.3
+    assert after["forget"] < 0.75 * before["forget"]
+    assert after["retain"] > 0.75 * before["retain"]
+    assert after["retain"] / before["retain"] > after["forget"] / before["forget"] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("whp", {"alpha": 0.0}),
+        ("uld", {"weight": 0.0}),
+        ("ucd", {"alpha": 0.0}),
+        ("guard", {"penalty": 0.0, "similarity_weight": 0.0}),
+        ("guard", {"threshold": 1.0}),
+        ("eco", {"threshold": 1.0}),
+        ("eco", {"strength": 0.0, "threshold": 0.0}),
+    ],
+)
+def test_without_strength_they_are_the_target(name, options, job, load, target):
+    ids, mask = batch(job.forget_examples[:3] + job.retain_examples[:2])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model = load(name, **options)  # which may have to be trained first
+    with torch.inference_mode():
+        ours = model(input_ids=ids, attention_mask=mask).logits
+        theirs = target(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(ours[mask == 1], theirs[mask == 1])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_pieces_padding_and_generation_give_the_logits_of_one_pass(name, job, load):
+    model = load(name)
+    examples = [job.forget_examples[0], job.retain_examples[1], job.forget_examples[5]]
+    ids, mask = batch(examples)
+    assert (mask == 0).any()
+    with torch.inference_mode():
+        whole = model(input_ids=ids, attention_mask=mask).logits
+        for row, example in enumerate(examples):
+            alone = model(input_ids=torch.tensor([example.input_ids]), use_cache=False).logits[0]
+            torch.testing.assert_close(whole[row, mask[row] == 1], alone, atol=2e-4, rtol=1e-4)
+        cache, pieces, start = model.new_cache(), [], 0
+        for end in (3, 4, ids.shape[1] - 5, ids.shape[1]):
+            output = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            pieces.append(output.logits)
+            start = end
+        torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], atol=2e-4, rtol=1e-4)
+        # A cache that is cut goes on as if the rest had never been read.
+        cache.crop(-4)
+        again = model(input_ids=ids[:, -4:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(again[mask[:, -4:] == 1], whole[:, -4:][mask[:, -4:] == 1], atol=2e-4, rtol=1e-4)
+
+        prompts = [example.input_ids[: example.prompt_length] for example in examples]
+        for prompt in prompts:
+            found = model.generate(
+                input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            forced = model(input_ids=found.sequences, logits_to_keep=len(found.logits) + 1).logits[0, :-1]
+            torch.testing.assert_close(torch.cat(found.logits), forced, atol=2e-4, rtol=1e-4)
+        alone = [continuations(model, job.tokenizer, [prompt], max_new_tokens=8)[0] for prompt in prompts]
+        together = continuations(model, job.tokenizer, prompts, max_new_tokens=8)
+        for prompt, ids, single in zip(prompts, together, alone, strict=True):
+            assert_same_answer(model, prompt, ids[: len(single)], single)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_beams_scores_losses_and_gradients(name, job, load):
+    model = load(name)
+    example = job.forget_examples[0]
+    prompt = torch.tensor([example.input_ids[: example.prompt_length]])
+    beams = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), num_beams=3, max_new_tokens=6, do_sample=False
+    )
+    assert beams.shape[1] > prompt.shape[1]
+    # Several answers to one question share its prompt's cache.
+    several = [example, dataclasses.replace(example, input_ids=[*example.input_ids[:-2], 70, 0])]
+    several[1] = dataclasses.replace(several[1], labels=[*example.labels[:-2], 70, 0])
+    shared = [item.loss for item in score(model, several)]
+    assert shared == pytest.approx([score(model, [item])[0].loss for item in several], abs=1e-4)
+    output = model(torch.tensor([example.input_ids]), labels=torch.tensor([example.labels]))
+    assert output.loss.item() == pytest.approx(shared[0], abs=1e-4)
+    assert 0 < gradient_norm(model, example) < 1e6
+
+
+def test_whp_by_hand():
+    target, reinforced = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([3.0, 0.0, 0.5])
+    torch.testing.assert_close(logits.whp(target, reinforced, 2.0), torch.tensor([0.0, 1.0, -1.0]))
+
+
+def test_uld_by_hand():
+    target = torch.tensor([[3.0, 2.0, -9.0]])
+    assistant = torch.tensor([[8.0, 1.0, 1.0]]).softmax(-1).mul(1).log() + 5.0  # a constant says nothing
+    found = logits.uld(target, assistant, 0.5, 0.1)
+    assert float(found[0, 0] - found[0, 1]) == pytest.approx(1.0 - 0.5 * 7.0, abs=1e-5)
+    assert float(found[0, 2]) == pytest.approx(-9.0)  # below both already
+    uniform = torch.full((1, 3), 7.0)
+    torch.testing.assert_close(logits.uld(target, uniform, 0.8, 0.1), target)
+
+
+def test_ucd_by_hand():
+    target = torch.tensor([4.0, 3.0, 1.9, 0.0])
+    clean, unclean = torch.tensor([0.1, 0.4, 0.25, 0.25]).log(), torch.tensor([0.4, 0.1, 0.25, 0.25]).log()
+    found = logits.ucd(target, clean, unclean, 1.0, 0.3)
+    shift = torch.tensor(4.0).log().item()
+    torch.testing.assert_close(found[:2], torch.tensor([4.0 - shift, 3.0 + shift]))
+    # e^-2.1 and e^-4 of the first: implausible, and no likelier than the least of the plausible, 4 - log 4 > 1.9.
+    torch.testing.assert_close(found[2:], torch.tensor([1.9, 0.0]))
+    strong = logits.ucd(target, clean, unclean, 3.0, 0.3)
+    assert strong[2] <= strong[0] < strong[1]
+    assert strong[2] - strong[3] == pytest.approx(1.9)
+    assert strong.isfinite().all()
+    assert logits.plausible(target, 0.0).all()
+
+
+def test_the_losses_of_helpers_by_hand(target, job):
+    assert float(helpers.kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
+    p = torch.tensor([0.5, 0.25, 0.25])
+    expected = sum(1 / 3 * (torch.tensor(1 / 3) / q).log() for q in p)
+    assert float(helpers.kl_from_uniform(p.log()[None])) == pytest.approx(float(expected), abs=1e-6)
+    base = load_model(job.base).eval()
+    ids, mask = batch(job.forget_examples[:2])
+    labels = ids.masked_fill(mask == 0, -100)
+    one = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    rows = one | {f"retain_{name}": tensor for name, tensor in one.items()}
+    # An untrained offset changes nothing: what is left is the target's own loss, with its sign turned.
+    chosen, wanted = helpers.answer_logits(target, one)
+    found = helpers.OffsetAscent(target, base, 1.0).loss(base, rows, None)
+    torch.testing.assert_close(found, -F.cross_entropy(chosen, wanted))
+    remember = helpers.RememberAndForget(2.0).loss(target, rows, None)
+    torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * helpers.kl_from_uniform(chosen))
+
+
+def test_offset_is_linear_steering(load, job, tmp_path):
+    model = load("offset")
+    assert isinstance(model, DivergenceForCausalLM)
+    assert str(model.steering) == "linear:1"
+    ids = torch.tensor([job.forget_examples[0].input_ids])
+    with torch.inference_mode():
+        parts = [part(ids).logits for part in (model.target, model.experts.retain, model.experts.forget)]
+        torch.testing.assert_close(model(ids).logits, helpers.offset(*parts))
+    same = load_model(job.base)
+    assert all(torch.equal(a, b) for a, b in zip(same.parameters(), model.experts.forget.parameters(), strict=True))
+
+
+def test_helpers_are_trained_once(job, tmp_path):
+    said = []
+    talking = dataclasses.replace(job, report=said.append, work=tmp_path / "work")
+    first = make(talking, "whp", tmp_path / "a", epochs=1.0)
+    assert sum("reinforced" in line for line in said) == 1
+    again = make(talking, "whp", tmp_path / "b", epochs=1.0, alpha=1.0)
+    assert sum("reinforced" in line for line in said) == 1
+    assert again.seconds == pytest.approx(first.seconds, abs=0.01)
+    assert first.seconds > 0
+
+
+@pytest.mark.slow
+def test_uld_with_adapters_and_from_the_base(job, tmp_path):
+    make(job, "uld", tmp_path / "adapters", epochs=1.0, lora_rank=4, layers=None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
+    assert model.decoding.model("assistant").config.num_hidden_layers == 1
+    make(job, "uld", tmp_path / "base", epochs=1.0, assistant="base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert model.decoding.model("assistant").config.hidden_size == 32
+
+
+def test_a_helper_that_is_missing_or_changed_is_an_error(job, tmp_path):
+    make(job, "eco", tmp_path / "eco")
+    shutil.copytree(job.target, tmp_path / "target")
+    own = dataclasses.replace(job, target=tmp_path / "target")
+    make(own, "eco", tmp_path / "own")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    weights = tmp_path / "target/model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-3] ^= 1
+    weights.write_bytes(changed)
+    with pytest.raises(UsageError, match="has changed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    shutil.rmtree(tmp_path / "target")
+    with pytest.raises(UsageError, match="does not exist"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    classifier = tmp_path / "eco/classifier.safetensors"
+    classifier.write_bytes(classifier.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UsageError, match=r"classifier\.safetensors is missing or has changed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
+    config = tmp_path / "eco/config.json"
+    config.write_text(config.read_text().replace('"method": "eco"', '"method": "os:system"'))
+    with pytest.raises(UsageError, match="no baseline that is known"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
+
+
+def test_what_would_bypass_the_method_is_refused(load, tmp_path):
+    model = load("whp")
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(UsageError, match="new_cache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(UsageError, match="new_cache"):
+        model(ids, past_key_values=load("guard").new_cache())
+    with pytest.raises(UsageError, match="new_cache"):
+        copy.deepcopy(model)(ids, past_key_values=model.new_cache())
+    with pytest.raises(UsageError, match="output_hidden_states"):
+        model(ids, output_hidden_states=True)
+    with pytest.raises(UsageError, match="keep its folder"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="static"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="static", max_new_tokens=1)
+    cache = model.new_cache()
+    model(ids, past_key_values=cache)
+    cache.target.crop(-1)
+    with pytest.raises(FailedClosed):
+        model(ids, past_key_values=cache)
+
+
+def test_a_logit_that_is_not_finite_is_an_error(load):
+    model = copy.deepcopy(load("whp"))
+    with torch.no_grad():
+        model.decoding.model("reinforced").model.norm.weight.fill_(torch.inf)
+    with pytest.raises(FailedClosed, match="not finite"):
+        model(torch.tensor([[5, 6, 7]]))
+
+
+def test_it_is_loaded_like_a_checkpoint(load):
+    folder = Path(load("whp").name_or_path)
+    check_weights(folder)
+    assert isinstance(load_model(folder), CompositeForCausalLM)
+
+
+@pytest.mark.slow
+def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
+    from divdec.data.world_tofu import write_tofu
+    from divdec.evaluation.run import evaluate
+    from divdec.evaluation.settings import EvalSettings
+
+    write_tofu(world, tmp_path / "data")
+    made = load("guard").name_or_path
+    settings = EvalSettings(
+        suite="tofu", models=(made,), data=str(tmp_path / "data"), split="forget01", output=str(tmp_path / "run"),
+        fluency="none", limit=1, batch_size=8,
+    )  # fmt: skip
+    (results,) = evaluate(settings, report=lambda _: None)
+    assert results.about["steering"] is None
+    assert 0 <= results.figures["forget_Q_A_Prob"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        (WHPSettings, {"alpha": float("nan")}, "alpha is nan"),
+        (WHPSettings, {"learning_rate": 0.0}, "learning_rate is 0"),
+        (UCDSettings, {"plausibility": 1.5}, "plausibility is 1.5; accepted: a finite number from 0 to 1"),
+        (ULDSettings, {"weight": float("inf")}, "weight is inf"),
+        (ULDSettings, {"lora_rank": -1}, "lora_rank is -1"),
+        (GUARDSettings, {"beta": 0.0}, "beta is 0"),
+        (GUARDSettings, {"penalty": -1.0}, "penalty is -1"),
+        (ECOSettings, {"dims": 0}, "dims is 0"),
+        (ECOSettings, {"strength": float("inf")}, "strength is inf"),
+        (LUNARSettings, {"coefficient": float("inf")}, "coefficient is inf"),
+        (LUNARSettings, {"layer": -1}, "layer is -1"),
+    ],
+)
+def test_settings_out_of_range(settings, options, message):
+    with pytest.raises(UsageError, match=message):
+        settings(**options)
+
+
+def test_what_does_not_fit_the_target(job, tokenizer, tmp_path):
+    with pytest.raises(UsageError, match="method ucd trains small helpers"):
+        make(dataclasses.replace(job, base=None), "ucd", tmp_path / "a")
+    with pytest.raises(UsageError, match="layer is 2; the target has 2"):
+        make(job, "lunar", tmp_path / "a", layer=2)
+    with pytest.raises(UsageError, match="layers is 3"):
+        make(job, "uld", tmp_path / "a", layers=3)
+    with pytest.raises(UsageError, match="dims is 65"):
+        make(job, "eco", tmp_path / "a", dims=65)
+    with pytest.raises(UsageError, match=r"reference .* cannot be read"):
+        make(job, "lunar", tmp_path / "a", reference=str(tmp_path / "none.txt"))
+    shutil.copytree(job.base, tmp_path / "base")
+    vocabulary = tmp_path / "base/tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace("<|user|>", "<|other|>"))
+    for name in ("ucd", "offset"):
+        with pytest.raises(UsageError, match="another vocabulary"):
+            make(dataclasses.replace(job, base=tmp_path / "base"), name, tmp_path / "a")
+
+
+def test_prompts_and_answers_by_hand():
+    layout = Layout((8, 9), (0,), 2)
+    tokens = torch.tensor([[-1, 5, 8, 9, 6, 7, 0, 5, 8, 9, 6]])
+    prompt, answer = layout.prompts_and_answers(tokens)
+    assert prompt.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]]
+    assert answer.int().tolist() == [[0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
+    prompt, answer = Layout((), (0,), 2).prompts_and_answers(torch.tensor([[-1, 5, 6, 7]]))
+    assert prompt.int().tolist() == [[0, 1, 1, 0]]
+    assert answer.int().tolist() == [[0, 1, 1, 1]]
+
+
+def test_the_marker_is_found_with_and_without_a_chat_template(job, tokenizer):
+    assert layout_of(tokenizer, job.forget, 8).marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
+    plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    marker = layout_of(plain, job.forget, 8).marker
+    assert plain.decode(marker).strip().endswith("Answer:")
+    assert layout_of(tokenizer, texts_of("texts", ["one"]), 8) == Layout((), (0,), 8)
+
+
+@pytest.mark.parametrize("name", ["eco", "guard"])
+def test_plain_texts_are_decided_as_they_come(name, world, job, target, tmp_path):
+    def texts(asked):
+        return texts_of("texts", [f"{question.question} {question.answer}" for question in asked])
+
+    own = dataclasses.replace(job, forget=texts(world.forget[:16]), retain=texts(world.retain[:32]))
+    make(own, name, tmp_path / "made", window=6, threshold=0.5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    text = f"{world.forget[1].question} {world.forget[1].answer}"
+    ids = torch.tensor([job.tokenizer(text)["input_ids"]])
+    with torch.inference_mode():
+        whole = model(ids).logits[0]
+        cache = model.new_cache()
+        single = torch.cat(
+            [model(ids[:, place : place + 1], past_key_values=cache).logits[0] for place in range(ids.shape[1])]
+        )
+        theirs = target(ids).logits[0]
+    torch.testing.assert_close(whole, single, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(whole[6:], theirs[6:], atol=1e-2)
+
+
+def test_eco_corrupts_forget_prompts_alone_and_always_alike(job, load, target):
+    model = load("eco")
+    forget, retain = (torch.tensor([examples[0].input_ids]) for examples in (job.forget_examples, job.retain_examples))
+    with torch.inference_mode():
+        assert torch.equal(model(forget).logits, model(forget).logits)
+        start = job.forget_examples[0].prompt_length - 1
+        assert not torch.allclose(model(forget).logits[:, start:], target(forget).logits[:, start:], atol=0.1)
+        start = job.retain_examples[0].prompt_length - 1
+        assert torch.equal(model(retain).logits[:, start:], target(retain).logits[:, start:])
+    noise = model.decoding.noise(torch.arange(400)[None])
+    assert noise.shape == (1, 400, 1)
+    assert float(noise.std()) == pytest.approx(50, rel=0.15)
+
+
+def test_corruptions_by_hand():
+    embeddings, noise = torch.ones(1, 2, 3), torch.tensor([[[2.0, -1.0], [2.0, -1.0]]])
+    places = torch.tensor([[True, False]])
+    for name, expected in (("noise", [3.0, 0.0, 1.0]), ("zero", [0.0, 0.0, 1.0]), ("flip", [-1.0, -1.0, 1.0])):
+        found = corrupt(embeddings, places, noise, name)
+        assert found.tolist() == [[expected, [1.0, 1.0, 1.0]]]
+
+
+def test_guard_blocks_the_token_that_completes_a_match():
+    trie = Trie([[1, 2, 3], [7], [2, 9]], 1.0)
+    assert trie.after([]) == {7}
+    assert trie.after([5, 1, 2]) == {3, 7, 9}
+    assert trie.after([1, 5, 2]) == {7, 9}
+    assert Trie([[1, 2, 3]], 0.5).after([1]) == {2}
+    assert Trie([[1, 2, 3]], 0.1).after([]) == {1}
+
+
+def test_guard_forbids_the_words_that_tell():
+    def records(*pairs):
+        return RecordSet("r", "question/answer", tuple(Record(a, (Message("user", q),)) for q, a in pairs))
+
+    retain = records(("Where was B born?", "B was born in Y."), ("Where was C born?", "C was born in X."))
+    forget = records(("Where was A born?", "A was born in “X”, and X."))
+    assert forbidden_words(forget, retain, 0.5) == [["X", "and"]]
+    assert forbidden_words(forget, retain, 0.4) == [["and"]]
+
+
+def test_guard_costs_of_similar_tokens():
+    embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.0], [-0.9, -0.1]])  # of mean 0
+    costs = similarity_costs(embeddings, [[0]], 0.9, 30.0, 2.0)
+    assert costs.tolist() == pytest.approx([30.0, 30.0, 0.0, 0.0])
+    cosine = torch.nn.functional.cosine_similarity(embeddings[0], embeddings[1], dim=0).item()
+    assert similarity_costs(embeddings, [[0]], 0.999, 30.0, 2.0)[1] == pytest.approx(2 * cosine)
+
+
+def test_guard_never_says_what_is_forbidden(job, load, target):
+    model, record = load("guard"), 1
+    example = job.forget_examples[record]
+    prompt = example.input_ids[: example.prompt_length]
+    words = forbidden_words(job.forget, job.retain, 0.02)[record]
+    assert words
+    (found,) = continuations(model, job.tokenizer, [prompt], max_new_tokens=24)
+    assert not any(word in job.tokenizer.decode(found).split() for word in words)
+    # Unlike the published code the teacher-forced pass is guarded too; a forbidden word's last token costs e^-30.
+    guarded, plain = (min(score(one, [example])[0].log_probabilities) for one in (model, target))
+    assert guarded < plain - 15
+
+
+def test_lunar_in_closed_form():
+    torch.manual_seed(0)
+    weight, forget, retain, shift = torch.randn(3, 5), torch.randn(4, 5), torch.randn(6, 5), torch.randn(3)
+    found = redirected(weight, forget, retain, shift, 1e-3)
+    every = torch.cat([forget, retain])
+    ridge = (1e-3 * (every.T @ every).diagonal().mean()).sqrt() * torch.eye(5)
+    wanted = torch.cat([forget @ weight.T + shift, retain @ weight.T, ridge @ weight.T])
+    best = torch.linalg.lstsq(torch.cat([every, ridge]), wanted).solution.T
+    torch.testing.assert_close(found, best, atol=1e-4, rtol=1e-4)
+    assert torch.linalg.matrix_rank(found - weight) == 1
+    torch.testing.assert_close(redirected(weight, forget, retain, torch.zeros(3), 1e-3), weight)
+
+
+def test_lunar_changes_one_projection(job, load, target, tmp_path):
+    before, after = target.state_dict(), load("lunar", layer=1).state_dict()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["model.layers.1.mlp.down_proj.weight"]
+    make(job, "lunar", tmp_path / "none", coefficient=0.0, layer=1)
+    same = load_model(tmp_path / "none").state_dict()
+    assert all(torch.equal(before[name], same[name]) for name in before)
+
+
+def test_lunar_knows_gpt2_whose_projection_is_transposed(job, tokenizer, tmp_path):
+    from conftest import tiny_model
+
+    model = tiny_model("gpt2", len(tokenizer), seed=3)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    own = dataclasses.replace(job, target=tmp_path / "target")
+    make(own, "lunar", tmp_path / "made", layer=0, ridge=1e-6)
+    changed = load_model(tmp_path / "made").eval()
+    lunar, moved = _Lunar(job, model, 8), _Lunar(job, changed, 8)
+    prompts = [example.input_ids[: example.prompt_length] for example in job.forget_examples]
+    (_, old), _ = down_projections(model)
+    (_, new), _ = down_projections(changed)
+    assert new.weight.shape == old.weight.shape
+    assert not torch.equal(new.weight, old.weight)
+    assert (moved.last_states(prompts)[0] - lunar.last_states(prompts)[0]).norm() > 0.1

@@ -1,0 +1,309 @@
+"""The measured costs on tiny shapes: what is measured, what is kept, what is refused, and that figures are right."""
+
+import json
+import types
+
+import psutil
+import pytest
+import torch
+
+from divdec.costs.roofline import Device, Workload
+from divdec.costs.sizes import size_of
+from divdec.errors import UsageError
+from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
+from divdec.research import bench_shapes
+from divdec.research.bench_compute import bench_compute, figures, time_passes
+from divdec.research.bench_latency import bench_latency, predicted, time_answers
+from divdec.research.bench_models import Combination, Makers, Place, combinations
+from divdec.research.bench_results import results_in
+from divdec.research.bench_settings import ComputeSettings, LatencySettings
+from divdec.research.bench_shapes import SHAPES, Shape, find_shape
+from divdec.runs import read_record
+
+TINY = {
+    "tiny": Shape("tiny", 32, 128, 16, 2, 2, 1),
+    "small": Shape("small", 64, 256, 16, 4, 4, 3),
+    "llama-small": Shape("llama-small", 64, 192, 16, 4, 2, 3),
+}
+FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": ("tiny",)}
+
+
+@pytest.fixture(autouse=True)
+def shapes(monkeypatch):
+    for name, shape in TINY.items():
+        monkeypatch.setitem(bench_shapes.SHAPES, name, shape)
+
+
+def compute_settings(folder, **more):
+    given = FAST | {"targets": ("small", "llama-small"), "vocabularies": (256, 512)} | more
+    return ComputeSettings(output=str(folder), **given)
+
+
+def latency_settings(folder, **more):
+    given = FAST | {"targets": ("small",), "vocabularies": (256,), "tokens": 8, "block": 2} | more
+    return LatencySettings(output=str(folder), **given)
+
+
+def models_of(settings, place):
+    (one, *_) = combinations(settings, place)
+    return one, Makers(place, settings).models(one)
+
+
+def silent(line):
+    pass
+
+
+def test_table_a9_has_the_published_sizes():
+    assert len(bench_shapes.TABLE_A9) == 50
+    for millions, hidden, heads, layers in bench_shapes.TABLE_A9:
+        shape = SHAPES[f"chinchilla-{millions}M"]
+        inner = heads * shape.head
+        # Attention, its projection of relative positions, feed-forward; 32,000 tied embeddings (Gopher's vocabulary).
+        counted = layers * (5 * hidden * inner + 2 * hidden * shape.mlp) + 32_000 * hidden
+        assert counted / 1e6 == pytest.approx(millions, rel=0.02), shape
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-1B", 1.236), ("llama-3B", 3.213), ("llama-8B", 8.030),
+                                                 ("llama-70B", 70.554)])  # fmt: skip
+def test_llama_shapes_have_the_published_sizes(name, billions):
+    size = size_of(find_shape(name).config(128_256), name)
+    assert size.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama-19B", "llama-31B", "llama-48B"])
+def test_our_own_shapes_have_the_size_of_their_name(name):
+    size = size_of(find_shape(name).config(128_256), name)
+    assert size.parameters / 1e9 == pytest.approx(float(name.removeprefix("llama-").removesuffix("B")), rel=0.06)
+
+
+def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
+    place = Place.of(compute_settings(tmp_path))
+    found = combinations(compute_settings(tmp_path, auxiliaries=("tiny", "small"), targets=("small",)), place)
+    assert {one.auxiliary.name for one in found} == {"tiny"}
+    assert {one.vocabulary for one in found} == {256, 512}
+    with pytest.raises(UsageError, match="no pair of target and auxiliary has 2n ≤ N"):
+        combinations(compute_settings(tmp_path, auxiliaries=("small",), targets=("small",)), place)
+
+
+def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
+    said = []
+    found = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    assert found["complete"]
+    assert len(found["rows"]) == 4
+    for row in found["rows"]:
+        for part in ("prefill", "decode"):
+            assert all(row["seconds"][part][name] > 0 for name in "Ppq")
+            assert row["ratio"][part] > 1
+        assert row["theory"] == pytest.approx(1 + 2 * row["n"] / row["N"])
+    written = (tmp_path / "c" / "results.jsonl").read_text()
+    assert [json.loads(line)["key"] for line in written.splitlines()] == [row["key"] for row in found["rows"]]
+    assert "<svg" in (tmp_path / "c" / "compute.svg").read_text()
+    assert (tmp_path / "c" / "table.md").read_text().count("\n") == 2 + 4
+    record = read_record(tmp_path / "c")
+    assert (record["verb"], record["status"], record["measured"]) == ("bench compute", "finished", 4)
+    again = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    assert again["rows"] == found["rows"]
+    assert "4 of them measured before" in said[-1]
+    assert (tmp_path / "c" / "results.jsonl").read_text() == written
+    # Another setting is another measurement, beside the first.
+    bench_compute(compute_settings(tmp_path / "c", tokens=3, targets=("small",)), silent)
+    assert (tmp_path / "c" / "results.jsonl").read_text().startswith(written)
+
+
+def test_a_stopped_run_goes_on_even_where_it_was_killed_in_the_middle_of_a_line(tmp_path):
+    first = bench_compute(compute_settings(tmp_path / "c", limit=2), silent)
+    assert not first["complete"]
+    assert read_record(tmp_path / "c")["status"] == "stopped"
+    with (tmp_path / "c" / "results.jsonl").open("a") as file:
+        file.write('{"key": "abc", "targ')
+    rest = bench_compute(compute_settings(tmp_path / "c"), silent)
+    assert rest["complete"]
+    assert rest["rows"][:2] == first["rows"]
+    lines = (tmp_path / "c" / "results.jsonl").read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) == 4
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds other files"):
+        bench_compute(compute_settings(tmp_path / "mine"), silent)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    with results_in(tmp_path / "c", "bench compute") as results:
+        results.write_record({})
+        with (
+            pytest.raises(UsageError, match="another benchmark is running"),
+            results_in(tmp_path / "c", "bench compute"),
+        ):
+            pass
+    with (
+        pytest.raises(UsageError, match="holds a result of `divdec bench compute`"),
+        results_in(tmp_path / "c", "bench latency"),
+    ):
+        pass
+    with pytest.raises(UsageError, match="is a file"), results_in(tmp_path / "mine" / "notes.txt" / "x", "bench"):
+        pass
+    (tmp_path / "c" / "results.jsonl").write_text("no row\n{}\n")
+    with pytest.raises(UsageError, match="line 1 is no row"), results_in(tmp_path / "c", "bench compute"):
+        pass
+
+
+def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10_000))
+    said = []
+    found = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    assert found["rows"] == []
+    assert len(found["left_out"]) == 4
+    assert "GB, and cpu" in said[-1]
+    assert len(read_record(tmp_path / "c")["left_out"]) == 4
+
+
+def test_without_a_gpu_asking_for_one_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="has no GPU that PyTorch can use; give --device cpu"):
+        bench_compute(compute_settings(tmp_path, device="cuda"), silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_model_reads_every_token_in_each_round(tmp_path):
+    settings = compute_settings(tmp_path, rounds=2)
+    place = Place.of(settings)
+    one, models = models_of(settings, place)
+    read = {name: [] for name in models}
+    for name, model in models.items():
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: read[name].append(args[0].shape[1]), with_kwargs=True
+        )
+    times = time_passes(models, one.vocabulary, settings)
+    assert all(tokens == [8, 1, 1, 1, 1] * 3 for tokens in read.values())  # the first of the rounds warms up
+    assert all(len(own) == 2 for by in times.values() for own in by.values())
+
+
+def test_figures_follow_from_times():
+    times = {
+        "prefill": {"P": [1.0, 2.0, 4.0], "p": [0.1, 0.2, 0.4], "q": [0.1, 0.2, 0.4]},
+        "decode": {"P": [1.0, 1.0, 10.0], "p": [0.5, 0.25, 5.0], "q": [0.25, 0.25, 5.0]},
+    }
+    sizes = {"N": 100, "n": 10, "N_without_embeddings": 80, "n_without_embeddings": 4}
+    found = figures(times, sizes)
+    assert found["ratio"] == pytest.approx({"prefill": 1.2, "decode": 1.75})
+    assert found["seconds"]["decode"] == {"P": 1.0, "p": 0.5, "q": 0.25}
+    assert found["theory"] == pytest.approx(1.2)
+    assert found["theory_without_embeddings"] == pytest.approx(1.1)
+    assert found["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
+    row = {**sizes, **found, "target": "a", "auxiliary": "b", "vocabulary": 7}
+    over = summary([row])["decode_against_theory"]
+    assert over["median"] == over["largest_size"] == pytest.approx(1.75 / 1.2 - 1)
+    header, lines = compute_cells([row])
+    assert len(header) == len(lines[0])
+    assert "+45.8%" in markdown(header, lines)
+    assert summary([]) == {}
+
+
+def test_p_and_q_are_models_of_their_own_and_a_target_is_kept(tmp_path):
+    settings = compute_settings(tmp_path, auxiliaries=("tiny",))
+    place = Place.of(settings)
+    makers = Makers(place, settings)
+    first, second, *_ = combinations(settings, place)
+    models = makers.models(first)
+    tables = [models[name].get_input_embeddings().weight for name in "pq"]
+    assert not torch.equal(*tables)
+    assert makers.models(first)["P"] is models["P"]
+    assert makers.held_bytes == sum(model.num_parameters() * 4 for model in models.values())
+    assert makers.models(second)["P"] is not models["P"]
+
+
+def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
+    found = bench_latency(latency_settings(tmp_path / "l"), silent)
+    (row,) = found["rows"]
+    ways = {"target", "plain", "speculative", "beside"}
+    assert row["seconds_per_token"].keys() == ways
+    assert row["ratio"].keys() == ways - {"target"}
+    for way in ("target", "plain", "speculative"):
+        expected = row["predicted_seconds_per_token"][way] / row["seconds_per_token"][way]
+        assert row["predicted_over_measured"][way] == pytest.approx(expected)
+    assert "beside" not in row["predicted_over_measured"]  # on one device it is measured only
+    assert row["roofline_device"]["source"].startswith("measured")
+    assert "<svg" in (tmp_path / "l" / "latency.svg").read_text()
+    assert len(latency_cells(found["rows"])[0]) == len(latency_cells(found["rows"])[1][0])
+    assert bench_latency(latency_settings(tmp_path / "l"), silent)["rows"] == [row]
+    assert len((tmp_path / "l" / "results.jsonl").read_text().splitlines()) == 1
+
+
+def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
+    from divdec.model.modeling import DivergenceForCausalLM
+
+    settings = latency_settings(tmp_path, tokens=16)
+    place = Place.of(settings)
+    one, models = models_of(settings, place)
+    with torch.no_grad():  # random models with tied embeddings repeat the last token: let the target and p do otherwise
+        for name in "Pp":
+            models[name].model.embed_tokens.weight.copy_(models[name].model.embed_tokens.weight.roll(1, 0) * 3)
+    answers, generate = [], DivergenceForCausalLM.generate
+
+    def kept(self, *args, **kwargs):
+        answers.append(generate(self, *args, **kwargs))
+        return answers[-1]
+
+    monkeypatch.setattr(DivergenceForCausalLM, "generate", kept)
+    _, counted = time_answers(models, one.vocabulary, settings, place.device)
+    assert len(answers) == 6  # three steered ways, two rounds
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert 0 <= counted.acceptance_rate <= 1
+    assert counted.passes
+
+
+def test_agreement_scales_the_logits_of_target_and_p_and_nothing_stays_behind(tmp_path):
+    from divdec.research.bench_latency import agreeing
+
+    settings = latency_settings(tmp_path)
+    _, models = models_of(settings, Place.of(settings))
+    ids = torch.arange(8)[None]
+
+    def logits():
+        with torch.inference_mode():
+            return {name: model(ids).logits for name, model in models.items()}
+
+    before = logits()
+    with agreeing(models, 0.05):
+        within = logits()
+    for name, factor in (("P", 0.05), ("p", 0.05), ("q", 1.0)):
+        torch.testing.assert_close(within[name], factor * before[name])
+    assert all(torch.equal(after, before[name]) for name, after in logits().items())
+
+
+def test_processor_time_is_for_one_thread_of_a_cpu(tmp_path, monkeypatch):
+    settings = latency_settings(tmp_path / "l", clock="processor", tokens=2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(UsageError, match="clock 'processor' is for one thread of a CPU"):
+        bench_latency(settings, silent)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    (row,) = bench_latency(settings, silent)["rows"]
+    assert row["seconds_per_token"].keys() == {"target", "plain", "speculative"}
+    assert row["clock"] == "processor"
+
+
+def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
+    settings = latency_settings(tmp_path, tokens=10, prompt=100)
+    N, n = (size_of(TINY[name].config(256), name) for name in ("small", "tiny"))
+    one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
+    # Only beginnings cost anything here: 1 ms a layer, of which the target has three and an auxiliary one.
+    device = Device("slow to begin", 1e30, 1e30, layer_seconds=1e-3, pass_seconds=0.0)
+    work = Workload(width=4, context=100.0, acceptance=1.0, block=4)
+    found = predicted(one, device, work, settings)
+    assert found["target"] == pytest.approx(3e-3)
+    assert found["plain"] == pytest.approx((3e-3 + 2e-3 + 9 * (3e-3 + 1e-3)) / 10)  # stacked after the prompt
+    assert found["speculative"] == pytest.approx((5e-3 + 9 * (5 * 1e-3 + 3e-3 + 1e-3) / 5) / 10)
+    assert "beside" not in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["compute", "latency"])
+def test_on_a_gpu(tmp_path, kind):
+    more = {"device": "cuda", "targets": ("chinchilla-489M",), "auxiliaries": ("chinchilla-44M",)}
+    if kind == "compute":
+        found = bench_compute(compute_settings(tmp_path, **more), silent)
+    else:
+        found = bench_latency(latency_settings(tmp_path, **more), silent)
+    assert found["complete"]
+    assert found["rows"]
