@@ -26,7 +26,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from decoding_methods import PLAIN, TARGET, per_token, ratio
-from divdec.decoding import loop
+from divdec.decoding import speculative
 from divdec.experts.stackable import stackable
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.sampling import Verdict, verify_greedy
@@ -90,7 +90,7 @@ class Simulated:
         drawn = torch.rand(drafts.shape, generator=self.generator, device=self.device)
         accepted = drawn < self.acceptance
         kept = accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1
-        self.tokens += int(kept.sum())  # waits for the device, as the loop does right after
+        self.tokens += int(kept.sum())  # waits for the device, as the decoder does right after
         self.judged += len(drafts)
         return Verdict(torch.where(accepted, drafts, tokens), accepted, kept)
 
@@ -119,7 +119,7 @@ def answer(model, ids, cache, new_tokens, simulated=None, gamma=None, seed=0):
     enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
     _wait(ids.device)
     started = time.perf_counter()
-    with mock.patch.object(loop, "verify_greedy", simulated or verify_greedy):
+    with mock.patch.object(speculative, "verify_greedy", simulated or verify_greedy):
         # Room for rows that are ahead of the others: no block is cut short by the end of the room.
         model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,

@@ -61,7 +61,7 @@ def _answers(
 
     from divdec.data.formatting import Format, encode_prompts, padding_id
     from divdec.evaluation.generation import left_padded
-    from divdec.serving.engine.text import answer_text, token_text
+    from divdec.decoding.text import answer_text, token_text
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)

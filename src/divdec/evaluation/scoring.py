@@ -21,7 +21,8 @@ from divdec.evaluation.passes import Forward, Pass, passes
 from divdec.evaluation.sharding import together
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.steering import Steering, sweep
+from divdec.evaluation.sweep_ordering import sweep
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -24,8 +24,9 @@ from divdec.model.configuration import NO_RULE
 from divdec.playground.pushes import Place, Push, places
 from divdec.playground.tokens import MARKED, Other, Token
 from divdec.sampling import pick
-from divdec.serving.engine.text import AnswerText
-from divdec.steering import Steering, sweep
+from divdec.decoding.text import AnswerText
+from divdec.evaluation.sweep_ordering import sweep
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM

@@ -26,7 +26,7 @@ from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
 from divdec.remote.completions import Abilities, Completions, Position
 from divdec.remote.context import Context
 from divdec.remote.probe import probe
-from divdec.serving.engine.text import AnswerText
+from divdec.decoding.text import AnswerText
 from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError
 from divdec.model.configuration import DivergenceConfig
-from divdec.model.loading import check_tokenizer
+from divdec.model.checkpoint import check_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256
+from divdec.model.checkpoint import vocabulary_sha256
 from divdec.takedowns.folder import read_description
 from divdec.takedowns.live import Takedowns
 

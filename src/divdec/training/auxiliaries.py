@@ -21,7 +21,7 @@ from divdec.data.formatting import Example, Format
 from divdec.data.records import overlap, read_records, single_turn
 from divdec.errors import Diverged
 from divdec.model.bundle import rewrite_steering, write_bundle
-from divdec.model.card import auxiliary_card
+from divdec.model.bundle import auxiliary_card
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
@@ -31,7 +31,7 @@ from divdec.model.checkpoint import (
     load_model,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.checkpoint import common_vocabulary_of
 from divdec.runs import (
     RECORD,
     goes_on,

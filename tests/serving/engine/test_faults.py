@@ -13,7 +13,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Closing, Engine
 from divdec.serving.engine.requests import Sampling
-from divdec.serving.engine.text import AnswerText
+from divdec.decoding.text import AnswerText
 from exactness import assert_same_answer
 
 

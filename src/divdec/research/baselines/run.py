@@ -22,7 +22,7 @@ from divdec.model.checkpoint import (
     digests,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.checkpoint import common_vocabulary_of
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings

@@ -15,7 +15,7 @@ from divdec.data.records import Message, Record
 from divdec.errors import UsageError, first_line
 from divdec.serving.api.errors import invalid
 from divdec.serving.api.schemas import Turn
-from divdec.serving.engine.text import AnswerText
+from divdec.decoding.text import AnswerText
 
 Result = TypeVar("Result")
 

@@ -20,7 +20,7 @@ from divdec.model.loading import (
     read_config,
     weight_of,
 )
-from divdec.model.vocabularies import common_vocabulary, vocabulary_sha256, vocabulary_width
+from divdec.model.checkpoint import common_vocabulary, vocabulary_sha256, vocabulary_width
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
