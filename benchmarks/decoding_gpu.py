@@ -27,7 +27,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 
 from decoding_methods import PLAIN, TARGET, per_token, ratio
 from divdec.decoding import speculative
-from divdec.experts.stackable import stackable
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.sampling import Verdict, verify_greedy
 
@@ -145,7 +144,7 @@ def compared(model, batch, cache, given):
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
     rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
-    for number in range(-1, given.rounds):  # the first is not counted: it compiles, and stacks the auxiliaries
+    for number in range(-1, given.rounds):  # the first is not counted: it compiles
         order = list(ways)
         start = number % len(order)
         for name in order[start:] + order[:start]:
@@ -215,10 +214,9 @@ def main() -> int:
     model = steered_model(SHAPES[given.shape], device, getattr(torch, given.dtype), given.alpha)
     N, n = model.target.num_parameters(), model.experts.retain.num_parameters()
     size = {"N": N, "n": n, "bound": 1 + 2 * n / N}
-    apart = stackable(model.experts.retain, model.experts.forget)
     result = {"machine": machine(device), "shape": given.shape, "dtype": given.dtype, "steering": str(model.steering),
               "prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.rounds,
-              "acceptance": "simulated", "sizes": size, "not_stacked": apart, "measured": []}  # fmt: skip
+              "acceptance": "simulated", "sizes": size, "measured": []}  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     print(f"target {N:,} parameters, auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
           f"{given.prompt_tokens} tokens, {given.new_tokens} new ones a row; median of {given.rounds} rounds; "

@@ -37,7 +37,7 @@ _MODULES = {
     "write_bundle": "divdec.model.bundle",
 }
 
-__all__ = [  # noqa: RUF022
+__all__ = [
     "DivergenceCache", "DivergenceConfig", "DivergenceForCausalLM", "Experts", "NeuralPair", "Speculation",
     "SpeculationStatistics", "Steering", "UsageError", "steer_linear", "steer_rank", "write_bundle",
 ]  # fmt: skip

@@ -255,7 +255,7 @@ class Steering:
             steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, **order)
         else:
             steered = steer_linear(target_logits, divergence, self.alpha)
-        # The maximum is NaN where any logit is. Among all −inf, argmax would return token 0.
+        # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.
         check(steered.detach().amax(dim=-1).isfinite().all(), NOT_FINITE)
         return steered
 

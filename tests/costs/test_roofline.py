@@ -31,12 +31,12 @@ def test_twice_as_wide_numbers_take_twice_the_bytes_and_half_the_rate():
     assert wide[1] == pytest.approx(2 * narrow[1])
 
 
-def test_beginnings_are_added_and_paid_once_for_a_stacked_pair():
+def test_beginnings_are_added():
     slow = dataclasses.replace(FAST, layer_seconds=1e-3, pass_seconds=5e-3)
     work = Workload(context=0.0)
     assert pass_seconds(P, slow, work) == pytest.approx(0.016 + 5e-3 + P.layers * 1e-3)
-    stacked, two = (latency(P, p, slow, dataclasses.replace(work, stacked=value)).plain for value in (True, False))
-    assert two - stacked == pytest.approx(5e-3 + p.layers * 1e-3)
+    added = latency(P, p, slow, work).plain - latency(P, p, FAST, work).plain
+    assert added == pytest.approx(3 * 5e-3 + (P.layers + 2 * p.layers) * 1e-3)
     assert latency(P, p, slow, work).bound == "launches"
 
 

@@ -433,7 +433,9 @@ class TestLoadingRefuses:
     def test_nothing_at_all(self, tmp_path):
         with pytest.raises(UsageError, match=r"no config\.json"):
             DivergenceForCausalLM.from_pretrained(tmp_path)
-        with pytest.raises(UsageError, match=r"not a local folder, and not in the local Hugging Face cache.*check the path"):
+        with pytest.raises(
+            UsageError, match=r"not a local folder, and not in the local Hugging Face cache.*check the path"
+        ):
             DivergenceForCausalLM.from_pretrained("nobody/nothing", local_files_only=True)
         with pytest.raises(UsageError, match="not a folder"):
             DivergenceForCausalLM.from_pretrained(tmp_path / "missing")

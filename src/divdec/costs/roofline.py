@@ -65,8 +65,6 @@ class Workload:
     """Probability that a drafted token is kept."""
     block: int = 4
     """γ: tokens drafted at a time."""
-    stacked: bool = True
-    """Whether plain steering runs p and q as one pass, as it does where they share an architecture."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -134,7 +132,6 @@ def latency(target: ModelSize, auxiliary: ModelSize, device: Device, work: Workl
     """
     alone = pass_seconds(target, device, work)
     one = pass_seconds(auxiliary, device, work)
-    begin = pass_parts(auxiliary, device, work)[2] if work.stacked else 0.0
     rule = rule_seconds(target.vocabulary, device, work)
     judged = work.block + 1
     block = (
@@ -151,7 +148,7 @@ def latency(target: ModelSize, auxiliary: ModelSize, device: Device, work: Workl
     bound = "launches" if start > max(read, operations) else "bandwidth" if read >= operations else "operations"
     return Latency(
         target=alone,
-        plain=alone + 2 * one - begin + rule,
+        plain=alone + 2 * one + rule,
         speculative=block / tokens_per_block(work.acceptance, work.block),
         apart=apart,
         bound=bound,

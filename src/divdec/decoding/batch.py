@@ -205,7 +205,9 @@ class SpeculativeBatch:
         # Left-padded rows move while they grow, so positions must follow from the mask.
         if position_ids is None:
             return
-        mask = torch.ones_like(self.sequences.ids[:, : self.sequences.prompt_length]) if self.mask is None else self.mask
+        mask = (
+            torch.ones_like(self.sequences.ids[:, : self.sequences.prompt_length]) if self.mask is None else self.mask
+        )
         expected = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -position_ids.shape[-1] :]
         real = mask[:, -position_ids.shape[-1] :] != 0
         if not torch.equal(position_ids.expand_as(expected)[real], expected[real]):

@@ -297,9 +297,7 @@ def _true_prefix(values: Sequence[bool]) -> int:
     return values.index(False) if False in values else len(values)
 
 
-_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = (
-    weakref.WeakKeyDictionary()
-)
+_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
 
 
 def _draft_length_controller(model: Any, drafter: str, rows: int) -> DraftLengthController:

@@ -184,9 +184,8 @@ def drop_columns(cache: DivergenceCache, number: int) -> None:
     for layer in layers:
         if isinstance(layer, TokenLayer):
             layer.drop_columns(number)
-        elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
             columns = _set_length(layer, layer.get_seq_length() - number)
-            assert layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[:, :, -columns:], layer.values[:, :, -columns:]
     cache.check_length()
 

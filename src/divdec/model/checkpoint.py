@@ -138,8 +138,8 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         if local_files_only and isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
-                f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: HF_HUB_OFFLINE "
-                "or local_files_only is set); check the path"
+                f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: "
+                "HF_HUB_OFFLINE or local_files_only is set); check the path"
             ) from None
         reason = str(error).strip().splitlines()[0]
         raise UsageError(

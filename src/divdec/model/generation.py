@@ -205,7 +205,9 @@ class SteeredGeneration(GenerationMixin):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = self._new_static_cache(length, rows, generation_config)
         else:
-            model_kwargs["past_key_values"] = cache = self._joint_cache(new_cache(self.target), self.experts.new_cache())
+            model_kwargs["past_key_values"] = cache = self._joint_cache(
+                new_cache(self.target), self.experts.new_cache()
+            )
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -237,7 +239,9 @@ class SteeredGeneration(GenerationMixin):
             if isinstance(experts, CombinedExperts):
                 return CombinedCache([experts_cache(member) for member in experts.parts])
             if isinstance(experts, NeuralPair):
-                return PairCache(*(create(f"{name} auxiliary", getattr(experts, name)) for name in ("retain", "forget")))
+                return PairCache(
+                    *(create(f"{name} auxiliary", getattr(experts, name)) for name in ("retain", "forget"))
+                )
             return experts.new_cache()
 
         target = create("target", self.target)

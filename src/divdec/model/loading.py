@@ -196,7 +196,9 @@ def load_parts(
     models = {part: load_part(part, path, kwargs) for part, path in bundle.paths.items()}
     target = models["target"]
     experts, takedowns = load_experts(bundle, models), bundle.load_takedowns()
-    bundle.check_vocab_size([logit_width(target), *(part.vocab_size for part in (experts, takedowns) if part is not None)])
+    bundle.check_vocab_size(
+        [logit_width(target), *(part.vocab_size for part in (experts, takedowns) if part is not None)]
+    )
     if (bundle.folder / "generation_config.json").is_file():
         target.generation_config = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
     return bundle.config, target, experts, takedowns

@@ -27,12 +27,18 @@ from divdec.experts.forward import device_of, recomputes, stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
-from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_config, load_model
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_weights,
+    common_vocabulary_of,
+    digests,
+    load_config,
+    load_model,
+)
 from divdec.model.checks import check_inputs, positions_of, refuse_unknown
 from divdec.model.configuration import TARGET_FIELDS
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
-from divdec.model.checkpoint import common_vocabulary_of
 from divdec.research.baselines.composite_config import CompositeConfig
 from divdec.runs import file_sha256
 

@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.decoding.speculative import PositionalRandom
+from divdec.decoding.text import AnswerText
 from divdec.sampling import pick
 from divdec.serving.engine.processors import processors_of
 from divdec.serving.engine.requests import LOWEST, Piece, Sampling, TokenLogprob
-from divdec.decoding.text import AnswerText
 
 
 class Running:

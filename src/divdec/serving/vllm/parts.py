@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
 from divdec.experts.forward import stateful_types
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer
+from divdec.model.checkpoint import (
+    common_vocabulary,
+    load_config,
+    load_model,
+    load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
+)
 from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.loading import (
     find_bundle,
@@ -20,7 +27,6 @@ from divdec.model.loading import (
     read_config,
     weight_of,
 )
-from divdec.model.checkpoint import common_vocabulary, vocabulary_sha256, vocabulary_width
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
