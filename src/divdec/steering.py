@@ -205,6 +205,8 @@ class Steering:
         vocabulary = fields.get("vocabulary")
         if isinstance(vocabulary, str):
             vocabulary = _from_bitmap(vocabulary)
+        elif isinstance(vocabulary, list):
+            vocabulary = tuple(vocabulary)
         return cls(**{**fields, "vocabulary": vocabulary})
 
     def check_vocabulary(self, vocab_size: int) -> None:

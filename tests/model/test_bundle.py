@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
-from divdec.serving.vllm.parts import EngineOptions, read_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from exactness import assert_close
 
 IDS = torch.tensor([[5, 9, 200, 31]])

@@ -117,14 +117,14 @@ class SpeculativeDecoder:
         batch = self.batch
         rows, sequences = batch.active, batch.sequences
 
-        # Draft: γ tokens, and one column for the token that the steered model adds itself.
+        # Draft: gamma tokens, and one column for the token that the steered model adds itself.
         room = min(batch.config.max_length - sequences.lengths[row] for row in rows)
         gamma = self._controller.choose() if self._gamma is None else self._gamma
         block = self._block(min(gamma + 1, room))
         batch.cache.activate_past_recording()  # sliding windows cannot be rolled back otherwise
         drafts, draft_scores = self.drafter.draft(block)
 
-        # Verify: one pass over the newest token and all drafts but the last. "No draft" (−1) is read as token 0.
+        # Verify: one pass over the newest token and all drafts but the last. A missing draft is read as token 0.
         read = drafts.clamp(min=0)
         if batch.processors.reads_tokens:
             sequences.write(rows, read)
