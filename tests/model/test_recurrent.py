@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation, UsageError
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.protocol import holds_tokens
 
 # Linear attention beside attention, both in one layer, and layers of the architecture's own.
 STATEFUL = ("olmo_hybrid", "falcon_h1", "deepseek_v4")
@@ -76,8 +76,6 @@ def test_a_part_with_a_state_makes_the_whole_stateful(model_type, part):
         with pytest.raises(UsageError, match=rf"recurrent state \({model_type}\): leave") as error:
             generate(model, **drafting(name))
         assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="cache_implementation='static' is not offered"):
-        generate(model, cache_implementation="static")
 
 
 @pytest.mark.parametrize("model_type", STATEFUL)

@@ -52,8 +52,7 @@ def run(settings: Settings) -> None:
     from divdec.cli.loading import quiet
     from divdec.data.formatting import documents
     from divdec.data.records import overlap, read_records
-    from divdec.experts.ngram_fit import check_order
-    from divdec.experts.ngram_folder import is_pair, write_pair
+    from divdec.experts.ngram_fit import check_order, is_pair, write_pair
     from divdec.model.checkpoint import (
         CheckpointReference,
         check_apart,

@@ -25,8 +25,8 @@ from divdec.decoding.drafters import DRAFTERS, Block, make_drafter
 from divdec.decoding.processors import REMEMBERING
 from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
 from divdec.errors import UsageError
-from divdec.experts.forward import stateful_types
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.neural import stateful_types
+from divdec.experts.protocol import holds_tokens
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None

@@ -109,7 +109,7 @@ class Bundle:
         Raises:
             UsageError: it is missing, has changed, or belongs to another tokenizer.
         """
-        from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
+        from divdec.experts.ngram_fit import DESCRIPTION, describe_pair, load_pair
 
         if (reference := self.config.ngram) is None:
             return None

@@ -13,7 +13,7 @@ import torch
 
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
-from divdec.experts.forward import device_of
+from divdec.experts.neural import device_of
 from divdec.playground.steered import Steered
 from divdec.serving.address import is_local
 

@@ -106,7 +106,7 @@ def open_sources(sources: Sources) -> Opened:
         UsageError: a part is missing, corrupt or of another tokenizer, or there is nothing to steer with.
     """
     from divdec.experts.combined import CombinedExperts, NoExperts
-    from divdec.experts.ngram_folder import describe_pair, load_pair
+    from divdec.experts.ngram_fit import describe_pair, load_pair
     from divdec.model.checkpoint import CheckpointReference, check_tokenizer, load_tokenizer, vocabulary_sha256
     from divdec.takedowns.folder import read_description
     from divdec.takedowns.live import Takedowns
