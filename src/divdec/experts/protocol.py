@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
@@ -41,6 +42,15 @@ class Experts(Protocol):
             cache: from `new_cache`; it is extended by `input_ids`. None computes without a cache.
             logits_to_keep: number of positions to return, counted from the end.
         """
+        ...
+
+
+@runtime_checkable
+class TokenPredictor(Protocol):
+    """A retain model that can draft tokens without a forward pass, such as n-grams."""
+
+    def likeliest(self, tokens: np.ndarray) -> int:
+        """Return the most frequent continuation of a text, int64 [tokens]; −1 if none is known."""
         ...
 
 
