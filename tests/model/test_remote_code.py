@@ -103,5 +103,5 @@ def test_divdec_executes_no_code_of_a_bundle(bundle, tmp_path, trusted):
     read_config(bundle)
     read_parts(str(bundle), None, EngineOptions())
     if trusted is None:
-        assert main(["generate", "--bundle", str(bundle), "--max-new-tokens", "1", "Who?"]) == 0
+        assert main(["generate", str(bundle), "--prompt", "Who?", "--max-new-tokens", "1"]) == 0
     assert not trace.exists()

@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.data.files import checked_text
 from divdec.data.formatting import Format, encode, encode_prompt
-from divdec.data.records import Message, Record
+from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.sweep_ordering import sweep
