@@ -28,6 +28,7 @@ def run(settings: Settings) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    import divdec.research.baselines.composite  # noqa: F401  # registers the composite baselines with transformers
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.run import evaluate
     from divdec.evaluation.sharding import is_main, sharded

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from divdec.decoding.processors import SteeredProcessors
-from divdec.decoding.speculative import Speculation, check_processors, check_search, speculate
+from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
 from divdec.experts.neural import new_cache, stateful_types
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_inputs, check_prompts
+
+if TYPE_CHECKING:
+    from divdec.decoding.speculative import Speculation
 
 SEARCHES = (
     GenerationMode.GREEDY_SEARCH,
@@ -64,6 +66,8 @@ class SteeredGeneration(GenerationMixin):
             UsageError: a prompt ends in padding, or an option or search is not supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
+        from divdec.decoding.speculative import Speculation, check_search
+
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
@@ -79,6 +83,8 @@ class SteeredGeneration(GenerationMixin):
 
     def _sample(self, *args: Any, speculative: Speculation | None = None, **kwargs: Any) -> Any:
         # transformers calls it for greedy decoding and sampling, after all preparations.
+        from divdec.decoding.speculative import speculate
+
         if speculative is None:
             return self._plain._sample(*args, **kwargs)
         return speculate(self, *args, speculation=speculative, **kwargs)

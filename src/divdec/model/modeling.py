@@ -43,10 +43,11 @@ from divdec.model.checks import (
 from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from divdec.takedowns.live import Takedowns
 
 Logits = Float[Tensor, "batch kept vocab"]
 
