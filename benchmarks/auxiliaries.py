@@ -22,7 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.pair import BridgedPair
 from divdec.data.formatting import documents, encode_records
 from divdec.data.world import build_world
 from divdec.evaluation.scoring import score, score_settings
@@ -155,7 +155,7 @@ class Bench:
             return NeuralPair(q, p), q.num_parameters()
         return BridgedPair(
             q, p, target_tokenizer=self.tokenizer, auxiliary_tokenizer=tokenizer,
-            target_width=self.target.config.vocab_size, heal=bool(healed),
+            target_width=self.target.config.vocab_size, token_healing=bool(healed),
         ), q.num_parameters()  # fmt: skip
 
 

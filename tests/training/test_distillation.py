@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
-from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set

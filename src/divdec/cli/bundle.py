@@ -77,7 +77,7 @@ def run(settings: Settings) -> None:
         ngram_weight=settings.ngram_weight,
         registry=settings.registry,
         bridge=settings.bridge,
-        heal=settings.heal,
+        token_healing=settings.heal,
         pack=settings.pack,
         overwrite=settings.overwrite,
     )

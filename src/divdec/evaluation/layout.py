@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from divdec.bridge.common_prefix import common_length
+from divdec.bridge.alignment import common_prefix_length
 from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records
 from divdec.data.records import Record
 from divdec.errors import UsageError
@@ -86,7 +86,7 @@ class Layout:
         prompt, whole = self.prompt(record), self._plain_whole(record)
         # The space before an answer may be part of its first token: the prompt ends where both agree no more.
         # OpenUnlearning counts tokens instead, and so leaves the first token of many answers unlabelled.
-        start = common_length(prompt, whole)
+        start = common_prefix_length(prompt, whole)
         if set(whole[start:]) <= set(self.tokenizer.all_special_ids):
             raise UsageError(
                 f"{record.place}: no token of the answer is left within {self.max_length} tokens "

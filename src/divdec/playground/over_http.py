@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from divdec.bridge.plain_layout import plain_prompt
+from divdec.bridge.conversation import plain_prompt
 from divdec.data.records import Message
 from divdec.errors import UsageError
 from divdec.playground.steered import Manner

@@ -92,7 +92,7 @@ def of_bundle(bundle: str, device: str = "cpu", *, verify: bool = True) -> tuple
         registry=named.get("registry"),
         ngram_weight=weight_of(counted["ngram"], "ngram"),
         bridge=config.bridge is not None,
-        heal=bool(bridge.get("heal", False)),
+        heal=bool(bridge.get("token_healing", False)),
         device=device,
         vocab_size=config.vocab_size,
     )
@@ -140,7 +140,7 @@ def open_sources(sources: Sources) -> Opened:
 
 
 def _pair(sources: Sources, tokenizer_place: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Experts, int | None]:
-    from divdec.bridge.bridge import BridgedPair
+    from divdec.bridge.pair import BridgedPair
     from divdec.experts.neural import NeuralPair
     from divdec.model.checkpoint import (
         CheckpointReference,
@@ -166,7 +166,7 @@ def _pair(sources: Sources, tokenizer_place: Path, tokenizer: PreTrainedTokenize
         check_same_vocabulary(tokenizers, places)
         pair = BridgedPair(
             *models, target_tokenizer=tokenizer, auxiliary_tokenizer=tokenizers["retain"],
-            target_width=len(tokenizer), heal=sources.heal,
+            target_width=len(tokenizer), token_healing=sources.heal,
         )  # fmt: skip
         return pair, None
     check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_place, **places})

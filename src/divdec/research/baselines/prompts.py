@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from divdec.bridge.common_prefix import common_length
+from divdec.bridge.alignment import common_prefix_length
 from divdec.data.formatting import encode_prompts, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
@@ -77,7 +77,7 @@ def layout_of(tokenizer: PreTrainedTokenizerBase, records: RecordSet, window: in
     questions = ("Who?", "When did it end", "A list:\n- one.", "42")
     asked = [Record("", messages=(Message("user", question),)) for question in questions]
     first, *others = (ids[::-1] for ids in encode_prompts(asked, tokenizer))
-    length = min(common_length(first, other) for other in others)
+    length = min(common_prefix_length(first, other) for other in others)
     if length == 0:
         raise UsageError("the tokenizer's chat template puts nothing between question and answer to tell them apart by")
     return Layout(tuple(first[:length][::-1]), ends, window)

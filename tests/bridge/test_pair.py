@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
-from divdec.bridge.bridge import BridgedPair
-from divdec.bridge.context import Context
+from divdec.bridge.alignment import AlignedSequence
+from divdec.bridge.pair import BridgedPair
 from divdec.decoding import drafters
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
@@ -71,7 +71,7 @@ def stepwise(pair, ids, start=1):
 @torch.no_grad()
 def slow_reference(pair, ids):
     """Each prefix by itself: its bytes, tokenised as a whole, through models without a cache."""
-    reader, found = pair._reader, []
+    reader, found = pair.retokenizer, []
     for place in range(1, len(ids) + 1):
         text = b"".join(reader.bytes[token] or b"" for token in ids[:place]).decode(errors="ignore")
         own = reader.auxiliary.tokenizer(text)["input_ids"]
@@ -98,10 +98,10 @@ def test_every_position_has_its_own_divergence(make_pair, tokenizers):
     assert (found[:-1] - found[-1]).abs().amax(dim=-1).min() > 0.1
 
 
-@pytest.mark.parametrize("heal", [False, True])
+@pytest.mark.parametrize("token_healing", [False, True])
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
-def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, auxiliary, heal):
-    pair = make_pair(target, auxiliary, heal=heal)
+def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, auxiliary, token_healing):
+    pair = make_pair(target, auxiliary, token_healing=token_healing)
     for text in TEXTS:
         ids = ids_of(tokenizers[target], text)[:36]
         whole = teacher_forced(pair, ids)
@@ -114,7 +114,7 @@ def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, a
 @pytest.mark.parametrize("family", ["gpt2", "qwen", "mistral"])
 def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, family):
     pair = make_pair("bpe", "small", family=family)
-    assert pair._keeps == (family != "mistral")
+    assert pair._supports_cache == (family != "mistral")
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:30]
     close(stepwise(pair, ids), teacher_forced(pair, ids))
     if family != "mistral":
@@ -122,14 +122,14 @@ def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, famil
 
 
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "falcon_h1"])
-def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, tmp_path, model_type):
+def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, model_type):
     """A view in the middle of a text would have to take tokens back; shorter rows are padded."""
     size = len(tokenizers["small"])
     pair = BridgedPair(
         *(tiny_architecture(model_type, seed, vocab_size=size) for seed in (1, 2)), target_tokenizer=tokenizers["bpe"],
-        auxiliary_tokenizer=tokenizers["small"], target_width=len(tokenizers["bpe"]), cache_dir=tmp_path,
+        auxiliary_tokenizer=tokenizers["small"], target_width=len(tokenizers["bpe"]),
     )  # fmt: skip
-    assert not pair._keeps
+    assert not pair._supports_cache
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:8]
     whole = teacher_forced(pair, ids)
     torch.testing.assert_close(stepwise(pair, ids), whole, rtol=1e-3, atol=1e-3)
@@ -168,9 +168,9 @@ SCRIPTS = st.text(
 @settings(max_examples=8)
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
 def test_any_text_in_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
-    pair = make_pair(target, auxiliary, heal=data.draw(st.booleans()))
+    pair = make_pair(target, auxiliary, token_healing=data.draw(st.booleans()))
     tokenizer = tokenizers[target]
-    single = pair._reader.bytes
+    single = pair.retokenizer.bytes
     byte_of = {text: token for token, text in reversed(list(enumerate(single))) if text and len(text) == 1}
     ids = []
     for part in data.draw(st.lists(SCRIPTS, min_size=1, max_size=3)):
@@ -252,16 +252,16 @@ def test_a_memo_full_of_holes_is_compacted(make_pair, tokenizers):
             short = [*short, long[step]]
             found = pair.divergence(torch.tensor([[long[step]]]), mask, cache=cache)
             close(found[0, -1], teacher_forced(pair, short)[-1])
-    memo = cache.layer.memo
-    assert memo._caches[0].get_seq_length() == memo._valid.shape[1] <= 2 * len(memo.ids[0])
+    pair_cache = cache.layer.pair_cache
+    assert pair_cache.layers[0].get_seq_length() <= 2 * len(pair_cache.ids[0])
 
 
 def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
     for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("bpe", "wordpiece"), ("small", "ours")):
-        reader = make_pair(target, auxiliary)._reader
-        assert reader.auxiliary.settles
+        reader = make_pair(target, auxiliary).retokenizer
+        assert reader.auxiliary.is_incremental
         ids = tokenizers[target](LONG * 3, add_special_tokens=False)["input_ids"]
-        views = Context(reader).views(ids, range(1, len(ids) + 1))
+        views = AlignedSequence(reader).auxiliary_inputs(ids, range(1, len(ids) + 1))
         for place, view in enumerate(views, 1):
             text = b"".join(reader.bytes[token] for token in ids[:place])
             try:
@@ -274,12 +274,12 @@ def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
 
 
 def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
-    reader = make_pair("bpe", "unigram")._reader
+    reader = make_pair("bpe", "unigram").retokenizer
     target, own = tokenizers["bpe"], tokenizers["unigram"]
     begin, end, padding = target.bos_token_id, target.eos_token_id, target.pad_token_id
     first, second = (target(text, add_special_tokens=False)["input_ids"] for text in ("One day", "Two men"))
     dropped = target.convert_tokens_to_ids("<|im|>")
-    (view,) = Context(reader).views(
+    (view,) = AlignedSequence(reader).auxiliary_inputs(
         [begin, *first, end, padding, *second, dropped, *first], [len(first) * 2 + len(second) + 4]
     )
     plain = lambda text: own(text, add_special_tokens=False)["input_ids"]
@@ -287,11 +287,11 @@ def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
 
 
 def test_what_only_looks_like_a_special_token_is_text(make_pair, tokenizers):
-    reader = make_pair("bpe", "small")._reader
+    reader = make_pair("bpe", "small").retokenizer
     target = tokenizers["bpe"]
     byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
     ids = [byte_of[bytes([byte])] for byte in b"a</s>b"]
-    (view,) = Context(reader).views(ids, [len(ids)])
+    (view,) = AlignedSequence(reader).auxiliary_inputs(ids, [len(ids)])
     assert target.eos_token_id not in ids
     assert not set(view.ids) & set(tokenizers["small"].all_special_ids)
 
@@ -305,23 +305,11 @@ def test_tokens_without_a_source_are_left_as_they_are(make_pair, tokenizers):
     assert found[:, 20:200].abs().max() > 0
 
 
-def test_centering(make_pair, tokenizers):
-    ids = ids_of(tokenizers["bpe"], TEXTS[0])
-    raw = teacher_forced(make_pair("bpe", "small", center="none"), ids)
-    for center in ("median", "log_softmax"):
-        found = teacher_forced(make_pair("bpe", "small", center=center), ids)
-        mapped = torch.from_numpy(make_pair("bpe", "small").map.source >= 0)
-        shift = (raw - found)[:, mapped]
-        close(shift, shift[:, :1].expand_as(shift))
-        assert shift[:, 0].abs().max() > 1e-3
-        assert (found[:, ~mapped] == 0).all()
-
-
 @pytest.mark.parametrize("place", [100, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("heal", [False, True])
-def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, heal, place):
-    pair = copy.deepcopy(make_pair("bpe", "small", heal=heal))
+@pytest.mark.parametrize("token_healing", [False, True])
+def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, token_healing, place):
+    pair = copy.deepcopy(make_pair("bpe", "small", token_healing=token_healing))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:10]
     with torch.no_grad():
         pair.forget.get_output_embeddings().weight[place] = value
@@ -364,15 +352,16 @@ def test_a_pass_that_fails_leaves_nothing_stale(make_pair, tokenizers, monkeypat
 
 
 def test_a_row_that_has_ended_is_filled_up_with_its_end(make_pair, tokenizers):
-    from divdec.bridge.context import ContextReader
+    from divdec.bridge.alignment import Retokenizer
 
     target = copy.deepcopy(tokenizers["bpe"])
     target.pad_token = target.eos_token
     own = tokenizers["unigram"]
     text, end = target("One day", add_special_tokens=False)["input_ids"], target.eos_token_id
-    context = Context(ContextReader(target, own))
+    context = AlignedSequence(Retokenizer(target, own))
     ended, filled, later = (
-        context.views(ids, [len(ids)])[0] for ids in ([*text, end], [*text, *[end] * 300], [*text, end, end, *text])
+        context.auxiliary_inputs(ids, [len(ids)])[0]
+        for ids in ([*text, end], [*text, *[end] * 300], [*text, end, end, *text])
     )
     assert filled == ended
     assert ended.ids[-1] == own.eos_token_id
@@ -383,15 +372,15 @@ def without_ends(tokenizer, **changes):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from divdec.bridge.token_bytes import structure
+    from divdec.bridge.token_bytes import describe_tokenizer
 
-    description = structure(tokenizer) | {"post_processor": None} | changes
+    description = describe_tokenizer(tokenizer) | {"post_processor": None} | changes
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(description)), unk_token=tokenizer.unk_token
     )
 
 
-def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers, tmp_path):
+def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers):
     normalizers = [{"type": "NFD"}, {"type": "StripAccents"}]
     own = without_ends(
         tokenizers["unigram"],
@@ -402,10 +391,8 @@ def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers, tmp_path):
     for model in models:  # as padding often is
         model.get_input_embeddings().weight.data[tokenizers["unigram"].pad_token_id] = 0
     own.pad_token = "<|pad|>"
-    pair = BridgedPair(
-        *models, target_tokenizer=tokenizers["small"], auxiliary_tokenizer=own, target_width=512, cache_dir=tmp_path
-    ).eval()
-    byte_of = {text: token for token, text in enumerate(pair._reader.bytes) if text and len(text) == 1}
+    pair = BridgedPair(*models, target_tokenizer=tokenizers["small"], auxiliary_tokenizer=own, target_width=512).eval()
+    byte_of = {text: token for token, text in enumerate(pair.retokenizer.bytes) if text and len(text) == 1}
     ids = [byte_of[b"\xcc"], byte_of[b"\x81"]]  # an accent: as a whole it is nothing
     found = teacher_forced(pair, ids)
     close(stepwise(pair, ids), found)
@@ -413,7 +400,7 @@ def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers, tmp_path):
     assert teacher_forced(pair, [tokenizers["small"].eos_token_id]).abs().max() > 0.1
 
 
-def test_an_auxiliary_of_another_script(tokenizers, tmp_path):
+def test_an_auxiliary_of_another_script(tokenizers):
     from tokenizers import Tokenizer
     from tokenizers.models import WordPiece
     from transformers import PreTrainedTokenizerFast
@@ -421,19 +408,19 @@ def test_an_auxiliary_of_another_script(tokenizers, tmp_path):
     letters = {letter: place for place, letter in enumerate(["[UNK]", *"日本の作家は静かな庭", *"etaoin"])}
     own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordPiece(letters)), unk_token="[UNK]")
     models = [tiny_model("llama", len(own), seed) for seed in (1, 2)]
-    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000, "cache_dir": tmp_path}
+    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
     with pytest.raises(UsageError, match=r"has tokens for \d+% of the target's vocabulary, at least 50%"):
         BridgedPair(*models, auxiliary_tokenizer=own, **options)
 
 
 def test_healing_lets_the_last_token_grow(make_pair, tokenizers):
-    plain, healed = (make_pair("bpe", "small", heal=heal) for heal in (False, True))
-    reader = plain._reader
+    plain, healed = (make_pair("bpe", "small", token_healing=token_healing) for token_healing in (False, True))
+    reader = plain.retokenizer
     byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
     auxiliary_of = {text: token for token, text in enumerate(reader.auxiliary.bytes) if text}
     longer = next(text for text in auxiliary_of if len(text) == 3 and text[:2] in auxiliary_of and text[2:] in byte_of)
     ids = [byte_of[b"\n"], *(byte_of[bytes([byte])] for byte in longer[:2])]
-    (view,) = Context(reader).views(ids, [len(ids)])
+    (view,) = AlignedSequence(reader).auxiliary_inputs(ids, [len(ids)])
     with torch.no_grad():
         before = [
             model(input_ids=torch.tensor([view.ids[:-1]])).logits[0, -1].log_softmax(-1)
@@ -457,9 +444,9 @@ def test_a_text_too_long_for_the_auxiliaries(make_pair, tokenizers):
         teacher_forced(make_pair("bpe", "small"), ids)
 
 
-def test_auxiliaries_that_do_not_fit(tokenizers, tmp_path):
+def test_auxiliaries_that_do_not_fit(tokenizers):
     model, other = tiny_model("llama", 600, seed=1), tiny_model("llama", 600, seed=2)
-    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000, "cache_dir": tmp_path}
+    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
     with pytest.raises(UsageError, match="the same model"):
         BridgedPair(model, model, auxiliary_tokenizer=tokenizers["small"], **options)
     with pytest.raises(UsageError, match="has 700 tokens, but they have logits for 600"):
@@ -476,7 +463,9 @@ def repeating(make_pair, tokenizers):
         target(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return DivergenceForCausalLM.from_experts(target, make_pair("bpe", "small", heal=True), "linear:1.6").eval()
+    return DivergenceForCausalLM.from_experts(
+        target, make_pair("bpe", "small", token_healing=True), "linear:1.6"
+    ).eval()
 
 
 class TestSteered:
@@ -485,7 +474,7 @@ class TestSteered:
     @pytest.fixture
     def steered(self, make_pair, tokenizers):
         target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64)
-        pair = make_pair("bpe", "small", heal=True)
+        pair = make_pair("bpe", "small", token_healing=True)
         configs = {
             "target": target.config,
             "retain_auxiliary": pair.retain.config,

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, trained on real text, and pairs of auxiliaries for them."""
+"""Fixtures: tokenizers of every kind, trained on real text, and pairs of auxiliaries for them."""
 
 import json
 
@@ -19,7 +19,7 @@ NEWLINES = (
 
 @pytest.fixture(scope="session")
 def retokenized():
-    """Makes a tokenizer of the same vocabulary with other parts."""
+    """Return a function that changes parts of a tokenizer but not its vocabulary."""
     from tokenizers import Tokenizer
 
     def make(tokenizer, **changes):
@@ -53,27 +53,25 @@ def tokenizers(texts):
 
 
 @pytest.fixture(scope="session")
-def make_pair(tokenizers, tmp_path_factory):
-    """A pair of tiny auxiliaries with one tokenizer for a target with another."""
+def make_pair(tokenizers):
+    """Return a function that builds a pair of tiny auxiliaries with one tokenizer for a target with another."""
     from conftest import tiny_model
-    from divdec.bridge.bridge import BridgedPair
+    from divdec.bridge.pair import BridgedPair
 
-    folder = tmp_path_factory.mktemp("maps")
-    made = {}
+    pairs = {}
 
     def make(target, auxiliary, family="llama", **options):
         key = (target, auxiliary, family, *sorted(options.items()))
-        if key not in made:
+        if key not in pairs:
             target_tokenizer, tokenizer = tokenizers[target], tokenizers[auxiliary]
-            made[key] = BridgedPair(
+            pairs[key] = BridgedPair(
                 tiny_model(family, len(tokenizer), seed=1),
                 tiny_model(family, len(tokenizer), seed=2),
                 target_tokenizer=target_tokenizer,
                 auxiliary_tokenizer=tokenizer,
                 target_width=len(target_tokenizer) + 5,
-                cache_dir=folder,
                 **options,
             ).eval()
-        return made[key]
+        return pairs[key]
 
     return make

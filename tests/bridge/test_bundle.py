@@ -1,4 +1,4 @@
-"""Bundles whose auxiliaries have another tokenizer: written, loaded, answered with, calibrated; refused when unfit."""
+"""Bundles whose auxiliaries have another tokenizer than the target."""
 
 import json
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
-from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 
 
@@ -31,39 +31,33 @@ def parts(models, q="q", p="p"):
     }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
-
-
 def test_a_bridged_bundle_loads_and_answers_steered(models, tmp_path, tokenizers):
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     model = AutoModelForCausalLM.from_pretrained(bundle)
     assert isinstance(model, DivergenceForCausalLM)
     assert isinstance(model.experts, BridgedPair)
-    assert not model.experts.heal
+    assert not model.experts.token_healing
     ids = torch.tensor([tokenizers["bpe"]("Who wrote The Hollow Orchard?", add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
         plain, steered = model.target(ids).logits, model(ids).logits
         torch.testing.assert_close(steered, plain + 1.5 * model.experts.divergence(ids))
     assert (steered - plain).abs().max() > 0.1
-    healed = write_bundle(tmp_path / "healed", **parts(models), bridge=True, heal=True, pack=True)
+    healed = write_bundle(tmp_path / "healed", **parts(models), bridge=True, token_healing=True, pack=True)
     model = DivergenceForCausalLM.from_pretrained(healed)
-    assert model.experts.heal
-    assert "another tokenizer, healed" in (healed / "README.md").read_text()
+    assert model.experts.token_healing
+    assert "another tokenizer, with token healing" in (healed / "README.md").read_text()
 
 
-def test_another_tokenizer_is_refused_unless_it_is_meant(models, tmp_path):
+def test_another_tokenizer_needs_bridge(models, tmp_path):
     with pytest.raises(UsageError, match="--bridge"):
         write_bundle(tmp_path / "b", **parts(models))
     with pytest.raises(UsageError, match="the target's own tokenizer"):
         write_bundle(tmp_path / "b", **parts(models, "q-same", "p-same"), bridge=True)
     with pytest.raises(UsageError, match="another vocabulary than the retain_auxiliary"):
         write_bundle(tmp_path / "b", **parts(models, "q", "p-small"), bridge=True)
-    with pytest.raises(UsageError, match="heal belongs to bridge"):
-        write_bundle(tmp_path / "b", **parts(models, "q-same", "p-same"), heal=True)
+    with pytest.raises(UsageError, match="token_healing needs bridge"):
+        write_bundle(tmp_path / "b", **parts(models, "q-same", "p-same"), token_healing=True)
     assert not (tmp_path / "b").exists()
-    # Taken out of the bundle, the bridge is missed.
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     config = json.loads((bundle / "config.json").read_text())
     (bundle / "config.json").write_text(json.dumps(config | {"bridge": None}))
