@@ -75,6 +75,7 @@ class BridgedPair(nn.Module):
             raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
         self.retain = retain
         self.forget = forget
+        self.auxiliary_tokenizer = auxiliary_tokenizer
         self.vocab_size = target_width
         self.token_healing = token_healing
         self.retokenizer = Retokenizer(target_tokenizer, auxiliary_tokenizer)
