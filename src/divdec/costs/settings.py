@@ -15,7 +15,7 @@ FORMATS = (".svg", ".png")
 MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: beyond it somebody mistyped
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CostSettings:
     """A deployment: its models, its data, how much is asked of it, and on what it runs."""
 

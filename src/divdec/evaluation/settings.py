@@ -8,13 +8,13 @@ from typing import Literal
 from divdec.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSettings:
     """What is measured, on what, and where the results go."""
 
-    suite: Literal["tofu", "muse", "leak"]
+    suite: Literal["tofu", "muse", "leak"] = dataclasses.field(kw_only=False)
     """tofu, muse or leak."""
-    models: tuple[str, ...]
+    models: tuple[str, ...] = dataclasses.field(kw_only=False)
     """Bundles or plain checkpoints: folders or hub ids, one or more."""
     data: str
     """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""

@@ -10,7 +10,7 @@ from divdec.errors import UsageError
 from divdec.training.settings import at_least, positive
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """How images are drawn; the defaults are those of taming-transformers' `sample_fast.py`."""
 
@@ -43,7 +43,7 @@ class SamplingSettings:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageTrainSettings:
     """How the pair for an image model is trained; see `divdec.imaging.training`."""
 
@@ -102,7 +102,7 @@ class ImageTrainSettings:
 class ImageSampleSettings(SamplingSettings):
     """What is drawn, by which model; see `divdec.imaging.drawing`."""
 
-    model: str
+    model: str = dataclasses.field(kw_only=False)
     """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
     output: str
     """Folder for the images, a grid of them, their codes and run.json."""
@@ -137,11 +137,11 @@ class ImageSampleSettings(SamplingSettings):
         return True if self.speculative == "auto" else int(self.speculative)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConvertSettings:
     """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
 
-    checkpoint: str
+    checkpoint: str = dataclasses.field(kw_only=False)
     """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
     output: str
     """Folder for the image model: transformer, tokenizer, layout and codec."""
@@ -163,7 +163,7 @@ class ImageConvertSettings:
 class ImageEvalSettings(SamplingSettings):
     """What is measured, and by whom; see `divdec.imaging.evaluation`."""
 
-    bundle: str
+    bundle: str = dataclasses.field(kw_only=False)
     """A bundle of image models: a folder or hub id."""
     images: str
     """Real images: a folder that holds a folder for each class, named by the class's name or number."""
@@ -215,7 +215,7 @@ class ImageEvalSettings(SamplingSettings):
         at_least("count", self.count, 2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageDemoSettings:
     """The demo on handwritten digits."""
 

@@ -9,11 +9,11 @@ from typing import Literal
 from divdec.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthSettings:
     """Whose gradient is measured, on what, and where the result goes."""
 
-    bundle: str
+    bundle: str = dataclasses.field(kw_only=False)
     """The bundle: a folder or hub id. Steered it is the teacher, its target the student."""
     forget: str
     """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""

@@ -9,11 +9,11 @@ from divdec.errors import UsageError
 from divdec.training.settings import TrainingSettings, positive
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
     """Whose behaviour becomes whose weights, on what data, and how."""
 
-    bundle: str
+    bundle: str = dataclasses.field(kw_only=False)
     """The teacher: a bundle's folder or hub id. Its target, unsteered, is the student."""
     forget: str
     """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""

@@ -10,7 +10,7 @@ from divdec.errors import UsageError
 LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """How a model is fine-tuned."""
 
@@ -46,7 +46,7 @@ class TrainingSettings:
             at_least(name, getattr(self, name), least)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AuxiliarySettings:
     """How the two auxiliaries are made from a base checkpoint."""
 

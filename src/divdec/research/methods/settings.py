@@ -10,7 +10,7 @@ from divdec.errors import UsageError
 EMBEDDED = ("demo", "tofu-small")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareSettings:
     """Which methods are compared, on what, and where the results go."""
 
