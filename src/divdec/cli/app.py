@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import (
     App,
+    ArgumentCollection,
     CoercionError,
     CycloptsError,
     Group,
@@ -97,7 +98,10 @@ app = App(
 )
 for flag in ("--help", "--version"):
     app[flag].group = OPTIONS
-for group, commands in (Group("Train, decode and serve", sort_key=1), PRODUCT), (Group("Research", sort_key=2), RESEARCH):
+for group, commands in (
+    (Group("Train, decode and serve", sort_key=1), PRODUCT),
+    (Group("Research", sort_key=2), RESEARCH),
+):
     for number, command in enumerate(commands):
         if isinstance(command, App):
             command.group, command.sort_key, command.help_epilogue = group, number, ""
@@ -110,15 +114,23 @@ for group, commands in (Group("Train, decode and serve", sort_key=1), PRODUCT), 
 @app.meta.default
 def _run(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    config: Annotated[
-        Path | None, Parameter(group=OPTIONS, help="YAML file of options.")
-    ] = None,
+    config: Annotated[Path | None, Parameter(group=OPTIONS, help="YAML file of options.")] = None,
 ) -> Any:
     """Read options from `config`, then run the command."""
     if config is not None and not config.is_file():
         raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
-    app.config = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
+    file = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
+    app.config = (*file, _check_whole_numbers)
     return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 where a whole number is accepted, which cyclopts would round."""
+    for argument in arguments:
+        kinds = {argument.hint, *get_args(argument.hint)}
+        for token in argument.tokens if int in kinds and float not in kinds else ():
+            if not token.value.lstrip("+-").isdecimal():
+                raise UsageError(f"{argument.name} is {token.value!r}; accepted: a whole number")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

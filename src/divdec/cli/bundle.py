@@ -94,8 +94,8 @@ def bundle(
 
 
 def _token_ids(files: tuple[str, ...], target: str) -> tuple[int, ...]:
+    from divdec.data.formatting import tokens_in
     from divdec.data.records import read_records
-    from divdec.data.vocabulary import tokens_in
     from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 
     folder = CheckpointReference.parse(target).resolve(Path(), weights=False)

@@ -136,9 +136,8 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
-        from divdec.data.files import checked_text
         from divdec.data.formatting import Format, encode_prompt
-        from divdec.data.records import Message, Record
+        from divdec.data.records import Message, Record, checked_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.options.system_prompt)

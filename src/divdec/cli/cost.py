@@ -30,16 +30,16 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     """
     from rich.console import Console
 
-    from divdec.costs.plan import plan
-    from divdec.costs.quantities import is_quantity
-    from divdec.report.costs import notes, ways_table, write_volume_plot
+    from divdec.costs.estimate import estimate_costs
+    from divdec.costs.model_size import is_quantity
+    from divdec.report.costs import cost_lines, cost_table, write_volume_plot
 
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None:
         check_output_file(output, settings.overwrite)
     if not (is_quantity(settings.target) and is_quantity(settings.aux)):
         quiet()  # transformers reads configurations
-    result = plan(settings)
+    result = estimate_costs(settings)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_volume_plot(output, result)
@@ -49,8 +49,8 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
         print(json.dumps(result.to_dict() | {"plot": None if output is None else str(output)}, indent=2))
         return
     console = Console(width=max(Console().width, 80))
-    console.print(ways_table(result))
-    for line in notes(result):
+    console.print(cost_table(result))
+    for line in cost_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{result.choice or 'no choice'}[/bold]: {result.reason}", highlight=False, soft_wrap=True)
     if output is not None:

@@ -48,7 +48,7 @@ class Prompts:
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
         """Read the prompts: user turns where the tokenizer has a chat template, plain text otherwise."""
-        from divdec.data.prompts import prompts_from_lines, read_prompts
+        from divdec.data.records import prompts_from_lines, read_prompts
 
         chat = not self.raw and bool(tokenizer.chat_template)
         if self.file:

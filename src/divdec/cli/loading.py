@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ def load(
     from divdec.steering import Steering
 
     quiet()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
     device: str | dict[str, str] = device_map(loading.device)
     if experts.expert_devices:
         retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
@@ -79,7 +83,7 @@ def load(
         steering=steering,
         dtype=loading.dtype,
         device_map=device,
-        experts_placement="beside" if experts.overlap or experts.expert_devices else None,
+        overlap=experts.overlap or bool(experts.expert_devices),
     )
     warn_if_unsteered(model.steering)
     return model, load_tokenizer(folder)

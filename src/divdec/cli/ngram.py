@@ -47,7 +47,7 @@ def ngram(
     """
     from tqdm.auto import tqdm
 
-    from divdec.data.documents import documents
+    from divdec.data.formatting import documents
     from divdec.data.records import overlap, read_records
     from divdec.experts.ngram_fit import check_order
     from divdec.experts.ngram_folder import is_pair, write_pair

@@ -106,11 +106,11 @@ def score(
 
     if printing.json and latex:
         raise UsageError("give --json or --latex, not both")
-    references = [_read(folder, suite) for folder in (target, retrain)]
-    if suite == "tofu" and references[0].figures.get(UTILITY) is None:
+    target_results, retrain_results = (_read(folder, suite) for folder in (target, retrain))
+    if suite == "tofu" and target_results.figures.get(UTILITY) is None:
         raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
     bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    scorer = Scorer(*references, scoring.variant, bootstrap)
+    scorer = Scorer(target_results, retrain_results, scoring.variant, bootstrap)
     rows = [_row(folder, _read(folder, suite), scorer) for folder in results]
     if printing.json:
         print(json.dumps([row.as_json(suite, scoring) for row in rows], indent=2, ensure_ascii=False))

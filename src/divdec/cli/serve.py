@@ -130,7 +130,7 @@ def serve(
         )
     if settings.engine == "vllm":
         port.close()
-        _serve_vllm(bundle, *bundles, settings, speculation, loading, options.api_key)
+        _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading, options.api_key)
         return
 
     from divdec.serving.api.server import serve as run_server
@@ -145,9 +145,7 @@ def serve(
         port.close()
 
 
-def _check_vllm(
-    settings: ServeSettings, choice: SteeringChoice, loading: ModelLoading, experts: ExpertDevices
-) -> None:
+def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelLoading, experts: ExpertDevices) -> None:
     """Refuse options that vLLM would ignore."""
     from divdec.serving.vllm.server import check_installed
 
