@@ -16,6 +16,11 @@ from divdec.errors import UsageError
 from divdec.runs import check_output_file
 
 LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
+DECODING = Parameter(group=Group("Decoding", sort_key=2))
+TRAINING = Parameter(group=Group("Training", sort_key=3))
+LOADING = Parameter(group=Group("Model loading", sort_key=4))
+SCORING = Parameter(group=Group("Intervals", sort_key=4))
+OUTPUT = Parameter(group=Group("Output", sort_key=5))
 RARE = Parameter(group=Group("Less common options", sort_key=10))
 Flag = Annotated[bool, RARE]
 
@@ -25,9 +30,9 @@ Flag = Annotated[bool, RARE]
 class ModelLoading:
     """Where models run, and in which precision."""
 
-    device: str = "auto"
+    device: Annotated[str, LOADING] = "auto"
     """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' distributes them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], LOADING] = "auto"
     """Precision of the weights; 'auto' takes that of the checkpoints."""
     no_verify: Flag = False
     """Load a bundle although a weight file has changed since the bundle was written."""
@@ -49,17 +54,17 @@ class SteeringChoice:
 class Decoding:
     """How an answer is decoded."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, DECODING] = 256
     """Longest answer, in tokens."""
-    temperature: float = 0.0
+    temperature: Annotated[float, DECODING] = 0.0
     """0 decodes greedily; above 0 samples."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], DECODING] = ()
     """End an answer before any of these strings."""
-    seed: int = 0
+    seed: Annotated[int, DECODING] = 0
     """Seed of the samples."""
 
     def __post_init__(self) -> None:
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        check_at_least("max_new_tokens", self.max_new_tokens, 1)
         if not 0 <= self.temperature <= LARGEST:
             raise UsageError(f"--temperature is {self.temperature:g}; accepted: 0 (greedy) or above")
         if not 0 <= self.seed < 2**32:
@@ -71,9 +76,9 @@ class Decoding:
 class Sampling(Decoding):
     """How tokens are sampled."""
 
-    top_p: float = 1.0
+    top_p: Annotated[float, DECODING] = 1.0
     """Sample among the likeliest tokens that hold this much probability."""
-    top_k: int = 0
+    top_k: Annotated[int, DECODING] = 0
     """Sample among this many of the likeliest tokens; 0 means all."""
 
     def __post_init__(self) -> None:
@@ -89,7 +94,7 @@ class Sampling(Decoding):
 class Speculation:
     """Speculative decoding."""
 
-    speculative: str | None = None
+    speculative: Annotated[str | None, DECODING] = None
     """Draft with q and verify several tokens in one pass of the target: 'auto', or the number of tokens to draft.
     Greedy answers stay the same, sampled ones keep their distribution."""
 
@@ -110,15 +115,15 @@ class Speculation:
 class Optimization:
     """How weights are trained."""
 
-    epochs: float = 10.0
+    epochs: Annotated[float, TRAINING] = 10.0
     """Passes over the data."""
-    batch_size: int = 16
+    batch_size: Annotated[int, TRAINING] = 16
     """Sequences per step and process."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: Annotated[int, TRAINING] = 1
     """Steps whose gradients are added before the weights are updated."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Annotated[Literal["auto", "float32", "bfloat16"], TRAINING] = "auto"
     """Arithmetic of training; 'auto' takes bfloat16 where the GPU supports it."""
-    seed: int = 0
+    seed: Annotated[int, TRAINING] = 0
     """Seed of the order of the data and of adapters' initial values."""
     lora_rank: Annotated[int, RARE] = 0
     """Train low-rank adapters of this rank and merge them; 0 trains every weight."""
@@ -128,9 +133,9 @@ class Optimization:
     """Experiment trackers to report to, such as tensorboard or wandb."""
 
     def __post_init__(self) -> None:
-        positive("epochs", self.epochs)
+        check_positive("epochs", self.epochs)
         for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+            check_at_least(name, getattr(self, name), least)
 
 
 @Parameter(name="*")
@@ -138,7 +143,7 @@ class Optimization:
 class Printing:
     """Format of what is printed."""
 
-    json: bool = False
+    json: Annotated[bool, OUTPUT] = False
     """Print JSON, and everything else to standard error."""
 
 
@@ -147,7 +152,7 @@ class Printing:
 class Overwriting:
     """Whether an earlier result is replaced."""
 
-    overwrite: bool = False
+    overwrite: Annotated[bool, OUTPUT] = False
     """Replace an earlier result."""
 
 
@@ -156,7 +161,7 @@ class Overwriting:
 class OutputFile(Overwriting):
     """A file to write."""
 
-    output: str | None = None
+    output: Annotated[str | None, OUTPUT] = None
     """Write to this file instead of standard output."""
 
     def prepare(self) -> Path | None:
@@ -175,24 +180,58 @@ class OutputFile(Overwriting):
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputFolder(Overwriting):
+    """A folder to write."""
+
+    output: str
+    """Folder for the results."""
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForgetData:
+    """The forget set, and how records are laid out as tokens."""
+
+    forget: str
+    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""
+    max_length: int = 1024
+    """Longest sequence in tokens; longer answers are cut, longer texts are split."""
+    system_prompt: str | None = None
+    """System turn before every conversation."""
+
+    def __post_init__(self) -> None:
+        check_at_least("max_length", self.max_length, 2)
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingData(ForgetData):
+    """The forget set and the retain set."""
+
+    retain: str
+    """Retain set, in the same formats."""
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resampling:
     """Percentile bootstrap intervals."""
 
-    level: float = 0.99
+    level: Annotated[float, SCORING] = 0.99
     """Level of the percentile bootstrap intervals."""
-    draws: int = 1000
+    draws: Annotated[int, SCORING] = 1000
     """Resamples of the items."""
-    seed: int = 0
+    seed: Annotated[int, SCORING] = 0
     """Seed of the resampling."""
 
 
-def positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     """Refuse a number that is not above 0, or so large that a step would overflow."""
     if not 0 < value <= LARGEST:
         raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {LARGEST:g}")
 
 
-def at_least(name: str, value: int, least: int) -> None:
+def check_at_least(name: str, value: int, least: int) -> None:
     """Refuse a number below `least`."""
     if value < least:
         raise UsageError(f"{option(name)} is {value}; accepted: a whole number of at least {least}")

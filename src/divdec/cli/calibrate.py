@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import NOT_REACHED, UsageError
-from divdec.options import Flag, ModelLoading, Printing, SteeringChoice, at_least
+from divdec.options import Flag, ModelLoading, Printing, SteeringChoice, check_at_least
 
 if TYPE_CHECKING:
     from divdec.evaluation.calibration import Calibration
@@ -70,7 +70,7 @@ def calibrate(
     from divdec.evaluation import calibration
     from divdec.evaluation.run import parse_sweep
 
-    at_least("batch_size", batch_size, 1)
+    check_at_least("batch_size", batch_size, 1)
     if force and not write:
         raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
     bound = _share(max_retain_drop)

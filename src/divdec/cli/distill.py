@@ -13,8 +13,7 @@ from cyclopts import Parameter
 from divdec.cli.loading import load, quiet, report
 from divdec.errors import NOT_REACHED
 from divdec.options import Printing
-from divdec.training.depth_settings import DepthSettings
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.settings import DistillationSettings, GradientDepthSettings
 
 LEAST_CLOSED = 0.5  # of the distance to the teacher on the forget set
 
@@ -56,7 +55,7 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     return code
 
 
-def gradient_depth(settings: Annotated[DepthSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+def gradient_depth(settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
 
     example:
@@ -71,8 +70,8 @@ def gradient_depth(settings: Annotated[DepthSettings, Parameter(name="*")], *, p
     from divdec.evaluation.bootstrap import Bootstrap
     from divdec.report.depth import depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
-    from divdec.training.depth import check_teacher, chosen, decoder_parts
-    from divdec.training.depth import gradient_depth as measure
+    from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples
+    from divdec.training.gradient_depth import gradient_depth as measure
 
     def ours(folder: Path) -> bool:
         return (read_record(folder) or {}).get("verb") == "depth"
@@ -81,14 +80,14 @@ def gradient_depth(settings: Annotated[DepthSettings, Parameter(name="*")], *, p
     check_output(output, settings.overwrite, ours)
     bootstrap = Bootstrap(seed=settings.seed)
     sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
-    model, tokenizer = load(settings.bundle, settings.loading, settings.choice)
+    model, tokenizer = load(settings.bundle, settings, settings)
     check_teacher(model.steering)
     decoder_parts(model.target)
     positions = model.config.max_position_embeddings
     longest = settings.max_length if positions is None else min(settings.max_length, positions)
     form = Format(system_prompt=settings.system_prompt, max_length=longest)
     examples = {
-        name: chosen(encode_set(records, tokenizer, form), settings.samples, settings.seed)
+        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
         for name, records in sets.items()
     }
     for name, drawn in examples.items():

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from divdec import options
 from divdec.cli.loading import ExpertDevices, check_fits, load
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, OutputFile, Printing, Sampling, SteeringChoice, at_least
+from divdec.options import ModelLoading, OutputFile, Printing, Sampling, SteeringChoice, check_at_least
 from divdec.runs import write_text
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def generate(
     from divdec.model.checkpoint import load_tokenizer
     from divdec.model.loading import find_bundle
 
-    at_least("batch_size", batch_size, 1)
+    check_at_least("batch_size", batch_size, 1)
     as_json = printing.json or logprobs
     file = output.prepare()
     records = prompts.read(load_tokenizer(find_bundle(bundle)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from divdec.cli.chat import Turns
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, SteeringChoice, at_least
+from divdec.options import ModelLoading, SteeringChoice, check_at_least
 
 API_KEY = "DIVDEC_API_KEY"
 
@@ -53,7 +53,7 @@ def playground(
     from divdec.extras import require
     from divdec.serving.address import bind, is_local
 
-    at_least("max_new_tokens", max_new_tokens, 1)
+    check_at_least("max_new_tokens", max_new_tokens, 1)
     if not 0 <= seed < 2**32:
         raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")
     if not 0 <= port < 2**16:

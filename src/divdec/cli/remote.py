@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from divdec.cli.generate import Prompts
 from divdec.errors import UsageError
-from divdec.options import RARE, Decoding, OutputFile, Printing, at_least
+from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
 
 if TYPE_CHECKING:
     from divdec.remote.choices import RemoteAnswer
@@ -90,7 +90,7 @@ class Provider:
     """Further fields of every request, as JSON, such as '{"top_k": 0}' for a server that samples among few tokens."""
 
     def __post_init__(self) -> None:
-        at_least("concurrency", self.concurrency, 1)
+        check_at_least("concurrency", self.concurrency, 1)
 
 
 def remote(

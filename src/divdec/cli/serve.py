@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
-from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, at_least, option
+from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
 
 if TYPE_CHECKING:
     from divdec.serving.api.server import Options
@@ -69,7 +69,7 @@ class ServeSettings:
         if not 0 <= self.port < 2**16:
             raise UsageError(f"--port is {self.port}; accepted: 0 to {2**16 - 1}")
         for name in ("max_num_seqs", "max_queue", "max_tokens", "max_body_bytes"):
-            at_least(name, getattr(self, name), 1)
+            check_at_least(name, getattr(self, name), 1)
         if not 0 < self.max_seconds < 1e6 or not 0 <= self.shutdown_timeout < 1e6:
             raise UsageError(
                 "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
