@@ -55,7 +55,9 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     return code
 
 
-def gradient_depth(settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+def gradient_depth(
+    settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()
+) -> None:
     r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
 
     example:
