@@ -137,7 +137,7 @@ def serve(
 
     try:
         engines = {
-            name: _build_engine(name, path, settings, choice, speculation, loading, experts)
+            name: build_engine(name, path, settings, choice, speculation, loading, experts)
             for name, path in bundles.items()
         }
         run_server(engines, port, options)
@@ -223,15 +223,16 @@ def _options(settings: ServeSettings) -> Options:
     )
 
 
-def _build_engine(
+def build_engine(
     name: str,
     bundle: str,
     settings: ServeSettings,
-    choice: SteeringChoice,
-    speculation: Speculation,
-    loading: ModelLoading,
-    experts: ExpertDevices,
+    choice: SteeringChoice = SteeringChoice(),
+    speculation: Speculation = Speculation(),
+    loading: ModelLoading = ModelLoading(),
+    experts: ExpertDevices = ExpertDevices(),
 ) -> Engine:
+    """Load a bundle and build the engine that serves it under a name."""
     from divdec.decoding import speculative
     from divdec.serving.engine.engine import Engine
 

@@ -75,7 +75,7 @@ def write_bundle(
         steering: the rule, such as 'linear:1.5'; None where nothing but a registry steers, which needs no rule.
         ngram: folder of an n-gram pair (`divdec ngram`).
         ngram_weight: what its divergence is multiplied by.
-        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows. Its
+        registry: folder of a registry of takedown requests (`divdec takedown`), which the loaded model follows. Its
             strength is its own.
         bridge: the auxiliaries have another tokenizer than the target.
         heal: with `bridge`, where a token of the target ends within one of the auxiliaries', take the divergence of

@@ -45,7 +45,7 @@ class CompareSettings:
     limit: int | None = None
     """Take only the first so many questions of each set."""
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
-    """How aggregates are computed; see `divdec score --help`."""
+    """How aggregates are computed; see `divdec results score --help`."""
     jobs: int = 1
     """Cells that run at once, each in a process of its own with its share of the processor's cores."""
     keep_models: bool = False
