@@ -92,7 +92,9 @@ def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
     capsys.readouterr()
     for figure, run, files in (("depth", "depth", 1), ("distillation", "students", 4)):
         output = tmp_path / f"{figure}.svg"
-        assert main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
+        assert (
+            main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
+        )
         assert len(json.loads(capsys.readouterr().out)["sources"]) == files
         assert ElementTree.parse(output).getroot().tag.endswith("svg")
     text = (tmp_path / "distillation.svg").read_text()

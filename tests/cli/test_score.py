@@ -61,7 +61,9 @@ def oracle(shared):
 
 
 def score(capsys, suite, *arguments, target, retrain):
-    assert main(["results", "score", suite, *map(str, arguments), "--target", str(target), "--retrain", str(retrain)]) == 0
+    assert (
+        main(["results", "score", suite, *map(str, arguments), "--target", str(target), "--retrain", str(retrain)]) == 0
+    )
     return capsys.readouterr().out
 
 

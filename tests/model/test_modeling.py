@@ -344,7 +344,7 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="new_cache"):
             steered.generate(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
 
-    @pytest.mark.parametrize("implementation", ["quantized", "offloaded"])
+    @pytest.mark.parametrize("implementation", ["quantized", "offloaded", "static"])
     def test_caches_built_for_one_model(self, steered, implementation):
         with pytest.raises(UsageError, match="cache_implementation"):
             generate(steered, PROMPTS, cache_implementation=implementation)

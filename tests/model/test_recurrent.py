@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation, UsageError
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.protocol import holds_tokens
 
 # Linear attention beside attention, both in one layer, and layers of the architecture's own.
 STATEFUL = ("olmo_hybrid", "falcon_h1", "deepseek_v4")
@@ -76,8 +76,6 @@ def test_a_part_with_a_state_makes_the_whole_stateful(model_type, part):
         with pytest.raises(UsageError, match=rf"recurrent state \({model_type}\): leave") as error:
             generate(model, **drafting(name))
         assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="cache_implementation='static' is not offered"):
-        generate(model, cache_implementation="static")
 
 
 @pytest.mark.parametrize("model_type", STATEFUL)
@@ -134,14 +132,14 @@ def test_remote_experts_with_a_state_read_anew():
 
 def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, tmp_path):
     from divdec import write_bundle
-    from divdec.serving.vllm.parts import EngineOptions, check_whole, read_parts
+    from divdec.serving.vllm.configuration import EngineOptions, check_weights_complete, read_parts
 
     tiny_architecture("falcon_h1", vocab_size=512).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     pair = {f"{name}_auxiliary": str(checkpoints / name) for name in ("retain", "forget")}
     bundle = write_bundle(tmp_path / "bundle", target=str(tmp_path / "target"), **pair, steering="linear:1")
     with pytest.raises(UsageError, match=r"target .* has a recurrent state .falcon_h1"):
-        check_whole(read_parts(str(bundle), None, EngineOptions()))
+        check_weights_complete(read_parts(str(bundle), None, EngineOptions()))
 
 
 def refusal(work):

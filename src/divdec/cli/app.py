@@ -36,7 +36,6 @@ from divdec.cli import (
     demo,
     distill,
     doctor,
-    eval as evaluation,
     generate,
     image,
     ngram,
@@ -46,6 +45,9 @@ from divdec.cli import (
     serve,
     takedown,
     train,
+)
+from divdec.cli import (
+    eval as evaluation,
 )
 from divdec.errors import Diverged, FailedClosed, UsageError
 

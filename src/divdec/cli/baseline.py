@@ -23,8 +23,7 @@ app = App(name="baseline", help="Apply another unlearning method to the same tar
 def list_methods(*, printing: Printing = Printing()) -> None:
     """List the methods: name, kind, source and what they do.
 
-    example:
-
+    Example:
         divdec baseline list
 
     Args:
@@ -82,8 +81,7 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
 
     A stopped run is resumed by the same command.
 
-    example:
-
+    Example:
         divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 \
           --output runs/compare
     """

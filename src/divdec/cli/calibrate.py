@@ -41,8 +41,7 @@ def calibrate(
 
     Exit code 3: no setting was measured to forget without losing too much.
 
-    example:
-
+    Example:
         divdec calibrate bundle --forget forget.jsonl --retain retain.jsonl \
           --holdout holdout.jsonl --max-retain-drop 2% --write
 

@@ -53,8 +53,7 @@ def chat(
 
     /help lists the commands of the conversation, such as /why and /alpha 2.
 
-    example:
-
+    Example:
         divdec chat bundle --steering linear:1.5
 
     Args:

@@ -23,8 +23,7 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
 
     Exit code 3: the student was measured not to come near its teacher.
 
-    example:
-
+    Example:
         divdec distill bundle --forget forget.jsonl --retain retain.jsonl \
           --lr 4e-5 --output runs/student
     """
@@ -60,8 +59,7 @@ def gradient_depth(
 ) -> None:
     r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
 
-    example:
-
+    Example:
         divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
           --output runs/depth
     """

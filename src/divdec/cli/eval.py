@@ -37,8 +37,7 @@ def evaluate(
 ) -> None:
     r"""Measure models on TOFU, MUSE or for leaks, item by item as OpenUnlearning does.
 
-    example:
-
+    Example:
         divdec eval tofu bundle --data TOFU --split forget10 \
           --retain-results runs/retrain --holdout holdout10.json --output runs/eval
 
@@ -47,6 +46,7 @@ def evaluate(
         all_figures: Print all figures, not only the most important.
         printing: format of the figures.
     """
+    import divdec.research.baselines.composite  # noqa: F401  # registers the composite baselines with transformers
     from divdec.evaluation.run import evaluate as run
     from divdec.evaluation.sharding import is_main, sharded
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
@@ -104,8 +103,7 @@ def generate(
 
     The tokenizer's chat template is used where there is one. A single answer is streamed to a terminal.
 
-    example:
-
+    Example:
         divdec generate bundle --prompt 'Who wrote The Hollow Orchard?'
 
     Args:
@@ -213,8 +211,8 @@ def _answers(
     import torch
 
     from divdec.data.formatting import padding_id
+    from divdec.decoding.text import answer_text, token_text
     from divdec.evaluation.generation import left_padded
-    from divdec.serving.engine.text import answer_text, token_text
 
     padding = padding_id(tokenizer)
     for start in range(0, len(records), batch_size):

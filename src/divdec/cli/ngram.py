@@ -28,8 +28,7 @@ def ngram(
 ) -> None:
     r"""Count n-grams of a retain and a forget set: experts without training, for verbatim text.
 
-    example:
-
+    Example:
         divdec ngram --retain retain.jsonl --forget forget.jsonl \
           --target models/target --output ngrams
 
@@ -49,10 +48,15 @@ def ngram(
 
     from divdec.data.formatting import documents
     from divdec.data.records import overlap, read_records
-    from divdec.experts.ngram_fit import check_order
-    from divdec.experts.ngram_folder import is_pair, write_pair
-    from divdec.model.checkpoint import CheckpointReference, check_apart, load_config, load_tokenizer
-    from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
+    from divdec.experts.ngram_fit import check_order, is_pair, write_pair
+    from divdec.model.checkpoint import (
+        CheckpointReference,
+        check_apart,
+        load_config,
+        load_tokenizer,
+        vocabulary_sha256,
+        vocabulary_width,
+    )
     from divdec.runs import RECORD, check_output, output_folder, record, write_json
 
     quiet()

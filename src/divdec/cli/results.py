@@ -86,8 +86,7 @@ def score(
 ) -> None:
     r"""Aggregate results: TOFU's Mem, Priv, Utility and Agg, or MUSE's distances, with bootstrap intervals.
 
-    example:
-
+    Example:
         divdec results score tofu runs/linear runs/rank \
           --target runs/target --retrain runs/retrain
 
@@ -132,8 +131,7 @@ def report(
 ) -> None:
     r"""Write one HTML page: scores with intervals, plots, and answers side by side.
 
-    example:
-
+    Example:
         divdec results report runs/sweep --target runs/target \
           --retrain runs/retrain --output report.html
 
@@ -189,8 +187,7 @@ def plot(
 ) -> None:
     """Draw one of the paper's figures, from results or from the paper's published result files.
 
-    example:
-
+    Example:
         divdec results plot runs/compare --figure tofu-bars --output bars.svg
 
     Args:

@@ -25,8 +25,7 @@ app = App(name="takedown", help="Take texts down from running models: a registry
 def init(registry: str, *, target: str, retain: str, order: int = 5, printing: Printing = Printing()) -> None:
     """Create a registry.
 
-    example:
-
+    Example:
         divdec takedown init takedowns --target models/target --retain retain.jsonl
 
     Args:
@@ -73,8 +72,7 @@ def add(
 
     Exit code 1: the request is in force, and the target was measured to repeat some of its passages.
 
-    example:
-
+    Example:
         divdec takedown add takedowns --id case-17 --file article.txt
 
     Args:
@@ -119,8 +117,7 @@ def add(
 def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
     """Withdraw a request.
 
-    example:
-
+    Example:
         divdec takedown remove takedowns --id case-17
 
     Args:
@@ -138,8 +135,7 @@ def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
 def list_requests(registry: str, *, history: bool = False, printing: Printing = Printing()) -> None:
     """List the requests in force.
 
-    example:
-
+    Example:
         divdec takedown list takedowns
 
     Args:
@@ -177,8 +173,7 @@ def list_requests(registry: str, *, history: bool = False, printing: Printing = 
 def verify(registry: str, *, printing: Printing = Printing()) -> int:
     """Check that a registry is intact; exit code 1 if it is not.
 
-    example:
-
+    Example:
         divdec takedown verify takedowns
 
     Args:

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import UsageError
-from divdec.experts.protocol import Experts
-from divdec.experts.shifting import can_roll_back
+from divdec.experts.protocol import Experts, can_roll_back
 from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns

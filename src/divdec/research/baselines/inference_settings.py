@@ -7,8 +7,8 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.research.baselines.method import Method
 from divdec.options import check_at_least
+from divdec.research.baselines.method import Method
 from divdec.training.settings import TrainingSettings
 
 

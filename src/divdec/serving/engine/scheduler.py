@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.forward import stateful_types
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.neural import stateful_types
+from divdec.experts.protocol import holds_tokens
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.alone import Alone
 from divdec.serving.engine.batch import Batch, Prefill, Told
