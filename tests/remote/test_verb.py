@@ -84,7 +84,7 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
 def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
     from divdec.cli.remote import _rows
-    from divdec.cli.remote_settings import RemoteVerbSettings
+    from divdec.options import Decoding
     from divdec.remote.answers import Kept
     from divdec.remote.target import RemoteTarget
 
@@ -98,9 +98,8 @@ def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
 
     told = []
     monkeypatch.setattr(RemoteTarget, "stream", endless)
-    settings = RemoteVerbSettings("http://127.0.0.1:9", "plain", bundle="b", concurrency=2)
     with pytest.raises(KeyboardInterrupt):
-        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], Kept(None, ""), settings))
+        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], Kept(None, ""), Decoding(), 2))
     assert len(told) < 1000
 
 
@@ -150,10 +149,10 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--bias-entries", "0"], "bias limits are 0 entries"),
         (["--steering", "rank:20:soft"], "soft fill"),
         (["--steering", "linear:x"], "not a number"),
-        (["--retain", "elsewhere"], "a bundle names its experts"),
+        (["--retain-auxiliary", "elsewhere"], "a bundle names its experts"),
         (["--tokenizer", "elsewhere"], "give either --bundle"),
-        (["--key-variable", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
-        (["--temperature", "-1"], "temperature at least 0"),
+        (["--api-key-env", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
+        (["--temperature", "-1"], "--temperature is -1; accepted: 0"),
         (["--timeout", "-1"], "accepted: a timeout above 0"),
         (["--extra", '{"temperature": 1}'], "extra holds temperature"),
         (["--extra", '{"x": NaN}'], "written as JSON"),

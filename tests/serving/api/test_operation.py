@@ -141,18 +141,17 @@ def test_several_bundles_each_with_its_rule(served_bundle, models):
 
 
 def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path, world):
-    from divdec.cli.serve import _engine
-    from divdec.cli.settings import ServeSettings
+    from divdec.cli.serve import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
     from divdec.takedowns.log import LOG_FILE
     from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)
-    settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"))
+    settings = ServeSettings(registry=str(tmp_path / "registry"))
     text = max(world.corpus, key=len)
     asked = SHORT | {"prompt": text[:120], "echo": True, "logprobs": 0, "max_tokens": 0}
-    with serving([_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
+    with serving([build_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
 
         def told():
             return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]
@@ -173,11 +172,11 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
         (tmp_path / "registry" / LOG_FILE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
     with pytest.raises(FailedClosed):
-        _engine("tiny", str(served_bundle), settings)
+        build_engine("tiny", str(served_bundle), settings)
 
 
 def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
-    with process(served_bundle, "--grace", "200") as running:
+    with process(served_bundle, "--shutdown-timeout", "200") as running:
         assert running.ready == f"serving tiny (linear:1.5) on {running.url}/v1"
         asked = LONG | {"max_tokens": 400, "stream": True}
         with httpx.stream("POST", running.url + PATH, json=asked, timeout=60) as response:
@@ -196,7 +195,7 @@ def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
 
 def test_streams_that_do_not_end_in_time_end_with_an_error(served_bundle):
     secret = "an unmistakable prompt"
-    with process(served_bundle, "--grace", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
+    with process(served_bundle, "--shutdown-timeout", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
         headers = {"Authorization": f"Bearer {KEY}"}
         asked = LONG | {"model": "other", "prompt": secret, "stream": True}
         with httpx.stream("POST", running.url + PATH, json=asked, timeout=60, headers=headers) as response:
@@ -279,9 +278,9 @@ def one_line(capsys):
         (["--api-key", "short"], "at least 16"),
         (["--api-key", "with a space in the key"], "ASCII"),
         (["--port", "70000"], "port is 70000"),
-        (["--rows", "0"], "rows is 0"),
+        (["--max-num-seqs", "0"], "rows is 0"),
         (["--max-body-bytes", "0"], "max-body-bytes is 0"),
-        (["--grace", "-1"], "grace"),
+        (["--shutdown-timeout", "-1"], "grace"),
         (["--speculative", "much"], "speculative"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["--bundle", "nameless"], "name=path"),
@@ -291,7 +290,7 @@ def one_line(capsys):
         (["--registry", "absent", "--port", "0"], "absent"),
         (["--unknown", "1"], "--unknown"),
         (["--vllm-options=--max-model-len 9"], "--engine vllm"),
-        (["--engine", "vllm", "--rows", "3"], "--rows is for --engine embedded"),
+        (["--engine", "vllm", "--max-num-seqs", "3"], "--max-num-seqs is for --engine embedded"),
         (["--engine", "vllm", "--bundle", "other=elsewhere"], "--bundle is for --engine embedded"),
     ],
 )
