@@ -31,7 +31,7 @@ from divdec.remote.target import RemoteTarget
 from divdec.research.demo import RECIPE, WORLD, material_of, question_sets
 from divdec.research.stages import train_all
 from divdec.runs import cache_folder
-from divdec.serving.address import bind
+from divdec.serving import bind
 from divdec.serving.api.server import HttpServer, Options
 from divdec.serving.engine.engine import Engine
 from divdec.steering import Steering
@@ -78,10 +78,10 @@ def main() -> None:
         server = HttpServer(
             {"plain": Engine(DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain), "plain")},
             bind("127.0.0.1", 0),
-            Options(grace=0.0),
+            Options(shutdown_timeout=0.0),
         )
         ready = threading.Event()
-        server.ready = ready.set
+        server.on_ready = ready.set
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         ready.wait(60)

@@ -60,7 +60,7 @@ def byte_local(byte_models):
 
 @pytest.fixture(scope="module")
 def url(byte_models):
-    with serving([engine_of(byte_models[1], "plain")], grace=0.0) as found:
+    with serving([engine_of(byte_models[1], "plain")], shutdown_timeout=0.0) as found:
         yield found
 
 

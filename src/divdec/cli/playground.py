@@ -75,7 +75,7 @@ class Settings:
 def run(settings: Settings) -> None:
     """Serve the page until the process is told to stop."""
     from divdec.extras import require
-    from divdec.serving.address import bind, is_local
+    from divdec.serving import bind, is_local
 
     if not settings.is_url and not is_local(settings.host):
         what = "unsteered answers" if settings.show_target else "what was pushed down, and lets a viewer steer less"

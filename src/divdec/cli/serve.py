@@ -47,7 +47,7 @@ def run(settings: Settings) -> None:
     options.check_tls()
 
     from divdec.cli.loading import hold_experts
-    from divdec.serving.address import bind
+    from divdec.serving import bind
     from divdec.serving.api.server import serve
 
     hold_experts(settings)  # one process alone takes the port
@@ -70,7 +70,7 @@ def _run_vllm(settings: Settings) -> None:
             raise UsageError(f"{option} is for --engine embedded; options of vLLM itself go into --vllm-options")
     check_installed()
 
-    from divdec.serving.address import bind
+    from divdec.serving import bind
 
     options = _options(settings)
     options.check_tls()
@@ -97,7 +97,7 @@ def _run_vllm(settings: Settings) -> None:
 
 
 def _warn_if_open(settings: Settings, options: Options) -> None:
-    from divdec.serving.address import is_local
+    from divdec.serving import is_local
 
     if not is_local(settings.host) and options.api_key is None:
         print(f"warning: {settings.host} is open to others and no --api-key is set: anybody can ask", file=sys.stderr)
@@ -137,7 +137,7 @@ def _options(settings: Settings) -> Options:
             max_body_bytes=settings.max_body_bytes,
             max_sequences=settings.queue,
         ),
-        grace=settings.grace,
+        shutdown_timeout=settings.grace,
         log_prompts=settings.log_prompts,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
@@ -162,4 +162,4 @@ def _engine(name: str, bundle: str, settings: Settings) -> Engine:
     speculation = None
     if settings.speculative is not None:
         speculation = Speculation(None if settings.speculative == "auto" else int(settings.speculative))
-    return Engine(model, tokenizer, name, rows=settings.rows, queue=settings.queue, speculation=speculation)
+    return Engine(model, tokenizer, name, max_num_seqs=settings.rows, max_queue=settings.queue, speculation=speculation)

@@ -14,7 +14,7 @@ import torch
 from divdec.errors import UsageError
 from divdec.experts.forward import device_of
 from divdec.playground.steered import Steered
-from divdec.serving.address import is_local
+from divdec.serving import is_local
 from divdec.serving.engine.text import AnswerText
 
 
