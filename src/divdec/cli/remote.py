@@ -14,8 +14,7 @@ from divdec.cli.remote_settings import RemoteVerbSettings as Settings
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
-    from divdec.remote.choices import RemoteAnswer
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.target import RemoteAnswer, RemoteTarget
 
 POSITIONAL = ()
 EXAMPLE = "divdec remote --bundle bundle --endpoint https://api.example.com/v1 --model big --key-variable API_KEY"
@@ -26,7 +25,7 @@ def run(settings: Settings) -> None:
     from divdec.cli.loading import quiet
     from divdec.data.formatting import Format, encode_prompts
     from divdec.data.prompts import prompts_from_lines, read_prompts
-    from divdec.remote.answers import Kept
+    from divdec.remote.resume import ResumableOutput
     from divdec.runs import check_output_file, settings_hash
 
     output = Path(settings.output).expanduser() if settings.output else None
@@ -51,7 +50,7 @@ def run(settings: Settings) -> None:
     }
     # A bundle may be written anew under its name.
     decisive = {**dataclasses.asdict(settings), **idle, "rule": str(target.steering), "parts": _parts(settings)}
-    kept = Kept(output, settings_hash(decisive))
+    kept = ResumableOutput(output, settings_hash(decisive))
     texts = [prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages] for prompt in prompts]
     streaming = output is None and len(prompts) == 1 and not settings.json
     try:
@@ -66,18 +65,17 @@ def run(settings: Settings) -> None:
         kept.finish(len(prompts), as_json=settings.json)
     finally:
         target.close()
-        if target.completions.counts.requests:
+        if target.completions.usage.requests:
             print(_told(target), file=sys.stderr)
 
 
 def _target(settings: Settings) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
-    from divdec.remote.choices import RemoteSettings
     from divdec.remote.client import Endpoint
     from divdec.remote.completions import Completions
-    from divdec.remote.sources import Sources, of_bundle, open_sources
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
+    from divdec.remote.target import RemoteSettings, RemoteTarget
     from divdec.steering import Steering
 
     endpoint = Endpoint(
@@ -88,22 +86,23 @@ def _target(settings: Settings) -> RemoteTarget:
     device = device_map(settings.device)
     steering = None if settings.steering is None else Steering.parse(settings.steering)
     if settings.bundle is not None:
-        sources, stored = of_bundle(settings.bundle, device)
+        sources, stored = sources_from_bundle(settings.bundle, device)
         steering = stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
     else:
         assert settings.tokenizer is not None
-        sources = Sources(
+        sources = ExpertSources(
             settings.tokenizer, settings.retain, settings.forget, settings.ngram, settings.registry,
             bridge=settings.bridge, device=device,
         )  # fmt: skip
     steering = steering or Steering()  # without effect: a registry needs no rule
-    opened = open_sources(sources)
+    opened = load_experts(sources)
     warn_if_unsteered(steering)
-    first, *others = opened.ends
+    first, *others = opened.eos_token_ids
     completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(settings), others)
     return RemoteTarget(
         completions, opened.experts, steering, asked,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
+        eos_token_ids=opened.eos_token_ids, max_length=opened.max_length, width=opened.vocab_size,
+        takedowns=opened.takedowns,
     )  # fmt: skip
 
 
@@ -141,12 +140,12 @@ def _rows(target: RemoteTarget, encoded: list[list[int]], texts: list[Any], kept
 
     from tqdm.auto import tqdm
 
-    from divdec.remote.choices import RemoteAnswer
+    from divdec.remote.target import RemoteAnswer
 
     stopped = threading.Event()
 
     def answer(place: int) -> dict[str, Any]:
-        if (known := kept.of(place, texts[place])) is not None:
+        if (known := kept.get(place, texts[place])) is not None:
             return known
         found = RemoteAnswer()
         for _ in target.stream(encoded[place], answer=found, **_options(settings, place)):
@@ -184,7 +183,7 @@ def _row(prompt: Any, answer: RemoteAnswer, target: RemoteTarget) -> dict[str, A
 
 
 def _told(target: RemoteTarget) -> str:
-    counts, sure = target.completions.counts, target.sure
+    counts, sure = target.completions.usage, target.exactness
     repeated = f", {counts.retries} of them repeated" if counts.retries else ""
     line = (
         f"{sure.tokens} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "
