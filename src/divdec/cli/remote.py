@@ -24,7 +24,7 @@ def run(settings: Settings) -> None:
     """Answer every prompt, and say on standard error what it took."""
     from divdec.cli.loading import quiet
     from divdec.data.formatting import Format, encode_prompts
-    from divdec.data.prompts import prompts_from_lines, read_prompts
+    from divdec.data.records import prompts_from_lines, read_prompts
     from divdec.remote.resume import ResumableOutput
     from divdec.runs import check_output_file, settings_hash
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divdec.data.files import checked_text, json_rows, read_text
+from divdec.data.records import checked_text, json_rows, read_text
 from divdec.errors import UsageError
 from divdec.evaluation.key_phrases import FUNCTION_WORDS, holds, key_phrase, words
 from divdec.remote.client import Endpoint

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
@@ -25,7 +26,6 @@ from divdec.model.checks import check_divergence, positions_of
 from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
-from divdec.serving.engine.text import AnswerText
 from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns
 

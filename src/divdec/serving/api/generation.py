@@ -13,13 +13,13 @@ from jinja2.exceptions import TemplateError
 from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
+from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError, first_line
 from divdec.serving.api.errors import ApiError, invalid
 from divdec.serving.api.middleware import Metrics, RequestRecord
 from divdec.serving.api.schemas import ChatMessageParam, GenerationRequest
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.request import RequestOutput, SamplingParams
-from divdec.serving.engine.text import AnswerText
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
 LOWEST_TEMPERATURE = 1e-5  # below, division by the temperature overflows; decoding is greedy there

@@ -10,10 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from divdec.decoding.loop import Decoding
-from divdec.decoding.speculative import Speculation
-from divdec.model.cache import DivergenceCache
-from divdec.model.joining import can_join, drop_columns, join
+from divdec.decoding.speculative import Speculation, SpeculativeDecoder
+from divdec.model.cache import DivergenceCache, can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.request import Request, RequestOutput, TokenLogprob, token_logprob
 
@@ -144,17 +142,14 @@ class SpeculativeRequest:
         )
         config.prefill_chunk_size = chunk
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._decoding = Decoding(
+        self._decoding = SpeculativeDecoder(
             model,
             ids,
             request.processors,
             StoppingCriteriaList(),
             config,
             {"past_key_values": self._cache},
-            gamma=speculation.gamma,
-            drafter=speculation.drafter,
-            statistics=None,
-            streamer=None,
+            speculation,
             seed=request.seed(),
         )
         self._has_prefilled = False
@@ -176,7 +171,7 @@ class SpeculativeRequest:
             self._has_prefilled = True
         request = self.requests[0]
         outputs: StepOutput = []
-        rows = self._decoding.rows
+        rows = self._decoding.batch.sequences
         for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
             output = request.append_token(token, None)
             outputs.append((request, output))

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from divdec.decoding.processors import SteeredProcessors
-from divdec.decoding.uniform import Uniform
+from divdec.decoding.speculative import PositionalRandom
+from divdec.decoding.text import AnswerText
 from divdec.sampling import pick
-from divdec.serving.engine.text import AnswerText
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -119,7 +119,7 @@ class Request:
         self.processors = logits_processors(params, len(self.prompt))
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._text = AnswerText(tokenizer, params.stop, self.prompt)
-        self._uniform = Uniform(1, torch.device("cpu"), self.seed())
+        self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
         self._has_output = False
 
     @property
