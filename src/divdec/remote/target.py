@@ -20,8 +20,7 @@ from torch import Tensor
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
-from divdec.experts.protocol import Experts
-from divdec.experts.shifting import can_roll_back
+from divdec.experts.protocol import Experts, can_roll_back
 from divdec.model.checks import check_divergence, positions_of
 from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
