@@ -28,11 +28,11 @@ from divdec import DivergenceForCausalLM
 from divdec.data.formatting import IGNORED
 from divdec.evaluation import attacks
 from divdec.evaluation.generation import left_padded
-from divdec.evaluation.layout import Layout, decoded
+from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.run import parse_sweep
-from divdec.evaluation.subject import Subject
+from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu
-from divdec.evaluation.tofu_data import read_tofu
+from divdec.evaluation.tofu import read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 from openunlearning import python_of, summary
 
@@ -207,7 +207,7 @@ def main():
     tokenizer = load_tokenizer(Path(given.model))
     data = read_tofu(given.data, given.split, given.holdout, given.limit)
     options = TofuOptions()
-    layout = Layout(tokenizer, "chat", options.system_prompt, options.date)
+    layout = QuestionFormat(tokenizer, "chat", options.system_prompt, options.date)
     items = sum(len(questions) for questions in data.sets.values())
 
     def load(name):
@@ -221,7 +221,7 @@ def main():
             counter = Counter(model)
             if name == "ours":
                 seconds, (found,) = _timed(
-                    lambda: evaluate_tofu(Subject(model, tokenizer), data, options, reference=reference)
+                    lambda: evaluate_tofu(EvaluatedModel(model, tokenizer), data, options, reference=reference)
                 )
                 figures[name] = found.figures
             else:
@@ -248,7 +248,7 @@ def main():
     attacked, others = _answers(data)
     times = {}
     for count, settings in ((1, parse_sweep(["linear:1"])), (10, parse_sweep(texts))):
-        subject = Subject(steered, tokenizer, settings)
+        subject = EvaluatedModel(steered, tokenizer, settings)
         times[count] = statistics.median(
             _timed(lambda subject=subject: _teacher_forced(subject, layout, attacked, others))[0]
             for _ in range(given.repeats)

@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.evaluation import attacks
-from divdec.evaluation.likelihood import (
-    closer_to_1_better,
-    normalised_probability,
-    prob_mean,
-    true_better,
-    truth_ratio,
-)
-from divdec.evaluation.memorization import exact_memorization, extraction_strength
+from divdec.evaluation.metrics import closer_to_1_better, normalised_probability, prob_mean, true_better, truth_ratio
+from divdec.evaluation.metrics import exact_memorization, extraction_strength
 from divdec.evaluation.scoring import ItemScore
 
 

@@ -13,11 +13,11 @@ from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
-from divdec.evaluation.attacks import gradient_norm
+from divdec.evaluation.scoring import gradient_norm
 from divdec.evaluation.generation import answers, continuations
-from divdec.evaluation.influence import pushed_down
+from divdec.evaluation.scoring import probability_drops
 from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.evaluation.text import contains_fact, rouge_l_recall
+from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from exactness import LOGITS, assert_same_answer
 
 EXAMPLES = [
@@ -236,7 +236,7 @@ def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
 
 def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):
     prompt, answer = [5, 9, 200], [31, 7, 45]
-    found = pushed_down(model, prompt, answer, most=5)
+    found = probability_drops(model, prompt, answer, most=5)
     ids = torch.tensor([prompt + answer])
     with torch.no_grad():
         target = model.target(ids).logits[0, 2:5].softmax(-1)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from divdec.errors import UsageError
-from divdec.evaluation.bootstrap import Bootstrap
-from divdec.evaluation.privacy import attack_auc
+from divdec.evaluation.aggregate import Bootstrap
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.report.collect import collect, find, setting_of
 from divdec.report.evaluation import content_of, write_report

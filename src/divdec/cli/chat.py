@@ -125,7 +125,7 @@ class Conversation:
         self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
 
     def _why(self) -> None:
-        from divdec.evaluation.influence import pushed_down
+        from divdec.evaluation.scoring import probability_drops
 
         if not self.last_answer:
             print("there is no answer yet")
@@ -133,7 +133,7 @@ class Conversation:
         current = self.model.steering
         self.model.steering = self.last_steering
         try:
-            found = pushed_down(self.model, self.last_prompt, self.last_answer)
+            found = probability_drops(self.model, self.last_prompt, self.last_answer)
         finally:
             self.model.steering = current
         if not found:

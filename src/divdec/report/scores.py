@@ -7,24 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from divdec.evaluation.aggregate import (
-    ATTACKS,
-    CLOSER_TO_1,
-    CORRECT,
-    DISTANCES,
-    FLUENCY,
-    FORGET_KNOWMEM,
-    PROB_MEAN,
-    RETAIN_KNOWMEM,
-    UTILITY,
-    VERBMEM,
-    Scores,
-    aggregate,
-    muse_distances,
-    needed,
-    tofu_figures,
-)
-from divdec.evaluation.bootstrap import Bootstrap, Resampler
+from divdec.evaluation.aggregate import ATTACKS, CLOSER_TO_1, CORRECT, DISTANCES, FLUENCY, FORGET_KNOWMEM, PROB_MEAN, RETAIN_KNOWMEM, VERBMEM, Scores, aggregate, muse_distances, needed, tofu_figures
+from divdec.evaluation.tofu import UTILITY
+from divdec.evaluation.aggregate import Bootstrap, Resampler
 from divdec.evaluation.results import Results
 from divdec.report.collect import Entry
 from divdec.report.measures import MEASURES, SCORES

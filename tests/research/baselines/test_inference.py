@@ -16,7 +16,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.errors import FailedClosed
-from divdec.evaluation.attacks import gradient_norm
+from divdec.evaluation.scoring import gradient_norm
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import check_weights, load_model

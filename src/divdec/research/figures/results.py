@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, read_results
 from divdec.report.collect import find, setting_of
 from divdec.report.measures import MEASURES, best_index

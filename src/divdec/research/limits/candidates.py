@@ -15,7 +15,7 @@ from divdec.data.formatting import Example, encode_records
 from divdec.data.records import Message, Record
 from divdec.data.world import CITIES, GENRES, OCCUPATIONS, PASTIMES, PRIZES, World, ask
 from divdec.evaluation import attacks
-from divdec.evaluation.privacy import attack_auc
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.limits.settings import STRENGTHS

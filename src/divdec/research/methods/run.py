@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import template_prompts
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.judges import StringJudge
-from divdec.evaluation.layout import question
+from divdec.evaluation.questions import question_of
 from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.model.checkpoint import check_apart, load_model
@@ -215,7 +215,7 @@ def _leak_of(arena: Arena, outcome: Outcome, attacks: int, ks: tuple[int, ...], 
         _model_of(outcome, arena, output),
         layout.tokenizer,
         records,
-        [template_prompts(question(one), one.answer, attacks, arena.seed) for one in records],
+        [template_prompts(question_of(one), one.answer, attacks, arena.seed) for one in records],
         StringJudge(),
         name=outcome.cell.method,
         ks=ks,
