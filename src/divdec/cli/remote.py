@@ -74,8 +74,8 @@ def _target(settings: Settings) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
     from divdec.remote.choices import RemoteSettings
+    from divdec.remote.client import Endpoint
     from divdec.remote.completions import Completions
-    from divdec.remote.endpoint import Endpoint
     from divdec.remote.sources import Sources, of_bundle, open_sources
     from divdec.remote.target import RemoteTarget
     from divdec.steering import Steering
