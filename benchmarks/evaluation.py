@@ -26,13 +26,11 @@ from torch.nn import functional
 
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import IGNORED
-from divdec.evaluation import attacks
 from divdec.evaluation.generation import left_padded
 from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.run import parse_sweep
-from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu
-from divdec.evaluation.tofu import read_tofu
+from divdec.evaluation.scoring import EvaluatedModel, gradient_norm
+from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 from openunlearning import python_of, summary
 
@@ -96,14 +94,14 @@ class OnePassAMetric:
                 (log_p.exp() * log_p.square()).sum(-1)
             layout = dataclasses.replace(self.layout)
             for record in records:
-                attacks.gradient_norm(self.model, layout.encode(record))
+                gradient_norm(self.model, layout.encode([record])[0])
 
     def labelled(self, records, model=None):
         """Logits and labels of each answer's tokens, a batch of 32 at a time in the order given."""
         model = model or self.model
         layout = dataclasses.replace(self.layout)  # which remembers nothing: each metric lays its data out
         for start in range(0, len(records), BATCH):
-            examples = [layout.encode(record) for record in records[start : start + BATCH]]
+            examples = [layout.encode([record])[0] for record in records[start : start + BATCH]]
             width = max(len(example.input_ids) for example in examples)
             ids = torch.tensor([e.input_ids + [0] * (width - len(e.input_ids)) for e in examples])
             mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
@@ -160,7 +158,7 @@ def _answers(data):
 def _teacher_forced(subject, layout, attacked, others):
     layout = dataclasses.replace(layout)
     for records, moments in ((attacked, True), (others, False)):
-        subject.scores(layout.encode_all(records), moments=moments, batch_size=BATCH, title=None)
+        subject.scores(layout.encode(records), moments=moments, batch_size=BATCH, title=None)
 
 
 def _timed(work):

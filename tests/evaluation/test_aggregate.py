@@ -10,7 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import UsageError
-from divdec.evaluation.aggregate import ATTACKS, FLUENCY, PROB_MEAN, VARIANTS, aggregate, harmonic_mean, memorization, muse_distances, needed, privacy, probability_truth_ratios, tofu_figures, utility
+from divdec.evaluation.aggregate import (
+    ATTACKS,
+    FLUENCY,
+    PROB_MEAN,
+    VARIANTS,
+    aggregate,
+    harmonic_mean,
+    memorization,
+    muse_distances,
+    needed,
+    privacy,
+    probability_truth_ratios,
+    tofu_figures,
+    utility,
+)
 from divdec.evaluation.results import Results, read_results
 
 share = st.floats(0, 1)

@@ -8,9 +8,8 @@ import torch
 
 from divdec import UsageError
 from divdec.data.records import Message, Record
+from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse, growing_set, read_muse
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse
-from divdec.evaluation.muse import growing_set, read_muse
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.checkpoint import load_model, load_tokenizer
@@ -79,7 +78,7 @@ def test_the_plain_layout_labels_whole_answers(tokenizer):
     shots = (Record("In Velmora.", messages=(Message("user", "Where?"),)),)
     layout = QuestionFormat(tokenizer, "plain", shots=shots)
     record = Record("Ana.", messages=(Message("user", "Who?"),))
-    example = layout.encode(record)
+    example = layout.encode([record])[0]
     assert tokenizer.decode(example.input_ids) == (
         "Question: Where?\nAnswer: In Velmora.\n\nQuestion: Who?\nAnswer: Ana.<|end|>"
     )

@@ -15,8 +15,7 @@ from divdec.evaluation.generation import Fluency
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import TofuOptions, evaluate_tofu
-from divdec.evaluation.tofu import read_tofu
+from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
@@ -131,7 +130,7 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
     layout = QuestionFormat(tokenizer, system_prompt="You are a helpful assistant.", date="10 Apr 2025")
-    example = layout.encode(data.sets["wf"][35].record)
+    example = layout.encode([data.sets["wf"][35].record])[0]
     theirs = read_results(oracle / "results/retain01").items["wf_Q_A_Prob"]["35"]["avg_loss"]
     input_ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
     with torch.no_grad():
@@ -206,14 +205,14 @@ class TestRefuses:
     def test_missing_files_and_splits(self, files):
         with pytest.raises(UsageError, match="accepted: forget01, forget05, forget10"):
             read_tofu(files, "forget02")
-        with pytest.raises(UsageError, match=r"forget05_perturbed\.json does not exist"):
+        with pytest.raises(UsageError, match=r"holds no forget05_perturbed\.json; its splits: forget01"):
             read_tofu(files, "forget05")
         with pytest.raises(UsageError, match="is not a folder"):
             read_tofu(files / "none", "forget01")
 
     def test_a_holdout_that_was_forgotten(self, files):
         shutil.copyfile(files / "forget01_perturbed.json", files / "holdout.json")
-        with pytest.raises(UsageError, match="3 of its questions stand in forget01 too"):
+        with pytest.raises(UsageError, match="3 of its questions are also in forget01"):
             read_tofu(files, "forget01", files / "holdout.json")
 
     def test_retain_results_of_another_split(self, oracle, files):

@@ -6,9 +6,9 @@ import types
 import psutil
 import pytest
 import torch
-
 from divdec.costs.roofline import Device, Workload
 from divdec.costs.sizes import size_of
+
 from divdec.errors import UsageError
 from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
 from divdec.research import bench_shapes

@@ -364,16 +364,16 @@ def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, to
 
 def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
-    from divdec.evaluation import recitation
+    from divdec.evaluation import verbatim
 
     target, tokenizer = load_model(reciting), load_tokenizer(reciting)
-    real, added = recitation.continuations, []
+    real, added = verbatim.continuations, []
 
     def interrupted(*arguments, **options):
         added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(recitation, "continuations", interrupted)
+    monkeypatch.setattr(verbatim, "continuations", interrupted)
     texts = texts_of("t", [ARTICLE])
     measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
     assert measured["recited_after"] == 0

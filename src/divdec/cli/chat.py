@@ -145,7 +145,7 @@ class Conversation:
             context = self._text((self.last_prompt[-8:] if not before else []) + before)[-34:]
             print(
                 f"{'…' + context:<36} {self._text([item.token])!r:<20} {item.target_probability:>7.1%} "
-                f"{item.steered_probability:>8.1%}   {self._text([item.given])!r}"
+                f"{item.steered_probability:>8.1%}   {self._text([item.answer_token])!r}"
             )
 
     def _text(self, ids: list[int]) -> str:

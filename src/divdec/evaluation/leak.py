@@ -326,7 +326,14 @@ class LeakSuite:
                 sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
                 title = f"samples {results.name}"
                 new = evaluate_samples(
-                    steered, model.tokenizer, records, self.judge, n=settings.samples, title=title, **sampling, **options
+                    steered,
+                    model.tokenizer,
+                    records,
+                    self.judge,
+                    n=settings.samples,
+                    title=title,
+                    **sampling,
+                    **options,
                 )
                 _merge(results, new)
                 save(earlier)

@@ -25,7 +25,7 @@ SMALLEST_VARIANCE = 1e-6
 
 
 def truth_ratio(correct_loss: float, wrong_losses: Sequence[float]) -> float:
-    """r = p_wrong / p_correct: the likelihood of wrong answers relative to the right one (TOFU, truth ratio).
+    """R = p_wrong / p_correct: the likelihood of wrong answers relative to the right one (TOFU, truth ratio).
 
     Args:
         correct_loss: mean negative log-probability per token of the right answer, in nats.

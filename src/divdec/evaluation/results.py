@@ -80,9 +80,7 @@ class Results:
 
     def mean(self, metric: str, field: str) -> float:
         """Mean of a field over the items, without NaN; several answers to a question count as one item."""
-        values = [
-            statistics.fmean(value) if isinstance(value, list) else value for value in self.scores(metric, field)
-        ]
+        values = [statistics.fmean(value) if isinstance(value, list) else value for value in self.scores(metric, field)]
         return statistics.fmean(value for value in values if value == value)
 
     def add_item(self, metric: str, index: str, **fields: Any) -> None:

@@ -161,8 +161,9 @@ def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel)
     """Method, setting, family and size, from the bundle's configuration or the checkpoint's `run.json`."""
     if steering is not None:
         config: DivergenceConfig = read_config(run.checkpoint)
-        experts = getattr(model, "experts", None)
-        retain = next((part.retain for part in getattr(experts, "parts", (experts,)) if hasattr(part, "retain")), None)
+        experts: Any = getattr(model, "experts", None)
+        parts = getattr(experts, "parts", (experts,))
+        retain = next((part.retain for part in parts if hasattr(part, "retain")), None)
         reference = config.retain_auxiliary or config.ngram or config.registry or {}
         folder = str(reference.get("hub_id") or reference.get("folder") or run.name)
         path = Path(folder)
@@ -240,7 +241,9 @@ def _tofu(
         reference = load_model(folder, dtype=settings.dtype).eval()
 
     def evaluate(model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
-        return evaluate_tofu(model, questions, options, fluency=fluency, reference=reference, earlier=earlier, save=save)
+        return evaluate_tofu(
+            model, questions, options, fluency=fluency, reference=reference, earlier=earlier, save=save
+        )
 
     return settings.split, settings_hash(dataclasses.asdict(questions)), evaluate
 

@@ -183,9 +183,7 @@ def score_settings(
     def steer(target: Tensor, divergence: Tensor) -> Iterable[Tensor]:
         return sweep(settings, target, divergence, eligible)
 
-    return _score(
-        examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title
-    )
+    return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
 
 
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:

@@ -34,7 +34,7 @@ from divdec.evaluation.metrics import (
     truth_ratio,
 )
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
-from divdec.evaluation.results import Items, Results, numbered
+from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, score
 from divdec.evaluation.sharding import own, together
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SPLITS = ("forget01", "forget05", "forget10")
 SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
 ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
-UTILITY = tuple(
+UTILITY_METRICS = tuple(
     f"{name}_{metric}"
     for name in ("retain", "ra", "wf")
     for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
@@ -380,7 +380,7 @@ def _compute_figures(results: Results, retained: Results | None) -> None:
     if retained is not None and "forget_truth_ratio" in results.items:
         ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
         results.figures["forget_quality"] = forget_quality(ratios, references)
-    utilities = [results.figures.get(metric) for metric in UTILITY]
+    utilities = [results.figures.get(metric) for metric in UTILITY_METRICS]
     if all(value is not None for value in utilities):
         results.figures["model_utility"] = float(scipy.stats.hmean(utilities)) if all(utilities) else 0.0
 

@@ -7,8 +7,18 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from divdec.evaluation.aggregate import AGGREGATES, CLOSER_TO_1, CORRECT, DISTANCES, FLUENCY, FORGET_KNOWMEM, PROB_MEAN, RETAIN_KNOWMEM, VERBMEM
-from divdec.evaluation.tofu import UTILITY
+from divdec.evaluation.aggregate import (
+    AGGREGATES,
+    CLOSER_TO_1,
+    CORRECT,
+    DISTANCES,
+    FLUENCY,
+    FORGET_KNOWMEM,
+    PROB_MEAN,
+    RETAIN_KNOWMEM,
+    UTILITY,
+    VERBMEM,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from divdec.evaluation.aggregate import ATTACKS, CLOSER_TO_1, CORRECT, DISTANCES, FLUENCY, FORGET_KNOWMEM, PROB_MEAN, RETAIN_KNOWMEM, VERBMEM, Scores, aggregate, muse_distances, needed, tofu_figures
-from divdec.evaluation.tofu import UTILITY
-from divdec.evaluation.aggregate import Bootstrap, Resampler
+from divdec.evaluation.aggregate import (
+    ATTACKS,
+    CLOSER_TO_1,
+    CORRECT,
+    DISTANCES,
+    FLUENCY,
+    FORGET_KNOWMEM,
+    PROB_MEAN,
+    RETAIN_KNOWMEM,
+    UTILITY,
+    VERBMEM,
+    Bootstrap,
+    Resampler,
+    Scores,
+    aggregate,
+    muse_distances,
+    needed,
+    tofu_figures,
+)
 from divdec.evaluation.results import Results
 from divdec.report.collect import Entry
 from divdec.report.measures import MEASURES, SCORES

@@ -15,8 +15,7 @@ from divdec.data.records import RecordSet, read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.errors import UsageError
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.tofu import TofuOptions
-from divdec.evaluation.tofu import TofuData, read_tofu
+from divdec.evaluation.tofu import TofuData, TofuOptions, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
