@@ -25,11 +25,12 @@ from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
+from divdec.evaluation.sweep_ordering import sweep
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.steering import Steering, sweep
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
