@@ -144,7 +144,7 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
         assert said in capsys.readouterr().err
     forget = data / "forget01.json"
     assert main("calibrate", steered, "--forget", forget, "--retain", forget, "--holdout", forget) == 2
-    assert "stand in the retain set too" in capsys.readouterr().err
+    assert "are also in the retain set" in capsys.readouterr().err
 
 
 def test_sweeps_are_read():
@@ -165,8 +165,8 @@ class TestRefuses:
 
     def test_what_does_not_fit(self, shared, steered, tofu, tmp_path, capsys):
         plain, out = shared / "oracle/models/full", ("--output", tmp_path / "out")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="nothing steers it")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--steering", "linear:1", says="nothing steers it")
+        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="is a plain checkpoint, not steered")
+        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--steering", "linear:1", says="is a plain checkpoint, not steered")
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--sweep", "linear:x", says="not a number")
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
