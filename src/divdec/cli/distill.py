@@ -67,7 +67,7 @@ def gradient_depth(
 
     from divdec.data.formatting import Format, encode_set
     from divdec.data.records import read_records
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.depth import depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
     from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples

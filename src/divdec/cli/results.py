@@ -99,8 +99,7 @@ def score(
         scoring: how aggregates are computed.
         printing: format of the table.
     """
-    from divdec.evaluation.aggregate import UTILITY
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import UTILITY, Bootstrap
     from divdec.report.scores import Scorer
 
     if printing.json and latex:
@@ -146,7 +145,7 @@ def report(
         overwriting: whether an earlier page is replaced.
         printing: format of the summary.
     """
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.collect import collect
     from divdec.report.evaluation import content_of, write_report
 

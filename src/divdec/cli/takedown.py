@@ -86,7 +86,7 @@ def add(
         printing: format of the result.
     """
     from divdec.data.records import read_records
-    from divdec.evaluation.recitation import measured_text
+    from divdec.evaluation.verbatim import measured_text
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
@@ -219,7 +219,7 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 
 def _measure(registry: Registry, entry: Entry, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.recitation import measure
+    from divdec.evaluation.verbatim import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
 
     quiet()
