@@ -28,7 +28,7 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
@@ -111,7 +111,7 @@ def main():
             )
             registry.add("articles", texts_of("articles", forget))
             for strength in given.strengths:
-                takedowns = Takedowns(registry.folder, strength=strength)
+                takedowns = TakedownCorrection(registry.folder, strength=strength)
                 model = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
                 results[f"order {order}, strength {strength:g}"] = found = measured(model, tokenizer, windows)
                 show(f"order {order}, strength {strength:g}", found)
@@ -133,7 +133,7 @@ def growth(place, checkpoint, data, sizes):
     )
     texts = [text for text in found if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
-    takedowns = Takedowns(registry.folder)
+    takedowns = TakedownCorrection(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
     ids = torch.tensor([registry.tokenizer()(article)["input_ids"][:64]])
     found, held = {}, 0
@@ -149,7 +149,7 @@ def growth(place, checkpoint, data, sizes):
         row["add_megabyte"] = timed(lambda: registry.add("large", texts_of("t", [megabyte])))
         row["taken_up_megabyte"] = timed(takedowns.snapshot)
         row["next_answer"] = timed(lambda: takedowns.correction(ids, cache=takedowns.new_cache()))
-        row["open_all"] = timed(lambda: Takedowns(registry.folder))
+        row["open_all"] = timed(lambda: TakedownCorrection(registry.folder))
         for name in ("large", *(f"probe {n}" for n in range(5))):
             registry.remove(name)
         row["compact"] = timed(registry.compact)

@@ -29,7 +29,7 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
         ("cost --target 8B", "--aux, --forget-tokens are required"),
         ("calibrate b --forget f --retain r", "--holdout is required"),
         ("generate", "bundle is required"),
-        ("forget frobnicate folder", "action is 'frobnicate'; accepted: init, add, remove, list, verify, compact"),
+        ("forget frobnicate folder", "action is 'frobnicate'; accepted: init, add, remove, list, verify"),
         ("train --recipe other", "--recipe is 'other'; accepted: full-retain, forget-retain"),
         ("generate b --temperature warm", "--temperature is 'warm'; accepted: a number ("),
         ("generate b --temperature=", "--temperature is ''; accepted: a number ("),

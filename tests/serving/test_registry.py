@@ -14,6 +14,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from divdec.serving.overlap import overlap
+from divdec.takedowns.log import LOG_FILE
 
 from conftest import loads_torch
 from divdec import DivergenceForCausalLM, write_bundle
@@ -24,9 +26,7 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model
-from divdec.serving.overlap import overlap
-from divdec.takedowns.live import Takedowns
-from divdec.takedowns.log import LOG_FILE
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import STRENGTH, Registry
 
 ORDER = 3
@@ -83,7 +83,7 @@ def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
     for number in range(10, 16):
         registry.add(f"case {number}", texts_of("texts", articles[number : number + 2]), "a letter")
     registry.remove("case 12")
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     taken = [text for number in (10, 11, 13, 14, 15) for text in articles[number : number + 2]]
     expected = reference(registry, articles[:10], taken)
     for text in (articles[11], articles[12], articles[3], articles[30]):
@@ -92,7 +92,7 @@ def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
     registry.compact()
     ids = ids_of(registry, articles[14])
     assert torch.equal(experts.correction(ids), expected.correction(ids))
-    assert torch.equal(Takedowns(folder).correction(ids), expected.correction(ids))
+    assert torch.equal(TakedownCorrection(folder).correction(ids), expected.correction(ids))
     assert len(list((folder / "entries").iterdir())) == 1
 
 
@@ -100,7 +100,7 @@ def test_sealed_counts_equal_counts_in_the_open(registry, folder, articles):
 def test_every_order(tmp_path, checkpoints, articles, order):
     registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
     registry.add("one", texts_of("t", articles[10:12]))
-    sealed = Takedowns(tmp_path / "r").snapshot().pair.forget.counts
+    sealed = TakedownCorrection(tmp_path / "r").snapshot().pair.forget.counts
     retain, taken = (documents_of(registry, texts) for texts in (articles[:5], articles[10:12]))
     expected = StupidBackoff(count([*retain, *taken], registry.vocab_size, order))
     contexts = np.lib.stride_tricks.sliding_window_view(np.array(taken[0]), order - 1)
@@ -108,11 +108,11 @@ def test_every_order(tmp_path, checkpoints, articles, order):
 
 
 def test_without_requests_the_divergence_is_zero(folder, registry, articles):
-    assert not Takedowns(folder).correction(ids_of(registry, articles[20])).any()
+    assert not TakedownCorrection(folder).correction(ids_of(registry, articles[20])).any()
 
 
 def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(folder, registry, articles):
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     ids = ids_of(registry, articles[20])
     running = experts.new_cache()
     assert not experts.correction(ids[:, :8], cache=running).any()
@@ -232,7 +232,7 @@ def test_killed_at_any_line_it_is_as_before_or_as_after(folder, registry, articl
         found = frozenset(entry.id for entry in again.entries())
         outcomes.add((found, code))
         assert again.verify() == []
-        assert torch.equal(Takedowns(copy).correction(ids), expected[found])
+        assert torch.equal(TakedownCorrection(copy).correction(ids), expected[found])
         again.add("next", texts_of("t", articles[30:31]))
         again.compact()
         assert again.verify() == []
@@ -259,7 +259,7 @@ def test_a_torn_line_has_not_happened(folder, registry, articles):
     for end in (len(whole) + 1, len(grown) - 1):
         log.write_bytes(grown[:end])
         assert [entry.id for entry in registry.entries()] == ["one"]
-        Takedowns(folder)
+        TakedownCorrection(folder)
     registry.add("three", texts_of("t", articles[12:13]))
     assert [entry.id for entry in registry.entries()] == ["one", "three"]
     assert registry.verify() == []
@@ -279,7 +279,7 @@ def test_two_writers_at_once_lose_nothing(folder, articles):
     threads = [threading.Thread(target=add, args=(name,)) for name in "ab"]
     for thread in threads:
         thread.start()
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     while any(thread.is_alive() for thread in threads):
         experts.snapshot()  # a reader is never in the way, and never sees half a change
     for thread in threads:
@@ -292,7 +292,7 @@ def test_two_writers_at_once_lose_nothing(folder, articles):
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone", "foreign"])
 def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
     first = registry.add("one", texts_of("t", articles[10:11]))
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     second = registry.add("two", texts_of("t", articles[11:12]))
     path = folder / "entries" / second.file
     content = path.read_bytes()
@@ -304,7 +304,7 @@ def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
         path.unlink()
     else:
         shutil.copyfile(folder / "entries" / first.file, path)
-    for attempt in (experts.new_cache, lambda: Takedowns(folder), registry.compact):
+    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder), registry.compact):
         with pytest.raises(FailedClosed, match=second.file):
             attempt()
     (problem,) = registry.verify()
@@ -318,7 +318,7 @@ def test_a_damaged_entry_fails_closed(folder, registry, articles, damage):
 def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
     for number in range(3):
         registry.add(f"case {number}", texts_of("t", [articles[10 + number]]), "letter")
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     log = folder / LOG_FILE
     lines = log.read_text().splitlines(keepends=True)
     if damage == "word":
@@ -340,7 +340,7 @@ def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
         log.write_text("".join(lines))
     os.utime(log, (1, 1))
     with pytest.raises(FailedClosed):
-        Takedowns(folder)
+        TakedownCorrection(folder)
     if damage in ("removed line", "removed end", "all gone", "no head"):
         with pytest.raises(FailedClosed):
             experts.new_cache()
@@ -355,7 +355,7 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
         Registry(folder)
     (folder / "secret.key").unlink()
     with pytest.raises(UsageError, match="DIVDEC_REGISTRY_KEY"):
-        Takedowns(folder)
+        TakedownCorrection(folder)
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "0" * 64)
     with pytest.raises(UsageError, match="another registry"):
         Registry(folder)
@@ -364,7 +364,7 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
         Registry(folder)
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", key)
     entry = Registry(folder).add("case", texts_of("t", articles[10:11]))
-    assert Takedowns(folder).snapshot().state.entries.keys() == {entry.nonce}
+    assert TakedownCorrection(folder).snapshot().state.entries.keys() == {entry.nonce}
 
 
 def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
@@ -437,7 +437,7 @@ def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, 
     about = json.loads((folder / "registry.json").read_text())
     for field, value in (("order", 4), ("tokenizer", "0" * 64), ("retain", "0" * 64), ("created", "yesterday")):
         (folder / "registry.json").write_text(json.dumps(about | {field: value}))
-        for attempt in (Registry, Takedowns):
+        for attempt in (Registry, TakedownCorrection):
             with pytest.raises(FailedClosed, match="has been changed"):
                 attempt(folder)
     (folder / "registry.json").write_text(json.dumps(about))
@@ -447,15 +447,15 @@ def test_what_the_registry_says_of_itself_is_sealed(folder, registry, articles, 
     shutil.copytree(other.folder / "retain", folder / "retain")
     assert any("holds other counts" in problem for problem in registry.verify())
     with pytest.raises(FailedClosed, match="holds other counts"):
-        Takedowns(folder)
+        TakedownCorrection(folder)
     shutil.rmtree(folder / "retain")
     with pytest.raises(FailedClosed, match="is missing or holds other"):
-        Takedowns(folder)
+        TakedownCorrection(folder)
 
 
 def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, checkpoints, articles):
     target = load_model(checkpoints / "target")
-    model = DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(folder, strength=20.0))
+    model = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(folder, strength=20.0))
     ids = ids_of(registry, articles[20], 16)
     options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     kept = model.new_cache()
@@ -474,11 +474,11 @@ def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
     for name, number in (("A", 20), ("B", 21)):
         registry.add(name, texts_of("t", [articles[number]]))
     registry.compact()
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     registry.remove("A")
     registry.add("A", texts_of("t", [articles[22]]))
     ids = ids_of(registry, articles[20])
-    assert torch.equal(experts.correction(ids), Takedowns(folder).correction(ids))
+    assert torch.equal(experts.correction(ids), TakedownCorrection(folder).correction(ids))
     assert torch.equal(experts.correction(ids), reference(registry, articles[:10], articles[21:23]).correction(ids))
 
 
@@ -492,7 +492,7 @@ def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, reg
     q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
     p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
     expected = Open(NgramPair(q, p))
-    experts = Takedowns(folder)
+    experts = TakedownCorrection(folder)
     for text in (articles[4], articles[5], articles[20]):
         ids = ids_of(registry, text)
         assert torch.equal(experts.correction(ids), expected.correction(ids))
@@ -513,14 +513,14 @@ def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_p
         assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
         assert len(held) >= len(documents_of(registry, [passage])[0]) - 2
     registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
-    q = Takedowns(tmp_path / "r").snapshot().pair.retain.counts
+    q = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
     whole = count(documents_of(registry, retain), registry.vocab_size, 4)
     assert (whole.unigrams - q.unigrams).sum() == sum(map(len, found.held))
     before = registry.entries()
     registry.compact()
     assert registry.verify() == []
     assert [entry.nonces for entry in registry.entries()] == [entry.nonces for entry in before]
-    again = Takedowns(tmp_path / "r").snapshot().pair.retain.counts
+    again = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
     assert np.array_equal(again.unigrams, q.unigrams)
 
 
@@ -531,7 +531,7 @@ def test_lost_markers_do_no_harm(folder, registry, articles):
     registry.add("A", texts_of("t", [articles[21]]))
     ids = ids_of(registry, articles[20])
     expected = reference(registry, articles[:10], articles[20:22]).correction(ids)
-    assert torch.equal(Takedowns(folder).correction(ids), expected)
+    assert torch.equal(TakedownCorrection(folder).correction(ids), expected)
     registry.compact()
     assert len(list((folder / "ids").iterdir())) == 1
     registry.remove("A")
@@ -571,7 +571,9 @@ def test_a_registry_alone_has_no_rule(folder, checkpoints, tmp_path):
 
 def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, registry, checkpoints, articles):
     registry.add("case", texts_of("t", articles[20:21]))
-    model = DivergenceForCausalLM.from_experts(load_model(checkpoints / "target"), None, takedowns=Takedowns(folder))
+    model = DivergenceForCausalLM.from_experts(
+        load_model(checkpoints / "target"), None, takedowns=TakedownCorrection(folder)
+    )
     ids = ids_of(registry, articles[20])
     assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
     with pytest.raises((UsageError, TypeError)):

@@ -199,10 +199,11 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
 
 
 def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
+    from divdec.takedowns.log import LOG_FILE
+
     from divdec.data.records import texts_of
     from divdec.serving.engine.engine import Engine
-    from divdec.takedowns.following import with_registry
-    from divdec.takedowns.log import LOG_FILE
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
 
     bundle, texts = made

@@ -6,6 +6,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from divdec.serving.overlap import PASSAGE, overlap
 
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
@@ -17,9 +18,7 @@ from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
-from divdec.serving.overlap import PASSAGE, overlap
-from divdec.takedowns.following import with_registry
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection, with_registry
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
 from served import serving, trained
 
@@ -144,7 +143,9 @@ def test_through_server_and_playground(bundles, registry, article, tokenizer):
 
 
 def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
-    model = DivergenceForCausalLM.from_experts(load_model(reciting), None, takedowns=Takedowns(registry.folder))
+    model = DivergenceForCausalLM.from_experts(
+        load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
+    )
     registry.add("case", texts_of("t", [ARTICLE]))
     ids = torch.tensor([halves(tokenizer, ARTICLE)[0]])
     with torch.no_grad():
@@ -171,7 +172,7 @@ def test_a_log_without_a_strength_fails_closed(registry):
     write_head(registry.folder, secret, Head())
     assert (registry.folder / HEAD_FILE).is_file()
     with pytest.raises(FailedClosed, match="no strength"):
-        Takedowns(registry.folder)
+        TakedownCorrection(registry.folder)
 
 
 def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, article, capsys):
@@ -252,7 +253,7 @@ def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, toke
     entry = registry.add("case", texts_of("t", [ARTICLE]))
     assert entry.copies == copies
     assert bool(entry.held) == (copies > 0)
-    takedowns = Takedowns(registry.folder, strength=1.0)
+    takedowns = TakedownCorrection(registry.folder, strength=1.0)
     ids = torch.tensor([tokenizer(ARTICLE).input_ids])
     pushed = takedowns.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])
     assert pushed.mean() < -0.9
@@ -346,7 +347,7 @@ def test_the_key_is_not_taken_by_git_add(registry, tmp_path):
 def test_a_registry_without_a_strength_is_refused(registry):
     path = registry.folder / "registry.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "divdec registry 1"}))
-    for attempt in (Registry, Takedowns):
+    for attempt in (Registry, TakedownCorrection):
         with pytest.raises(UsageError, match="make it again"):
             attempt(registry.folder)
 

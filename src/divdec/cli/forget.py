@@ -1,4 +1,4 @@
-"""Take texts down from a running model: add requests to a registry, remove, list, verify and compact them."""
+"""Take texts down from a running model: add requests to a registry, remove, list and verify them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from divdec.data.records import RecordSet
-    from divdec.takedowns.log import Entry
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import TakedownRequest
 
 POSITIONAL = ("action", "registry")
 EXAMPLE = (
@@ -28,7 +28,6 @@ READS = {
     "remove": ("id",),
     "list": ("history",),
     "verify": (),
-    "compact": (),
 }
 
 
@@ -36,8 +35,8 @@ READS = {
 class Settings:
     """Options of `divdec forget`."""
 
-    action: Literal["init", "add", "remove", "list", "verify", "compact"]
-    """What to do: init, add, remove, list, verify or compact."""
+    action: Literal["init", "add", "remove", "list", "verify"]
+    """What to do: init, add, remove, list or verify."""
     registry: str
     """The registry's folder."""
     id: str | None = None
@@ -87,15 +86,7 @@ def run(settings: Settings) -> int:
     if settings.action == "remove":
         assert settings.id is not None
         entry = registry.remove(settings.id)
-        left = registry.holds(entry)
-        _say(
-            settings,
-            vars(entry) | {"compact_to_delete": left},
-            f"{entry.id}: withdrawn" + ("; `divdec forget compact` deletes what is left of it" if left else ""),
-        )
-    elif settings.action == "compact":
-        deleted = registry.compact()
-        _say(settings, {"deleted": deleted}, f"compacted; {deleted} file{'s' if deleted != 1 else ''} deleted")
+        _say(settings, vars(entry), f"{entry.id}: withdrawn")
     else:
         _list(settings, registry)
     return 0
@@ -149,7 +140,9 @@ def _target_of(settings: Settings, registry: Registry) -> Path:
         ) from None
 
 
-def _measured(settings: Settings, registry: Registry, entry: Entry, texts: RecordSet, place: Path) -> dict[str, Any]:
+def _measured(
+    settings: Settings, registry: Registry, entry: TakedownRequest, texts: RecordSet, place: Path
+) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.recitation import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
@@ -189,8 +182,8 @@ def _init(settings: Settings) -> int:
 
     from divdec.data.records import read_records
     from divdec.model.checkpoint import CheckpointReference
+    from divdec.takedowns.keys import ENVIRONMENT, KEY_FILE
     from divdec.takedowns.registry import ORDER, Registry
-    from divdec.takedowns.secret import ENVIRONMENT, KEY_FILE
 
     assert settings.retain is not None
     assert settings.target is not None

@@ -123,7 +123,7 @@ def _of_bundle(settings: Settings) -> Any:
     model, tokenizer = load(given)
     registry = None
     if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model, registry = with_registry(model, tokenizer, settings.registry), Registry(settings.registry)
     own = model.steering

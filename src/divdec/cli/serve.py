@@ -156,7 +156,7 @@ def _engine(name: str, bundle: str, settings: Settings) -> Engine:
             file=sys.stderr,
         )
     if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model = with_registry(model, tokenizer, settings.registry)
     speculation = None

@@ -18,12 +18,12 @@ from transformers import Cache
 
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
+from divdec.experts.correction import Correction
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.token_cache import PADDING
 from divdec.sampling import NONE
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
 
 DRAFTERS = ("auto", "retain", "steered", "ngram", "lookup")
 LONGEST_MATCH = 3  # tokens of the newest text that are looked for earlier in it
@@ -134,7 +134,7 @@ def repeated(text: np.ndarray) -> int:
     return NONE
 
 
-def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Takedowns | None = None) -> Drafter:
+def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Correction | None = None) -> Drafter:
     """The drafter of that name; 'auto' takes the best that these experts have, and says when that is not q.
 
     Without n-gram experts the n-grams of a registry's retain set draft.
@@ -174,7 +174,7 @@ def _pair_of(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] | 
     return None
 
 
-def _ngrams_of(experts: Any, takedowns: Takedowns | None) -> StupidBackoff | None:
+def _ngrams_of(experts: Any, takedowns: Correction | None) -> StupidBackoff | None:
     for part in (experts, *_parts_of(experts)):
         if isinstance(part, NgramPair):
             return part.retain

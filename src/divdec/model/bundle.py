@@ -307,11 +307,11 @@ def _counted(
             references[name] = {"sha256": file_sha256(place / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
         else:
-            from divdec.takedowns.folder import read_description
-            from divdec.takedowns.live import Takedowns
+            from divdec.experts.correction import open_registry
 
-            about = read_description(place)
-            references[name] = {"id": Takedowns(place).id}
+            takedowns = open_registry(place)
+            references[name] = {"id": takedowns.id}
+            about = {"tokenizer": takedowns.tokenizer_sha256, "vocab_size": takedowns.vocab_size}
         check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
         sizes.append(about["vocab_size"])
     return references, sizes

@@ -29,9 +29,9 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.experts.correction import Correction
     from divdec.experts.placed import Placement
     from divdec.experts.protocol import Experts
-    from divdec.takedowns.live import Takedowns
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
@@ -55,7 +55,7 @@ WITHOUT_EFFECT = (
 
 def load_parts(
     name_or_path: str | os.PathLike[str], *, verify: bool = True, placement: Placement | None = None, **kwargs: Any
-) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Takedowns | None]:
+) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Correction | None]:
     """Load what a bundle names: its configuration, target, experts and takedowns.
 
     Args:
@@ -240,7 +240,7 @@ def load_ngrams(folder: Path, reference: dict[str, Any], tokenizer: str, verify:
     return load_pair(place, verify=verify)
 
 
-def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None = None) -> Takedowns | None:
+def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None = None) -> Correction | None:
     """The registry that a bundle names; it changes, so that there is no digest to compare with.
 
     Args:
@@ -252,8 +252,7 @@ def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None 
         UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
         FailedClosed: it is damaged.
     """
-    from divdec.takedowns.folder import read_description
-    from divdec.takedowns.live import Takedowns
+    from divdec.experts.correction import open_registry
 
     reference = config.registry
     if reference is not None and not isinstance(reference, dict):
@@ -261,12 +260,12 @@ def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None 
     if reference is None and instead is None:
         return None
     place = instead or folder / str((reference or {}).get("folder"))
-    about = read_description(place)
-    if reference is not None and about["id"] != reference.get("id"):
+    takedowns = open_registry(place)
+    if reference is not None and takedowns.id != reference.get("id"):
         raise UsageError(f"{place} is another registry than the bundle was written for; write the bundle again")
     target = CheckpointReference.from_dict(config.target, "target").resolve(folder, weights=False)
-    check_tokenizer(place, about["tokenizer"], vocabulary_sha256(load_tokenizer(target)))
-    return Takedowns(place)
+    check_tokenizer(place, takedowns.tokenizer_sha256, vocabulary_sha256(load_tokenizer(target)))
+    return takedowns
 
 
 def check_tokenizer(place: Path, found: str, wanted: str) -> None:

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
+from divdec.experts.correction import Correction
 from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
 from divdec.experts.neural import NeuralPair, check_part, logit_width
 from divdec.experts.placed import Placement, started
@@ -39,7 +40,6 @@ from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.model.output import causal_output
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -75,7 +75,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         config: DivergenceConfig,
         target: PreTrainedModel | None = None,
         experts: Experts | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: Correction | None = None,
     ) -> None:
         if target is None or (experts is None and takedowns is None) or not config.steering:
             raise UsageError(
@@ -127,7 +127,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         experts: Experts | None,
         steering: Steering | str = "linear:1",
         configs: Mapping[str, PreTrainedConfig] | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: Correction | None = None,
     ) -> DivergenceForCausalLM:
         """Join a model and experts of any kind (n-grams, a bridged pair, several of them).
 

@@ -13,7 +13,7 @@ from divdec.experts.protocol import Experts
 from divdec.experts.shifting import can_roll_back
 from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 
 
 class Context:
@@ -26,7 +26,7 @@ class Context:
         width: int,
         size: int,
         longest: int | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
         """Begin with no token.
 

@@ -16,7 +16,7 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.takedowns.live import Takedowns
+    from divdec.takedowns.correction import TakedownCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Opened:
 
     tokenizer: PreTrainedTokenizerBase
     experts: Experts
-    takedowns: Takedowns | None
+    takedowns: TakedownCorrection | None
     """The registry of takedown requests that is followed."""
     ends: tuple[int, ...]
     """Tokens that end an answer, the tokenizer's own first."""
@@ -110,8 +110,7 @@ def open_sources(sources: Sources) -> Opened:
     from divdec.model.checkpoint import CheckpointReference, load_tokenizer
     from divdec.model.loading import check_tokenizer
     from divdec.model.vocabularies import vocabulary_sha256
-    from divdec.takedowns.folder import read_description
-    from divdec.takedowns.live import Takedowns
+    from divdec.takedowns.correction import TakedownCorrection
 
     place = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
     tokenizer = load_tokenizer(place)
@@ -128,8 +127,8 @@ def open_sources(sources: Sources) -> Opened:
     takedowns = None
     if sources.registry is not None:
         folder = Path(sources.registry).expanduser()
-        check_tokenizer(folder, read_description(folder)["tokenizer"], digest)
-        takedowns = Takedowns(folder)
+        takedowns = TakedownCorrection(folder)
+        check_tokenizer(folder, takedowns.tokenizer_sha256, digest)
     if not found and takedowns is None:
         raise UsageError("nothing would steer the target: give a bundle, --retain and --forget, --ngram or --registry")
     if not found:

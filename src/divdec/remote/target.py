@@ -28,7 +28,7 @@ from divdec.remote.context import Context
 from divdec.remote.probe import probe
 from divdec.serving.engine.text import AnswerText
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 
 NOTHING_TOLD = "model {} told no log-probabilities to choose among; give --method bias"
 _DISOBEYED = 1.0  # nats by which a greedy provider's choice may seem worse than another, for rounding
@@ -47,7 +47,7 @@ class RemoteTarget:
         ends: Sequence[int] = (),
         longest: int | None = None,
         width: int | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
         """Join them; nothing is asked yet.
 

@@ -141,11 +141,12 @@ def test_several_bundles_each_with_its_rule(served_bundle, models):
 
 
 def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path, world):
+    from divdec.takedowns.log import LOG_FILE
+
     from divdec.cli.serve import _engine
     from divdec.cli.settings import ServeSettings
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
-    from divdec.takedowns.log import LOG_FILE
     from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 import torch
+from divdec.takedowns.log import LOG_FILE
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.requests import Sampling
-from divdec.takedowns.live import Takedowns
-from divdec.takedowns.log import LOG_FILE
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from exactness import assert_same_answer
 
@@ -28,7 +28,7 @@ def registry(tmp_path, checkpoints, world):
 @pytest.fixture
 def model(registry, tokenizer):
     target = tiny_model("llama", len(tokenizer), 0, 64, 2)
-    return DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(registry.folder, strength=3.0))
+    return DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder, strength=3.0))
 
 
 def greedy(model, ids, number):

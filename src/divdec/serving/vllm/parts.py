@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
-    from divdec.takedowns.live import Takedowns
+    from divdec.takedowns.correction import TakedownCorrection
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 
@@ -72,7 +72,7 @@ class BundleParts:
     """The configuration of each part's language model."""
     counted: CombinedExperts | None
     """n-grams, which need nothing but the last tokens; None where the bundle names none."""
-    takedowns: Takedowns | None
+    takedowns: TakedownCorrection | None
     """The registry that is followed, which needs no more."""
 
     @property
