@@ -12,8 +12,7 @@ from pathlib import Path
 
 from divdec.data.formatting import Format
 from divdec.data.records import RecordSet, read_records
-from divdec.data.world import build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import build_world, write_tofu
 from divdec.errors import UsageError
 from divdec.evaluation.layout import Layout
 from divdec.evaluation.tofu import TofuOptions
