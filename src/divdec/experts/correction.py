@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from divdec.errors import FailedClosed
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from divdec.experts.ngram import StupidBackoff
 
 
+@runtime_checkable
 class Correction(Protocol):
     """What is added to the target's logits before the rule and the experts steer them."""
 

@@ -96,8 +96,8 @@ class TakedownCorrection:
         self.snapshot()
 
     def __del__(self) -> None:
-        if getattr(self, "_connection", None) is not None:
-            self._connection.close()
+        if (connection := getattr(self, "_connection", None)) is not None:
+            connection.close()
 
     def __deepcopy__(self, memo: Any) -> TakedownCorrection:
         other = copy.copy(self)

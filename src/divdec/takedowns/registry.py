@@ -29,7 +29,7 @@ from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.keys import KEY_FILE, create_keys
-from divdec.takedowns.store import DATABASE, FORMAT, RETAIN, TOKENIZER, Store, TakedownRequest, check_strength
+from divdec.takedowns.store import DATABASE, FORMAT, RETAIN, TOKENIZER, State, Store, TakedownRequest, check_strength
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,9 +189,9 @@ class Registry:
         divergence = mean_difference(q, SummedCounts(retain, counts), counts)
         if divergence > NO_EFFECT:
             raise UsageError(
-                f"request {request_id!r} would have no effect: the retain set of {self.folder} continues as these texts "
-                f"do (divergence {divergence:.2f}, accepted: below {NO_EFFECT:g}); create a registry whose retain set "
-                "does not hold them, or train a pair"
+                f"request {request_id!r} would have no effect: the retain set of {self.folder} continues as these "
+                f"texts do (divergence {divergence:.2f}, accepted: below {NO_EFFECT:g}); create a registry whose "
+                "retain set does not hold them, or train a pair"
             )
         entry = TakedownRequest(
             id=request_id,
@@ -275,7 +275,7 @@ class Registry:
 
     def verify(self) -> list[str]:
         """Check the registry and the requests in force; return one line for each problem."""
-        problems = []
+        problems, state = [], State()
         try:
             self._store.check_retain()
             NgramCounts.load(self.folder / RETAIN)

@@ -166,6 +166,7 @@ class Store:
             connection.execute("COMMIT")
             # The change is durable in the write-ahead log. Copied into the main file, it survives if the log is lost.
             with contextlib.suppress(sqlite3.Error):
+                connection.execute("PRAGMA busy_timeout=500")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def read_events(self, connection: sqlite3.Connection) -> list[dict[str, Any]]:
@@ -184,7 +185,7 @@ class Store:
         """
         entries: dict[str, TakedownRequest] = {}
         strength, sequence, code = 0.0, 0, b""
-        for event, code in self._events(connection):
+        for event, code in self._events(connection):  # noqa: B007
             sequence = event["sequence"]
             try:
                 strength = _apply(event, entries) or strength

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from divdec.takedowns.log import LOG_FILE
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
@@ -13,6 +12,7 @@ from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.requests import Sampling
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
+from divdec.takedowns.store import DATABASE
 from exactness import assert_same_answer
 
 TOKENS = 150
@@ -75,7 +75,7 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
     from divdec.errors import FailedClosed
 
     registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
-    log = registry.folder / LOG_FILE
+    log = registry.folder / DATABASE
     whole = log.read_bytes()
 
     async def work():

@@ -24,10 +24,10 @@ from divdec.model.vocabularies import common_vocabulary, vocabulary_sha256, voca
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
+    from divdec.experts.correction import Correction
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
-    from divdec.takedowns.correction import TakedownCorrection
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 
@@ -72,7 +72,7 @@ class BundleParts:
     """The configuration of each part's language model."""
     counted: CombinedExperts | None
     """n-grams, which need nothing but the last tokens; None where the bundle names none."""
-    takedowns: TakedownCorrection | None
+    takedowns: Correction | None
     """The registry that is followed, which needs no more."""
 
     @property
