@@ -100,7 +100,7 @@ def main():
     given = parser.parse_args()
     if given.speed:
         with tempfile.TemporaryDirectory() as place:
-            tokenizer = train_tokenizer(sum(articles(given.data), []), 4096)
+            tokenizer = train_tokenizer([text for texts in articles(given.data) for text in texts], 4096)
             new_model(SHAPE, tokenizer, seed=0).save_pretrained(Path(place) / "target")
             tokenizer.save_pretrained(Path(place) / "target")
             results = measure_speed(Path(place), Path(place) / "target", given.data, given.requests)
@@ -162,8 +162,8 @@ def measure_speed(place, checkpoint, data, sizes):
         cache = takedowns.new_cache()
         row["first_token"] = timed(lambda: takedowns.correction(ids[:, :-CONTINUED_TOKENS], None, cache, 1))
         steps = [ids[:, place : place + 1] for place in range(ids.shape[1] - CONTINUED_TOKENS, ids.shape[1])]
-        row["next_token"] = statistics.median(timed(lambda ids=ids: takedowns.correction(ids, None, cache, 1))
-                                              for ids in steps)  # fmt: skip
+        row["next_token"] = statistics.median(timed(lambda step=step: takedowns.correction(step, None, cache, 1))
+                                              for step in steps)  # fmt: skip
         contexts = ids[:, -4:].numpy()
         row["lookups"] = statistics.median(timed(lambda: look_up(takedowns, contexts)) for _ in range(20))
         results[size] = {name: round(value, 4) for name, value in row.items()}

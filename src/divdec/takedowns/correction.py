@@ -186,12 +186,9 @@ class TakedownCorrection:
     def _refresh(self) -> None:
         """Read and check the whole registry with a new connection, which has no pages in its cache."""
         file_signature = self._file_signature()
-        with contextlib.ExitStack() as stack:
-            try:
-                connection = stack.enter_context(contextlib.closing(self._store.connect()))
-                signature = (*file_signature, _data_version(connection))
-            except sqlite3.Error as error:
-                raise FailedClosed(f"{self._store.path} cannot be used ({error}); restore it from a backup") from None
+        with self._store.failing_closed(), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(contextlib.closing(self._store.connect()))
+            signature = (*file_signature, _data_version(connection))
             with self._store.read(connection):
                 self._store.check_unchanged(connection, self._snapshot.state)
                 self._snapshot = self._read(connection)

@@ -41,14 +41,16 @@ NO_EFFECT = -0.1  # mean difference of scores above which a request would do nex
 
 
 class Registry:
-    """A registry of takedown requests, to add, remove, list and verify them."""
+    """A registry of takedown requests, to add, remove, list and verify them.
+
+    Every method raises `FailedClosed` if the registry is damaged.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Open a registry.
 
         Raises:
             UsageError: the folder is no registry, or its key is missing or another one's.
-            FailedClosed: the registry is damaged.
         """
         self.folder = Path(folder).expanduser()
         self._store = Store(self.folder)
@@ -158,7 +160,6 @@ class Registry:
 
         Raises:
             UsageError: the strength is out of range.
-            FailedClosed: the registry is damaged.
         """
         event = _strength_event(strength)
         with self._store.write() as connection:
@@ -177,7 +178,6 @@ class Registry:
         Raises:
             UsageError: the id is in use, the texts hold no token, or the retain set knows them so well that the
                 request would have no effect.
-            FailedClosed: the registry is damaged.
         """
         _check_labels(request_id, reference)
         tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
@@ -230,7 +230,6 @@ class Registry:
 
         Raises:
             UsageError: there is no such request.
-            FailedClosed: the registry is damaged.
         """
         with self._store.write() as connection:
             state = self._store.read_state(connection)
@@ -244,20 +243,12 @@ class Registry:
         return entry
 
     def entries(self) -> list[TakedownRequest]:
-        """Return the requests in force, oldest first.
-
-        Raises:
-            FailedClosed: the registry is damaged.
-        """
+        """Return the requests in force, oldest first."""
         with self._store.read() as connection:
             return list(self._store.read_state(connection).entries.values())
 
     def history(self) -> list[dict[str, Any]]:
-        """Return every event of the audit trail with its sequence number and time, oldest first.
-
-        Raises:
-            FailedClosed: the registry is damaged.
-        """
+        """Return every event of the audit trail with its sequence number and time, oldest first."""
         with self._store.read() as connection:
             return self._store.read_events(connection)
 
@@ -265,9 +256,6 @@ class Registry:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
 
         The texts are not needed: the counts tell which n-grams they have.
-
-        Raises:
-            FailedClosed: the registry is damaged.
         """
         from divdec.takedowns.correction import TakedownCorrection  # loads torch, which other actions do not need
 
@@ -311,12 +299,11 @@ class Registry:
 def _check_labels(request_id: str, reference: str) -> None:
     if not reference.replace("\n", "").isprintable() or len(reference) > MAX_REFERENCE_LENGTH:
         raise UsageError(f"reference {reference[:40]!r} cannot be used; accepted: printable text")
-    if not request_id or len(request_id) > MAX_ID_LENGTH or not request_id.isprintable():
+    if not 0 < len(request_id) <= MAX_ID_LENGTH or not request_id.isprintable() or request_id != request_id.strip():
         raise UsageError(
-            f"request id {request_id!r} cannot be used; accepted: 1 to {MAX_ID_LENGTH} printable characters"
+            f"request id {request_id!r} cannot be used; accepted: 1 to {MAX_ID_LENGTH} printable characters, without a "
+            "space at either end"
         )
-    if request_id != request_id.strip():
-        raise UsageError(f"request id {request_id!r} cannot be used; accepted: no space at its ends")
 
 
 def _strength_event(strength: float) -> dict[str, Any]:

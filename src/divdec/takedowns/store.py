@@ -85,14 +85,16 @@ class State:
 
 
 class Store:
-    """The database of one registry and the keys to it."""
+    """The database of one registry and the keys to it.
+
+    Every method raises `FailedClosed` if the database cannot be used, or if a row was changed, removed, added or moved.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open the database of a registry.
 
         Raises:
             UsageError: the folder is no registry, or its key is missing or another one's.
-            FailedClosed: the database is damaged.
         """
         self.folder, self.path = folder, folder / DATABASE
         if not self.path.is_file():
@@ -141,26 +143,19 @@ class Store:
     def read(self, connection: sqlite3.Connection | None = None) -> Iterator[sqlite3.Connection]:
         """Read one state of the database, whatever writers do meanwhile.
 
-        Raises:
-            FailedClosed: the database cannot be read.
+        Args:
+            connection: from `connect`; None opens one.
         """
-        with self._failing_closed(), contextlib.ExitStack() as stack:
-            if connection is None:
-                connection = stack.enter_context(contextlib.closing(self.connect()))
+        with self.failing_closed(), contextlib.ExitStack() as stack:
+            connection = connection or stack.enter_context(contextlib.closing(self.connect()))
             connection.execute("BEGIN")
-            try:
-                yield connection
-            finally:
-                connection.execute("ROLLBACK")
+            yield connection
+            connection.execute("ROLLBACK")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Change the database in one transaction; other writers wait. An exception undoes the changes.
-
-        Raises:
-            FailedClosed: the database cannot be read or written.
-        """
-        with self._failing_closed(), contextlib.closing(self.connect()) as connection:
+        """Change the database in one transaction; other writers wait. An exception undoes the changes."""
+        with self.failing_closed(), contextlib.closing(self.connect()) as connection:
             connection.execute("BEGIN IMMEDIATE")
             yield connection
             connection.execute("COMMIT")
@@ -170,19 +165,11 @@ class Store:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def read_events(self, connection: sqlite3.Connection) -> list[dict[str, Any]]:
-        """Return all events, oldest first, each with its sequence number.
-
-        Raises:
-            FailedClosed: an event was changed, removed, added or moved.
-        """
+        """Return all events, oldest first, each with its sequence number."""
         return [event for event, _ in self._events(connection)]
 
     def read_state(self, connection: sqlite3.Connection) -> State:
-        """Check all events and return what they amount to.
-
-        Raises:
-            FailedClosed: an event was changed, removed, added or moved.
-        """
+        """Check all events and return what they amount to."""
         entries: dict[str, TakedownRequest] = {}
         strength, sequence, code = 0.0, 0, b""
         for event, code in self._events(connection):  # noqa: B007
@@ -214,11 +201,7 @@ class Store:
     def read_counts(
         self, connection: sqlite3.Connection, state: State
     ) -> Iterator[tuple[TakedownRequest, PackedCounts, PackedCounts | None]]:
-        """Decrypt the counts of every request in force, and of the passages that the retain set holds.
-
-        Raises:
-            FailedClosed: counts are missing, were changed, or belong to no request in force.
-        """
+        """Decrypt the counts of every request in force, and of its passages that the retain set holds."""
         missing = set(state.entries)
         for counts_id, own, held in connection.execute("SELECT id, own, held FROM counts"):
             entry = state.entries.get(counts_id)
@@ -240,22 +223,14 @@ class Store:
             raise FailedClosed(f"{self.path}: the counts of request {names} are missing; restore it from a backup")
 
     def check_unchanged(self, connection: sqlite3.Connection, known: State) -> None:
-        """Refuse a database that is another registry's, or an older copy of the one that was read before.
-
-        Raises:
-            FailedClosed: the database was replaced.
-        """
+        """Refuse a database that is another registry's, or an older copy of the one that was read before."""
         content, _ = self._description(connection)
         row = connection.execute("SELECT code FROM events WHERE sequence = ?", (known.sequence,)).fetchone()
         if json.loads(content) != self.description or (known.sequence and (row is None or row[0] != known.code)):
             raise FailedClosed(f"{self.path} was replaced by another or an older registry; restore the newest one")
 
     def check_retain(self) -> None:
-        """Refuse counts of another retain set than the registry was created with.
-
-        Raises:
-            FailedClosed: they are missing or others.
-        """
+        """Refuse counts of another retain set than the registry was created with."""
         counts = self.folder / RETAIN / COUNTS
         if not counts.is_file() or file_sha256(counts) != self.description["retain"]:
             raise FailedClosed(f"{counts.parent} is missing or holds other counts than the registry's; restore it")
@@ -286,7 +261,8 @@ class Store:
             )
 
     @contextlib.contextmanager
-    def _failing_closed(self) -> Iterator[None]:
+    def failing_closed(self) -> Iterator[None]:
+        """Turn errors of SQLite into `FailedClosed`."""
         try:
             yield
         except sqlite3.Error as error:
