@@ -24,10 +24,10 @@ from divdec.model.vocabularies import common_vocabulary, vocabulary_sha256, voca
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from divdec.experts.correction import Correction
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
+    from divdec.experts.correction import Correction
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 
