@@ -437,10 +437,11 @@ def test_a_database_that_vanishes_fails_closed(folder, registry, articles):
     registry.add("one", texts_of("t", articles[10:11]))
     experts = TakedownCorrection(folder)
     (folder / DATABASE).unlink()
+    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder), registry.entries):
+        with pytest.raises(FailedClosed):
+            attempt()
     with pytest.raises(FailedClosed, match="is gone"):
-        experts.new_cache()
-    with pytest.raises(UsageError, match=r"no registry\.db"):
-        TakedownCorrection(folder)
+        Registry(folder)
 
 
 def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles, monkeypatch):

@@ -103,6 +103,8 @@ class Store:
                     f"{folder} is a registry of an older divdec; create another one (divdec takedown init NEW_FOLDER "
                     "--target … --retain …) and add the requests to it again"
                 )
+            if (folder / RETAIN).is_dir() and (folder / TOKENIZER).is_dir():
+                raise FailedClosed(f"{self.path} is gone: nothing can tell what is to be forgotten; restore it")
             raise UsageError(f"{folder} is no registry: it has no {DATABASE}; `divdec takedown init` makes one")
         with self.read() as connection:
             content, code = self._description(connection)
