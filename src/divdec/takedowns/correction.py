@@ -21,10 +21,9 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache
+from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
 from divdec.model.configuration import DivergenceConfig
-from divdec.model.loading import check_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256
 from divdec.takedowns.counts import RequestCounts, sum_counts
 from divdec.takedowns.store import RETAIN, State, Store
 

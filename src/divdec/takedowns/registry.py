@@ -24,8 +24,13 @@ from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
-from divdec.model.checkpoint import CheckpointReference, load_config, load_tokenizer
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    load_config,
+    load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
+)
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.keys import KEY_FILE, create_keys

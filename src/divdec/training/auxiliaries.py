@@ -20,18 +20,17 @@ from accelerate.utils import broadcast_object_list
 from divdec.data.formatting import Example, Format
 from divdec.data.records import overlap, read_records, single_turn
 from divdec.errors import Diverged
-from divdec.model.bundle import rewrite_steering, write_bundle
-from divdec.model.card import auxiliary_card
+from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
     check_weights,
+    common_vocabulary_of,
     digests,
     load_config,
     load_model,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary_of
 from divdec.runs import (
     RECORD,
     goes_on,

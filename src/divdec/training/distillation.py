@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 
 from divdec.errors import UsageError
-from divdec.model.card import distilled_card
+from divdec.model.bundle import distilled_card
 from divdec.model.checkpoint import load_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, check_output, output_folder, read_json, read_record, record, write_json, write_text

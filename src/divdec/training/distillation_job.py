@@ -20,10 +20,11 @@ from divdec.model.checkpoint import (
     digests,
     load_config,
     load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
 )
 from divdec.model.configuration import DivergenceConfig
 from divdec.model.loading import find_bundle, read_config
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import cache_folder, check_output, read_record, settings_hash
 from divdec.steering import Steering
 from divdec.training.distillation_settings import DistillationSettings
