@@ -24,13 +24,6 @@ from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
-from divdec.model.checkpoint import (
-    CheckpointReference,
-    load_config,
-    load_tokenizer,
-    vocabulary_sha256,
-    vocabulary_width,
-)
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.keys import KEY_FILE, create_keys
@@ -88,6 +81,14 @@ class Registry:
         Raises:
             UsageError: the folder is in use, the checkpoint has no tokenizer, or there is nothing to count.
         """
+        from divdec.model.checkpoint import (  # loads torch, which adding and listing requests do not need
+            CheckpointReference,
+            load_config,
+            load_tokenizer,
+            vocabulary_sha256,
+            vocabulary_width,
+        )  # fmt: skip
+
         check_order(order)
         event = _strength_event(strength)
         reference = CheckpointReference.parse(str(checkpoint))
@@ -139,11 +140,13 @@ class Registry:
         Raises:
             UsageError: it is not the one that the registry was created with.
         """
-        folder = self.folder / TOKENIZER
-        tokenizer = _load_plain(folder) if self._description.get("plain_tokenizer") is True else load_tokenizer(folder)
-        if vocabulary_sha256(tokenizer) != self._description["tokenizer"]:
-            raise UsageError(f"{folder} holds another tokenizer than the registry's; restore it")
-        return tokenizer
+        if changed := self._changed_tokenizer_files():
+            raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
+        if self._description.get("plain_tokenizer") is True:
+            return _load_plain(self.folder / TOKENIZER)
+        from divdec.model.checkpoint import load_tokenizer  # loads torch
+
+        return load_tokenizer(self.folder / TOKENIZER)
 
     def target(self) -> Path:
         """Return the folder of the model that requests are measured on.
@@ -151,6 +154,8 @@ class Registry:
         Raises:
             UsageError: it no longer exists.
         """
+        from divdec.model.checkpoint import CheckpointReference  # loads torch
+
         reference = CheckpointReference.from_dict(self._description["target"], "target")
         return reference.resolve(self.folder, weights=True)
 
@@ -274,10 +279,8 @@ class Registry:
             NgramCounts.load(self.folder / RETAIN)
         except (UsageError, FailedClosed) as error:
             problems.append(str(error))
-        for name, digest in self._description["tokenizer_files"].items():
-            file = self.folder / TOKENIZER / name
-            if not file.is_file() or file_sha256(file) != digest:
-                problems.append(f"{file} is missing or has changed; restore it from a backup")
+        for file in self._changed_tokenizer_files():
+            problems.append(f"{file} is missing or has changed; restore it from a backup")
         try:
             with self._store.read() as connection:
                 state = self._store.read_state(connection)
@@ -299,6 +302,10 @@ class Registry:
             for entry in state.entries.values()
             if entry.measured is not None and entry.measured["recited_after"]
         ]
+
+    def _changed_tokenizer_files(self) -> list[Path]:
+        files = {self.folder / TOKENIZER / name: sha for name, sha in self._description["tokenizer_files"].items()}
+        return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
 
 
 def _check_labels(request_id: str, reference: str) -> None:
