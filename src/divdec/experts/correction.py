@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache
 
-    from divdec.experts.ngram import StupidBackoff
+    from divdec.experts.protocol import TokenPredictor
 
 
 @runtime_checkable
@@ -31,8 +31,11 @@ class Correction(Protocol):
     """Digest of the vocabulary that its n-grams are of."""
     vocab_size: int
     """Width of the correction."""
-    retain: StupidBackoff
-    """n-grams of texts that may be said; they can draft tokens."""
+
+    @property
+    def retain(self) -> TokenPredictor:
+        """n-grams of texts that the model may repeat; they can draft tokens."""
+        ...
 
     def new_cache(self) -> Cache:
         """Return an empty cache, which `correction` fills."""

@@ -15,14 +15,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.neural import logits_of, new_cache
 from divdec.research.baselines.composite import TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.helpers import RETAIN, RememberAndForget, base_of, first_layers, helper
 from divdec.research.baselines.inference_settings import UCDSettings, ULDSettings, WHPSettings
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Made
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.objective import Companion
+from divdec.training.inputs import Companion
 
 Logits = Float[Tensor, "*places vocab"]
 

@@ -13,7 +13,7 @@ from divdec.report.collect import FILES, setting_of
 from divdec.report.sequential import Step
 from divdec.research.figures.drawn import Asked, Drawn, Source, files_called, nothing
 from divdec.runs import read_json
-from divdec.training.depth import LayerDepth
+from divdec.training.gradient_depth import LayerDepth
 
 RESULT = "result.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
@@ -27,11 +27,11 @@ def depth(asked: Asked) -> Drawn:
     """
     found = files_called(asked.runs, of_depth.RESULT)
     if not found:
-        raise nothing(asked.runs, "depth", f"the {of_depth.RESULT} of `divdec depth`")
+        raise nothing(asked.runs, "depth", f"the {of_depth.RESULT} of `divdec gradient-depth`")
     source = _only(found)
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise UsageError(f"{source.path} is not the {of_depth.RESULT} of `divdec depth`")
+        raise UsageError(f"{source.path} is not the {of_depth.RESULT} of `divdec gradient-depth`")
     fields = [field.name for field in dataclasses.fields(LayerDepth) if field.name != "norms"]
     if not content["rows"]:
         raise nothing(asked.runs, "depth", f"a {of_depth.RESULT} that holds layers; {source.name} holds none")
