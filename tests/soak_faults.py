@@ -162,7 +162,7 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.takedowns.following import with_registry
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle)

@@ -115,7 +115,7 @@ def _of_bundle(
     model, tokenizer = load(bundle, loading, choice)
     requests = None
     if registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model, requests = with_registry(model, tokenizer, registry), Registry(registry)
     rule = model.steering

@@ -243,7 +243,7 @@ def build_engine(
             file=sys.stderr,
         )
     if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length

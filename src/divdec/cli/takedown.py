@@ -15,8 +15,8 @@ from divdec.options import Flag, Printing
 
 if TYPE_CHECKING:
     from divdec.data.records import RecordSet
-    from divdec.takedowns.log import Entry
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import TakedownRequest
 
 app = App(name="takedown", help="Take texts down from running models: a registry of requests.")
 
@@ -39,8 +39,8 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
 
     from divdec.data.records import read_records
     from divdec.model.checkpoint import CheckpointReference
+    from divdec.takedowns.keys import ENVIRONMENT, KEY_FILE
     from divdec.takedowns.registry import Registry
-    from divdec.takedowns.secret import ENVIRONMENT, KEY_FILE
 
     check_not_bundle(target, "--target")
     CheckpointReference.parse(target).resolve(Path(), weights=False)
@@ -86,7 +86,6 @@ def add(
         printing: format of the result.
     """
     from divdec.data.records import read_records
-    from divdec.evaluation.verbatim import measured_text
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
@@ -108,6 +107,8 @@ def add(
         return 0
     if not printing.json:
         print("\n".join(lines), flush=True)  # in force: loading the target may take a while
+    from divdec.evaluation.verbatim import measured_text  # loads torch
+
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured))
     return 1 if measured["recited_after"] else 0
@@ -217,7 +218,7 @@ def _find_target(target: str | None, registry: Registry) -> Path:
         ) from None
 
 
-def _measure(registry: Registry, entry: Entry, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
+def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.verbatim import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
