@@ -51,7 +51,7 @@ def playground(
         loading: how models are loaded.
     """
     from divdec.extras import require
-    from divdec.serving.address import bind, is_local
+    from divdec.serving import bind, is_local
 
     check_at_least("max_new_tokens", max_new_tokens, 1)
     if not 0 <= seed < 2**32:

@@ -16,8 +16,7 @@ from divdec.errors import UsageError
 from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
 
 if TYPE_CHECKING:
-    from divdec.remote.choices import RemoteAnswer
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.target import RemoteAnswer, RemoteTarget
 
 
 @Parameter(name="*")
@@ -73,7 +72,7 @@ class Provider:
     method: Literal["bias", "candidates"] = "bias"
     """'bias' steers with logit_bias; 'candidates' sends none and chooses among the likeliest tokens of the reply."""
     block: int = 1
-    """Tokens per request; those are kept for which the steered choice is proved to be the same."""
+    """Tokens per request; those are answers for which the steered choice is proved to be the same."""
     concurrency: int = 4
     """Prompts answered at the same time."""
     bias_entries: Annotated[int, RARE] = 300
@@ -122,7 +121,7 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import quiet
-    from divdec.remote.answers import Kept
+    from divdec.remote.resume import ResumableOutput
     from divdec.runs import settings_hash
 
     experts.check()
@@ -142,7 +141,7 @@ def remote(
         "rule": str(target.steering),
         "parts": _bundle_digest(experts),
     }
-    kept = Kept(file, settings_hash(decisive))
+    answers = ResumableOutput(file, settings_hash(decisive))
     texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
     try:
         if file is None and len(records) == 1 and not printing.json:
@@ -150,24 +149,23 @@ def remote(
                 print(piece, end="", flush=True)
             print()
         else:
-            for row in _rows(target, encoded, texts, kept, decoding, provider.concurrency):
+            for row in _rows(target, encoded, texts, answers, decoding, provider.concurrency):
                 if file is None:
                     print(json.dumps(row, ensure_ascii=False) if printing.json else row["text"], flush=True)
-        kept.finish(len(records), as_json=printing.json)
+        answers.finish(len(records), as_json=printing.json)
     finally:
         target.close()
-        if target.completions.counts.requests:
+        if target.completions.usage.requests:
             print(_summary(target), file=sys.stderr)
 
 
 def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
-    from divdec.remote.choices import RemoteSettings
     from divdec.remote.client import Endpoint
     from divdec.remote.completions import Completions
-    from divdec.remote.sources import Sources, of_bundle, open_sources
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
+    from divdec.remote.target import RemoteSettings, RemoteTarget
     from divdec.steering import Steering
 
     endpoint = Endpoint(
@@ -178,22 +176,23 @@ def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTa
     where = device_map(device)
     steering = None if experts.steering is None else Steering.parse(experts.steering)
     if experts.bundle is not None:
-        sources, stored = of_bundle(experts.bundle, where)
+        sources, stored = sources_from_bundle(experts.bundle, where)
         steering = stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
     else:
         assert experts.tokenizer is not None
-        sources = Sources(
+        sources = ExpertSources(
             experts.tokenizer, experts.retain_auxiliary, experts.forget_auxiliary, experts.ngram, experts.registry,
             bridge=experts.bridge, device=where,
         )  # fmt: skip
     steering = steering or Steering()  # without effect: a registry needs no rule
-    opened = open_sources(sources)
+    opened = load_experts(sources)
     warn_if_unsteered(steering)
-    first, *others = opened.ends
+    first, *others = opened.eos_token_ids
     completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(provider), others)
     return RemoteTarget(
         completions, opened.experts, steering, settings,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
+        eos_token_ids=opened.eos_token_ids, max_length=opened.max_length, width=opened.vocab_size,
+        takedowns=opened.takedowns,
     )  # fmt: skip
 
 
@@ -231,28 +230,28 @@ def _rows(
     target: RemoteTarget,
     encoded: list[list[int]],
     texts: list[Any],
-    kept: Any,
+    answers: Any,
     decoding: Decoding,
     concurrency: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield answers in the prompts' order, from several requests at a time; each is kept when it is complete."""
+    """Yield answers in the prompts' order, from several requests at a time; each is answers when it is complete."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm.auto import tqdm
 
-    from divdec.remote.choices import RemoteAnswer
+    from divdec.remote.target import RemoteAnswer
 
     stopped = threading.Event()
 
     def answer(number: int) -> dict[str, Any]:
-        if (known := kept.of(number, texts[number])) is not None:
+        if (known := answers.get(number, texts[number])) is not None:
             return known
         result = RemoteAnswer()
         for _ in target.stream(encoded[number], answer=result, **_arguments(decoding, number)):
             if stopped.is_set():
                 raise UsageError("stopped")
         row = _row(texts[number], result, target)
-        kept.add(number, row)
+        answers.add(number, row)
         return row
 
     with ThreadPoolExecutor(concurrency) as pool:
@@ -260,7 +259,7 @@ def _rows(
         try:
             for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
                 yield task.result()
-        except KeyboardInterrupt:  # after an error the other answers are waited for, and kept
+        except KeyboardInterrupt:  # after an error the other answers are waited for, and answers
             stopped.set()
             raise
         finally:
@@ -283,7 +282,7 @@ def _row(prompt: Any, answer: RemoteAnswer, target: RemoteTarget) -> dict[str, A
 
 
 def _summary(target: RemoteTarget) -> str:
-    counts, statistics = target.completions.counts, target.sure
+    counts, statistics = target.completions.usage, target.exactness
     repeated = f", {counts.retries} of them repeated" if counts.retries else ""
     line = (
         f"{statistics.tokens} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "

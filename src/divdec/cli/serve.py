@@ -111,7 +111,7 @@ def serve(
         loading: how models are loaded.
         experts: where the auxiliaries run.
     """
-    from divdec.serving.address import bind, is_local
+    from divdec.serving import bind, is_local
 
     bundles = _bundles(bundle, settings)
     if len(bundles) > 1 and choice.steering is not None:
@@ -216,7 +216,7 @@ def _options(settings: ServeSettings) -> Options:
             max_body_bytes=settings.max_body_bytes,
             max_sequences=settings.max_queue,
         ),
-        grace=settings.shutdown_timeout,
+        shutdown_timeout=settings.shutdown_timeout,
         log_prompts=settings.log_prompts,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
@@ -252,7 +252,7 @@ def build_engine(
         model,
         tokenizer,
         name,
-        rows=settings.max_num_seqs,
-        queue=settings.max_queue,
+        max_num_seqs=settings.max_num_seqs,
+        max_queue=settings.max_queue,
         speculation=None if length is None else speculative.Speculation(None if length is True else length),
     )

@@ -52,7 +52,10 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_its_row(url, http):
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
-    with serving([engine_of(served_bundle, rows=1, queue=1)], grace=0.0) as url, httpx.Client(base_url=url) as http:
+    with (
+        serving([engine_of(served_bundle, max_num_seqs=1, max_queue=1)], shutdown_timeout=0.0) as url,
+        httpx.Client(base_url=url) as http,
+    ):
         with http.stream("POST", PATH, json=LONG | {"stream": True}) as running:
             lines = running.iter_lines()
             next(lines)
@@ -74,7 +77,10 @@ def test_limits_of_a_request(served_bundle):
 
     limits = Limits(max_tokens=3900, max_seconds=0.4, max_body_bytes=2000, max_sequences=4)
     long = LONG | {"max_tokens": 3900}
-    with serving([engine_of(served_bundle)], grace=0.0, limits=limits) as url, httpx.Client(base_url=url) as http:
+    with (
+        serving([engine_of(served_bundle)], shutdown_timeout=0.0, limits=limits) as url,
+        httpx.Client(base_url=url) as http,
+    ):
         late = http.post(PATH, json=long)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         with http.stream("POST", PATH, json=long | {"stream": True}) as response:
