@@ -41,7 +41,8 @@ def calibrate(
 
     Exit code 3: no setting was measured to forget without losing too much.
 
-    Example:
+    For example:
+
         divdec calibrate bundle --forget forget.jsonl --retain retain.jsonl \
           --holdout holdout.jsonl --max-retain-drop 2% --write
 

@@ -53,7 +53,8 @@ def chat(
 
     /help lists the commands of the conversation, such as /why and /alpha 2.
 
-    Example:
+    For example:
+
         divdec chat bundle --steering linear:1.5
 
     Args:

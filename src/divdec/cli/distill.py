@@ -23,7 +23,8 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
 
     Exit code 3: the student was measured not to come near its teacher.
 
-    Example:
+    For example:
+
         divdec distill bundle --forget forget.jsonl --retain retain.jsonl \
           --lr 4e-5 --output runs/student
     """
@@ -59,7 +60,8 @@ def gradient_depth(
 ) -> None:
     r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
 
-    Example:
+    For example:
+
         divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
           --output runs/depth
     """

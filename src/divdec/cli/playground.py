@@ -30,7 +30,8 @@ def playground(
 ) -> None:
     """Show a bundle in the browser: coloured tokens, the strength as a slider, suppressed tokens.
 
-    Example:
+    For example:
+
         divdec playground bundle
         divdec playground http://127.0.0.1:8000
 

@@ -86,7 +86,8 @@ def score(
 ) -> None:
     r"""Aggregate results: TOFU's Mem, Priv, Utility and Agg, or MUSE's distances, with bootstrap intervals.
 
-    Example:
+    For example:
+
         divdec results score tofu runs/linear runs/rank \
           --target runs/target --retrain runs/retrain
 
@@ -130,7 +131,8 @@ def report(
 ) -> None:
     r"""Write one HTML page: scores with intervals, plots, and answers side by side.
 
-    Example:
+    For example:
+
         divdec results report runs/sweep --target runs/target \
           --retrain runs/retrain --output report.html
 
@@ -186,7 +188,8 @@ def plot(
 ) -> None:
     """Draw one of the paper's figures, from results or from the paper's published result files.
 
-    Example:
+    For example:
+
         divdec results plot runs/compare --figure tofu-bars --output bars.svg
 
     Args:

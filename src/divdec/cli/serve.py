@@ -96,7 +96,8 @@ def serve(
 ) -> None:
     r"""Serve bundles over HTTP with the OpenAI API: completions, chat, streaming, log-probabilities.
 
-    Example:
+    For example:
+
         divdec serve bundle --port 8000
         curl http://127.0.0.1:8000/v1/completions \
           -H 'Content-Type: application/json' \

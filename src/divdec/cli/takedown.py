@@ -25,7 +25,8 @@ app = App(name="takedown", help="Take texts down from running models: a registry
 def init(registry: str, *, target: str, retain: str, order: int = 5, printing: Printing = Printing()) -> None:
     """Create a registry.
 
-    Example:
+    For example:
+
         divdec takedown init takedowns --target models/target --retain retain.jsonl
 
     Args:
@@ -72,7 +73,8 @@ def add(
 
     Exit code 1: the request is in force, and the target was measured to repeat some of its passages.
 
-    Example:
+    For example:
+
         divdec takedown add takedowns --id case-17 --file article.txt
 
     Args:
@@ -118,7 +120,8 @@ def add(
 def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
     """Withdraw a request.
 
-    Example:
+    For example:
+
         divdec takedown remove takedowns --id case-17
 
     Args:
@@ -136,7 +139,8 @@ def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
 def list_requests(registry: str, *, history: bool = False, printing: Printing = Printing()) -> None:
     """List the requests in force.
 
-    Example:
+    For example:
+
         divdec takedown list takedowns
 
     Args:
@@ -174,7 +178,8 @@ def list_requests(registry: str, *, history: bool = False, printing: Printing = 
 def verify(registry: str, *, printing: Printing = Printing()) -> int:
     """Check that a registry is intact; exit code 1 if it is not.
 
-    Example:
+    For example:
+
         divdec takedown verify takedowns
 
     Args:
