@@ -66,9 +66,9 @@ def material_of(given):
     """Rendered images with their codes; half of the classes are forgotten."""
     import numpy
     import torch
-
-    from divdec.imaging.patches import PatchCodec
     from divdec.research.image_stages import ImageMaterial
+
+    from divdec.imaging.codecs import PatchCodec
 
     names = [*string.ascii_uppercase, *string.digits, *SHAPES]
     chance = random.Random(given.seed)
@@ -81,8 +81,9 @@ def material_of(given):
 
 def recipe_of(given):
     """Sizes and training: the pair takes a tenth of the base's rate for ten passes, as in the paper."""
-    from divdec.imaging.training import PAPER_SHARE
     from divdec.research.image_stages import ImageRecipe
+
+    from divdec.imaging.training import PAPER_SHARE
     from divdec.research.small_models import Shape
     from divdec.training.settings import TrainingSettings
 
@@ -114,13 +115,13 @@ def main():
         given.images, given.epochs, given.count = 40, 4.0, 4
 
     import torch
+    from divdec.research.image_settings import NETWORK, as_json, measure, write_found
+    from divdec.research.image_stages import candidates_of, exam_of, train_images, write_image_bundle
     from rich.console import Console
 
     from divdec.cli.loading import quiet
     from divdec.imaging.settings import SamplingSettings
     from divdec.research.image_demo import accuracy, print_tables
-    from divdec.research.image_settings import NETWORK, as_json, measure, write_found
-    from divdec.research.image_stages import candidates_of, exam_of, train_images, write_image_bundle
     from divdec.runs import write_json
     from divdec.steering import Steering
 

@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from divdec.errors import UsageError
-from divdec.imaging.classifier import DESCRIPTION, FEATURES, WEIGHTS, Classifier, ClassifierSettings
+from divdec.imaging.judges import DESCRIPTION, FEATURES, WEIGHTS, Classifier, ClassifierSettings
 
 NAMES = tuple(str(digit) for digit in range(10))
 SHORT = ClassifierSettings(steps=3)

@@ -11,8 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from divdec.errors import UsageError
-from divdec.imaging.classifier import Classifier, ClassifierSettings
-from divdec.imaging.distances import PretrainedFeatures, features_of, frechet_distance, frechet_distances
+from divdec.imaging.evaluation import PretrainedFeatures, compute_features, frechet_distance, frechet_distances
+from divdec.imaging.judges import Classifier, ClassifierSettings
 
 
 def by_scipy(real, generated):
@@ -90,7 +90,7 @@ def test_features_that_are_none():
     with pytest.raises(UsageError, match="B_R"):
         frechet_distances(images, images, images, images, nn.Identity())
     with pytest.raises(UsageError, match="not finite"):
-        features_of(images.log().where(images > 2, torch.nan), nn.Flatten())
+        compute_features(images.log().where(images > 2, torch.nan), nn.Flatten())
 
 
 class TestModelsOfTransformers:
@@ -110,7 +110,7 @@ class TestModelsOfTransformers:
         model = self.dinov2(tmp_path)
         network = PretrainedFeatures(tmp_path)
         images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        found = features_of(images, network, batch_size=2)
+        found = compute_features(images, network, batch_size=2)
         mean, deviation = (
             torch.tensor(values)[:, None, None]
             for values in (network.processor.image_mean, network.processor.image_std)
@@ -135,7 +135,7 @@ class TestModelsOfTransformers:
         transformers.CLIPModel(config).save_pretrained(tmp_path)
         size = {"height": 16, "width": 16}
         transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size).save_pretrained(tmp_path)
-        assert features_of(torch.rand(3, 3, 16, 16), PretrainedFeatures(tmp_path)).shape == (3, 24)
+        assert compute_features(torch.rand(3, 3, 16, 16), PretrainedFeatures(tmp_path)).shape == (3, 24)
 
     def test_what_is_refused(self, tmp_path):
         self.dinov2(tmp_path)

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from divdec.errors import UsageError
-from divdec.imaging.judges import COMPARISON, REMINDER, Answers, ImageEndpoint, ImageJudge
-from divdec.imaging.png import png
+from divdec.imaging.files import png
+from divdec.imaging.judges import COMPARISON, REMINDER, ResumableOutput, ImageEndpoint, ImageJudge
 
 LEVELS = (0.2, 0.4, 0.8)
 IMAGES = torch.tensor(LEVELS)[:, None, None, None].expand(-1, 1, 8, 8)
@@ -24,7 +24,7 @@ KEY = "sk-never-shown"
 
 
 class Looker:
-    """Answers by brightness: Yes with that probability, and A or B whichever is brighter."""
+    """ResumableOutput by brightness: Yes with that probability, and A or B whichever is brighter."""
 
     def __init__(self):
         self.requests, self.failures, self.change = [], [], lambda reply: reply
@@ -112,7 +112,7 @@ def judge(url):
         def make(answers=None, **options):
             settings = {"timeout": 10.0, "retries": 3, "pause": 0.01} | options.pop("endpoint", {})
             endpoint = stack.enter_context(ImageEndpoint(url, "looker", **settings))
-            return ImageJudge(endpoint, answers or Answers(), **options)
+            return ImageJudge(endpoint, answers or ResumableOutput(), **options)
 
         yield make
 
@@ -241,7 +241,7 @@ class TestTrouble:
     def test_the_key_is_sent_and_never_shown(self, judge, looker, monkeypatch, tmp_path):
         monkeypatch.setenv("LOOKER_KEY", KEY)
         path = tmp_path / "answers.jsonl"
-        keyed = judge(Answers(path), endpoint={"api_key_variable": "LOOKER_KEY"}, workers=1)
+        keyed = judge(ResumableOutput(path), endpoint={"api_key_variable": "LOOKER_KEY"}, workers=1)
         keyed.vqa_scores(IMAGES[:1], ["cat"])
         assert looker.requests[0][1] == f"Bearer {KEY}"
         looker.failures = [(401, f"bad key {KEY}")]
@@ -264,54 +264,54 @@ class TestTrouble:
 class TestResuming:
     def test_nothing_is_asked_twice(self, judge, looker, tmp_path):
         path = tmp_path / "kept" / "answers.jsonl"
-        scores = judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3)
-        preferred = judge(Answers(path)).preferences(IMAGES[:1], IMAGES[1:2])
+        scores = judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3)
+        preferred = judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2])
         assert len(looker.requests) == 5
         looker.failures = [(500, "asked again")] * 9
-        assert judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3) == scores
-        assert judge(Answers(path)).preferences(IMAGES[:1], IMAGES[1:2]) == preferred
+        assert judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3) == scores
+        assert judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2]) == preferred
         assert len(looker.requests) == 5
 
     def test_another_question_model_or_image_is_asked(self, judge, looker, tmp_path, url):
         path = tmp_path / "answers.jsonl"
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["dog"])
-        judge(Answers(path)).vqa_scores(IMAGES[1:2], ["cat"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["dog"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[1:2], ["cat"])
         with ImageEndpoint(url, "another") as endpoint:
-            ImageJudge(endpoint, Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
+            ImageJudge(endpoint, ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
         assert len(looker.requests) == 4
 
     def test_a_run_that_was_stopped_goes_on(self, judge, looker, tmp_path):
         path = tmp_path / "answers.jsonl"
         looker.failures = [None, (400, "stop")]
         with pytest.raises(UsageError, match="refused"):
-            judge(Answers(path), workers=1).vqa_scores(IMAGES, ["cat"] * 3)
+            judge(ResumableOutput(path), workers=1).vqa_scores(IMAGES, ["cat"] * 3)
         before = len(looker.requests)
         kept = len(path.read_text().splitlines())
         # As if killed while it wrote: the last line is not whole.
         path.write_bytes(path.read_bytes() + b'{"key": "0123", "mod')
-        assert judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3) == pytest.approx(LEVELS, abs=0.002)
+        assert judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3) == pytest.approx(LEVELS, abs=0.002)
         assert len(looker.requests) - before == 3 - kept
-        judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3)
+        judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3)
         assert len(looker.requests) - before == 3 - kept
         broken = [line for line in path.read_text().splitlines() if not line.endswith("}")]
         assert broken == ['{"key": "0123", "mod']
 
     def test_rows_that_are_no_answers(self, judge, looker, tmp_path):
         path = tmp_path / "answers.jsonl"
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
         row = json.loads(path.read_text())
         path.write_text("".join(json.dumps(row | {"yes": yes, "no": 0}) + "\n" for yes in (0, "much", None)))
-        assert judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
+        assert judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
         assert len(looker.requests) == 2
 
     def test_a_file_of_something_else(self, tmp_path):
         path = tmp_path / "thesis.txt"
         path.write_text("Chapter 1\n")
         with pytest.raises(UsageError, match="holds no answers"):
-            Answers(path)
+            ResumableOutput(path)
         assert path.read_text() == "Chapter 1\n"
         with pytest.raises(UsageError, match="answers cannot be kept"):
-            Answers(path / "answers.jsonl")
+            ResumableOutput(path / "answers.jsonl")
         with pytest.raises(UsageError, match="answers cannot be kept"):
-            Answers(tmp_path)
+            ResumableOutput(tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from divdec import UsageError
 from divdec.data.formatting import IGNORED, encode_set
-from divdec.imaging.layout import ImageLayout, load_layout
+from divdec.imaging.models import ImageLayout, load_layout
 
 LAYOUT = ImageLayout.new(7, 2, 3, ["cat", "dog"])
 SHARED = dataclasses.replace(LAYOUT, first_class=0, no_class=None, vocab_size=7, padding=6)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from divdec import UsageError
-from divdec.imaging.codec import Codec, load_codec
-from divdec.imaging.patches import PatchCodec
+from divdec.imaging.codecs import Codec, PatchCodec, load_codec
 
 
 def test_codes_are_the_nearest_patches(digits):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from divdec import UsageError
-from divdec.imaging.pictures import grid, read_folder, write_png
+from divdec.imaging.files import grid, read_folder, write_png
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, ImageGPTConfig, ImageGPTForCausalImag
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.errors import FailedClosed
-from divdec.imaging.opened import open_image_model
+from divdec.imaging.models import load_image_model
 from divdec.imaging.sampling import sample
 from divdec.imaging.settings import SamplingSettings
 from divdec.steering import Steering
@@ -188,26 +188,26 @@ def test_what_a_checkpoint_says_of_decoding_texts_changes_no_image(parts, image_
 def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
     parts = {part: str(image_world.folder / part) for part in ("target", "retain_auxiliary", "forget_auxiliary")}
     bundle = write_bundle(tmp_path / "bundle", **parts, steering="rank:12")
-    stored, given = (open_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
+    stored, given = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
     assert stored.steering == given.steering
     soft = write_bundle(tmp_path / "soft", **parts, steering="rank:12:soft")
     with pytest.raises(UsageError, match="images are drawn with rank:12"):
-        open_image_model(str(soft))
+        load_image_model(str(soft))
 
 
 def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
-    opened = open_image_model(str(image_world.bundle))
+    opened = load_image_model(str(image_world.bundle))
     assert (opened.layout, str(opened.steering)) == (image_world.layout, "linear:2")
     drawn = sample(opened.model, opened.layout, CLASSES, GREEDY)
     assert torch.equal(drawn, sample(steered, image_world.layout, CLASSES, GREEDY))
-    ranked = open_image_model(str(image_world.bundle), steering=Steering("rank", k=5))
+    ranked = load_image_model(str(image_world.bundle), steering=Steering("rank", k=5))
     assert ranked.steering.vocabulary == tuple(range(image_world.layout.codes))
-    plain = open_image_model(str(image_world.folder / "target"))
+    plain = load_image_model(str(image_world.folder / "target"))
     assert plain.steering is None
     with pytest.raises(UsageError, match="is a plain checkpoint, which has nothing to steer it"):
-        open_image_model(str(image_world.folder / "target"), steering=Steering())
+        load_image_model(str(image_world.folder / "target"), steering=Steering())
     with pytest.raises(UsageError, match="is no image model"):
-        open_image_model(str(image_world.folder / "retain_auxiliary"))
+        load_image_model(str(image_world.folder / "retain_auxiliary"))
 
 
 def test_any_causal_model_of_image_tokens_is_steered_by_the_same_code():

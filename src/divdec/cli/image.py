@@ -1,4 +1,4 @@
-"""Steer image models: train their pair, draw, measure, convert published checkpoints, and a demo."""
+"""Steer image models: train their pair, sample images, evaluate, convert published checkpoints, and a demo."""
 
 from __future__ import annotations
 
@@ -110,17 +110,17 @@ def run(settings: Any) -> None:
         return kind(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(kind) if f.name not in own})
 
     if isinstance(settings, Train):
-        from divdec.imaging.training import train_pair
+        from divdec.imaging.training import train_image_auxiliaries
 
-        content = train_pair(only(ImageTrainSettings), _tell)
+        content = train_image_auxiliaries(only(ImageTrainSettings), _tell)
         said = (
             f"bundle: {content['bundle']}\nmeasure what it still draws: divdec image eval {content['bundle']} --images "
             f"{settings.images} --forget … --output …\ndraw with it: divdec image sample {content['bundle']} --output …"
         )
     elif isinstance(settings, Sample):
-        from divdec.imaging.drawing import GRID, draw
+        from divdec.imaging.sampling import GRID, sample_to_folder
 
-        content = draw(only(ImageSampleSettings), device_map(settings.device), _tell)
+        content = sample_to_folder(only(ImageSampleSettings), device_map(settings.device), _tell)
         said = f"{content['images']} images in {settings.output}, all in {Path(settings.output) / GRID}"
     elif isinstance(settings, Evaluate):
         from divdec.research.image_evaluation import evaluate_images
@@ -136,7 +136,7 @@ def run(settings: Any) -> None:
             check_output(output, overwrite=True, ours=is_demo)
         content, said = run_image_demo(settings.seed, output, quiet=settings.json), ""
     else:
-        from divdec.imaging.convert import convert_taming
+        from divdec.imaging.taming import convert_taming
 
         names = _names(settings.names)
         content = convert_taming(

@@ -55,8 +55,7 @@ from divdec.training.distillation_loss import (
     Pieces,
     plain_head,
     predicting,
-    reduce_logits,
-    sum_figures,
+    sum_over_positions,
 )
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, encode, join_processes, report_set, resolve_trainable, sample_indices
@@ -222,7 +221,7 @@ class DistillationMetrics:
         indices = sample_indices(len(examples), SAMPLE, 0)
         for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
             with torch.no_grad():
-                sums.append(reduce_logits(model, self.head, batch, pieces(batch), sum_figures).double().cpu())
+                sums.append(sum_over_positions(model, self.head, batch, pieces(batch), gradient=False).double().cpu())
             count += int(predicting(batch["labels"]).sum())
         if self.offload:
             self.teacher.to(torch.device("cpu"))
