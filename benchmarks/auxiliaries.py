@@ -23,15 +23,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from divdec.bridge.bridge import BridgedPair
-from divdec.data.documents import documents
-from divdec.data.formatting import encode_records
+from divdec.data.formatting import documents, encode_records
 from divdec.data.world import build_world
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_folder import load_pair, write_pair
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256
 from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
 from divdec.research import demo, tofu_small
 from divdec.research.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer

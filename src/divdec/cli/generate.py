@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import check_fits, hold_experts, load, report_transfer
+from divdec.cli.loading import check_fits, load
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.cli.speculation import report, speculation
 from divdec.runs import check_output_file, write_text
@@ -26,9 +26,8 @@ EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?
 
 def run(settings: Settings) -> None:
     """Answer every prompt."""
-    from divdec.data.prompts import prompts_from_lines, read_prompts
+    from divdec.data.records import prompts_from_lines, read_prompts
 
-    hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None
     if output is not None:
         check_output_file(output, settings.overwrite)
@@ -46,7 +45,6 @@ def run(settings: Settings) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, "".join(f"{line}\n" for line in answered))
     report(speculative)
-    report_transfer(model)
 
 
 def _answers(
@@ -60,8 +58,8 @@ def _answers(
     from transformers import set_seed
 
     from divdec.data.formatting import Format, encode_prompts, padding_id
+    from divdec.decoding.text import answer_text, token_text
     from divdec.evaluation.generation import left_padded
-    from divdec.serving.engine.text import answer_text, token_text
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)

@@ -50,12 +50,18 @@ def run(settings: Settings) -> None:
     from tqdm.auto import tqdm
 
     from divdec.cli.loading import quiet
-    from divdec.data.documents import documents
+    from divdec.data.formatting import documents
     from divdec.data.records import overlap, read_records
     from divdec.experts.ngram_fit import check_order
     from divdec.experts.ngram_folder import is_pair, write_pair
-    from divdec.model.checkpoint import CheckpointReference, check_apart, load_config, load_tokenizer
-    from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
+    from divdec.model.checkpoint import (
+        CheckpointReference,
+        check_apart,
+        load_config,
+        load_tokenizer,
+        vocabulary_sha256,
+        vocabulary_width,
+    )
     from divdec.runs import RECORD, check_output, output_folder, record, write_json
 
     quiet()

@@ -22,11 +22,7 @@ Row = Float[Tensor, "_ channels image_height image_width"]
 
 
 def read_folder(
-    folder: Path,
-    channels: int,
-    size: tuple[int, int],
-    resize: bool = False,
-    report: Callable[[str], None] = print,
+    folder: Path, channels: int, size: tuple[int, int], resize: bool = False, report: Callable[[str], None] = print
 ) -> tuple[Images, list[int], tuple[str, ...]]:
     """Read images from one folder for each class.
 

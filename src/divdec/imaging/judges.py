@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,17 +21,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 from tqdm.auto import tqdm
 
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec.imaging.codecs import Images
 from divdec.imaging.files import data_url, png
 from divdec.remote.client import Endpoint
-from divdec.runs import ResumableOutput, read_json, write_json
+from divdec.runs import ResumableOutput
 
-DESCRIPTION, WEIGHTS = "classifier.json", "classifier.safetensors"
 LEAST_SIDE = 8
 LARGEST_SIDE = 32
 """Larger images are averaged down to this side, so that training takes seconds for every size."""
 WIDTH, FEATURES = 32, 64  # channels of the first convolutions, and of the others
+BATCH, RATE = 64, 5e-3  # images of a step, and peak learning rate
+HELD_OUT = 0.2
+"""Share of each class's images that is used for measurement instead of training."""
 QUESTION = "Does this image show a {class_name}? Answer Yes or No."
 COMPARISON = (
     "You are given two images, first image A, then image B. Judge their visual quality alone: sharpness, plausible "
@@ -43,32 +44,6 @@ REMINDER = "Answer with the letter A, B or C alone."
 _VALUES = {"A": 1.0, "B": 0.0, "C": 0.5}
 Item = TypeVar("Item")
 Features = Float[Tensor, "images features"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ClassifierSettings:
-    """Training of a classifier with AdamW and a one-cycle schedule."""
-
-    steps: int = 200
-    """Number of batches; 200 of 64 read 1,400 images nine times."""
-    batch_size: int = 64
-    rate: float = 5e-3
-    """Peak learning rate."""
-    held_out: float = 0.2
-    """Share of each class's images that is used for measurement instead of training."""
-    seed: int = 0
-    """Seed of weights, batches and the split; reproducible for an equal number of threads."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 2 or self.rate <= 0:
-            raise UsageError("a classifier needs at least 1 step, batches of at least 2 images, and a rate above 0")
-        if not 0 < self.held_out < 1:
-            raise UsageError(f"held_out is {self.held_out:g}; accepted: above 0 and below 1, such as 0.2")
-
-    @property
-    def least_images(self) -> int:
-        """Least number of images of a class: one for training and one for measurement."""
-        return math.ceil(1 / min(self.held_out, 1 - self.held_out))
 
 
 class Body(nn.Module):
@@ -121,7 +96,7 @@ class Classifier:
     """A convolutional classifier of images."""
 
     def __init__(self, body: Body, head: nn.Linear, classes: Sequence[str], held_out: HeldOut) -> None:
-        """Create a classifier from a trained network; see `fit` and `load`."""
+        """Create a classifier from a trained network; see `fit`."""
         self.body, self.head = body.eval(), head.eval()
         """Modules from images to features, for `frechet_distances`, and from features to logits."""
         self.classes = tuple(classes)
@@ -129,36 +104,30 @@ class Classifier:
 
     @classmethod
     def fit(
-        cls,
-        images: Images,
-        labels: Sequence[int],
-        classes: Sequence[str],
-        settings: ClassifierSettings | None = None,
+        cls, images: Images, labels: Sequence[int], classes: Sequence[str], *, seed: int = 0, steps: int = 200
     ) -> Classifier:
-        """Train a classifier on the images' device, and measure it on held-out images.
+        """Train a classifier on the images' device with AdamW, and measure it on held-out images.
 
         Args:
             images: of any size from 8×8 pixels.
             labels: index of each image's class.
             classes: names of the classes.
-            settings: settings of the training.
+            seed: seed of weights, batches and the split; reproducible for an equal number of threads.
+            steps: number of batches; 200 of 64 images read 1,400 images nine times.
 
         Raises:
             UsageError: images are too small, labels do not fit, or a class has too few images.
         """
         from sklearn.model_selection import train_test_split
 
-        settings = settings or ClassifierSettings()
-        _check(images, labels, classes, settings.least_images)
-        trained, held_out = train_test_split(
-            range(len(images)), test_size=settings.held_out, stratify=labels, random_state=settings.seed
-        )
+        _check(images, labels, classes, math.ceil(1 / HELD_OUT))
+        trained, held_out = train_test_split(range(len(images)), test_size=HELD_OUT, stratify=labels, random_state=seed)
         targets = torch.tensor(labels, device=images.device)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
+            torch.manual_seed(seed)
             body = Body(images.shape[1], (images.shape[2], images.shape[3])).to(images.device)
             head = nn.Linear(FEATURES, len(classes)).to(images.device)
-        _train(body, head, images[trained], targets[trained], settings)
+        _train(body, head, images[trained], targets[trained], seed, steps)
         classifier = cls(body, head, classes, HeldOut(math.nan, len(held_out)))
         correct = classifier.probabilities(images[held_out]).argmax(dim=-1) == targets[held_out]
         classifier.held_out = HeldOut(float(correct.double().mean()), len(held_out))
@@ -175,54 +144,21 @@ class Classifier:
         """Probability of each class, not calibrated; see `Body.forward` for errors."""
         return self.head(self.features(images, batch_size)).softmax(dim=-1)
 
-    def save(self, folder: Path) -> None:
-        """Write description and weights into an existing folder."""
-        from safetensors.torch import save_file
-
-        save_file(nn.ModuleDict({"body": self.body, "head": self.head}).state_dict(), folder / WEIGHTS)
-        about = {"channels": len(self.body.mean), "size": list(self.body.size), "classes": list(self.classes)}
-        write_json(folder / DESCRIPTION, {"format": 1, **about, "held_out": dataclasses.asdict(self.held_out)})
-
-    @classmethod
-    def load(cls, folder: Path) -> Classifier:
-        """Load a saved classifier.
-
-        Raises:
-            UsageError: there is none, or it is damaged.
-        """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        if not (folder / DESCRIPTION).is_file():
-            raise UsageError(f"{folder} holds no classifier: {DESCRIPTION} is missing")
-        about = read_json(folder / DESCRIPTION)
-        try:
-            if about["format"] != 1:
-                raise ValueError("another version wrote it")
-            height, width = about["size"]
-            body, head = Body(about["channels"], (height, width)), nn.Linear(FEATURES, len(about["classes"]))
-            nn.ModuleDict({"body": body, "head": head}).load_state_dict(load_file(folder / WEIGHTS))
-            return cls(body, head, about["classes"], HeldOut(**about["held_out"]))
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UsageError(
-                f"the classifier in {folder} cannot be read ({first_line(error)}); train it anew"
-            ) from None
-
 
 def _convolution(before: int, after: int) -> tuple[nn.Module, ...]:
     return nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
 
 
-def _train(body: Body, head: nn.Linear, images: Images, labels: Tensor, settings: ClassifierSettings) -> None:
+def _train(body: Body, head: nn.Linear, images: Images, labels: Tensor, seed: int, steps: int) -> None:
     body.mean.copy_(images.mean(dim=(0, 2, 3)).reshape(-1, 1, 1))
     # Constant images have a deviation of 0.
     body.deviation.copy_(images.std(dim=(0, 2, 3)).clamp_min(1e-3).reshape(-1, 1, 1))
     network = nn.Sequential(body, head).train()
-    optimizer = torch.optim.AdamW(network.parameters(), settings.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, total_steps=settings.steps + 1)
-    generator = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.steps):
-        batch = torch.randint(len(images), (settings.batch_size,), generator=generator).to(images.device)
+    optimizer = torch.optim.AdamW(network.parameters(), RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (BATCH,), generator=generator).to(images.device)
         cross_entropy(network(images[batch]), labels[batch]).backward()
         optimizer.step()
         optimizer.zero_grad()

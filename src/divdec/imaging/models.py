@@ -20,7 +20,7 @@ from divdec.errors import UsageError
 from divdec.imaging.codecs import FOLDER, Codec, Codes, load_codec
 from divdec.model.bundle import is_bundle
 from divdec.model.checkpoint import CheckpointReference, check_plain, load_model
-from divdec.model.loading import find_bundle, places_of, read_config
+from divdec.model.loading import find_bundle, part_paths, read_config
 from divdec.runs import read_json, write_json
 from divdec.steering import Steering
 
@@ -237,12 +237,7 @@ class ImageModel:
 
 
 def load_image_model(
-    reference: str,
-    *,
-    steering: Steering | None = None,
-    verify: bool = True,
-    dtype: str = "auto",
-    device: str = "cpu",
+    reference: str, *, steering: Steering | None = None, verify: bool = True, dtype: str = "auto", device: str = "cpu"
 ) -> ImageModel:
     """Load a bundle of image models, or one image model.
 
@@ -299,14 +294,14 @@ def local_folders(reference: str) -> list[Path]:
         return []
     if not is_bundle(folder):
         return [folder]
-    return [folder, *places_of(folder, read_config(folder), verify=False, local_files_only=False).values()]
+    return [folder, *part_paths(folder, read_config(folder), verify=False, local_files_only=False).values()]
 
 
 def image_folder(folder: Path) -> Path:
     """Return the folder with layout and codec: a model's or bundle's, or that of the bundle's target."""
     if (folder / LAYOUT).is_file() or not is_bundle(folder):
         return folder
-    return places_of(folder, read_config(folder), verify=False, local_files_only=False)["target"]
+    return part_paths(folder, read_config(folder), verify=False, local_files_only=False)["target"]
 
 
 def load_image_files(folder: Path) -> tuple[ImageLayout, Codec]:

@@ -37,18 +37,8 @@ HEAD = 64  # width of an attention head in the published transformer
 GROUPS = 32  # of all normalisation layers in a VQGAN
 # Losses, the class conditioning stage, causal masks, and projections of a time embedding that is not used.
 _UNUSED = re.compile(r"(.+\.)?loss\.|cond_stage_model\.|.+\.attn\.mask$|.+\.temb_proj\.")
-_BLOCK_NAMES = {
-    "ln_1": "ln1",
-    "ln_2": "ln2",
-    "attn.c_proj": "attn.proj",
-    "mlp.c_fc": "mlp.0",
-    "mlp.c_proj": "mlp.2",
-}
-_OUTER_NAMES = {
-    "wte.weight": "tok_emb.weight",
-    "ln_f.weight": "ln_f.weight",
-    "ln_f.bias": "ln_f.bias",
-}
+_BLOCK_NAMES = {"ln_1": "ln1", "ln_2": "ln2", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.0", "mlp.c_proj": "mlp.2"}
+_OUTER_NAMES = {"wte.weight": "tok_emb.weight", "ln_f.weight": "ln_f.weight", "ln_f.bias": "ln_f.bias"}
 _ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
 # Lightning stores the state of its callbacks under their classes; only this name is needed to read the file.
 _CALLBACK = "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint"

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from divdec.costs.devices import measure_device
-from divdec.costs.roofline import Device, Workload, latency, pass_seconds
+from divdec.costs.latency import Device, Workload, measure_device, pass_seconds, predict_latency
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
@@ -120,16 +119,15 @@ def predicted(one: Combination, device: Device, work: Workload, settings: Latenc
     bandwidth, and what that gives is measured, not modelled.
     """
     later = settings.tokens - 1
-    seconds = latency(one.N, one.n, device, work)
+    seconds = predict_latency(one.N, one.n, device, work)
     begin = dataclasses.replace(work, context=settings.prompt / 2)
     target, auxiliary = (pass_seconds(size, device, begin, settings.prompt) for size in (one.N, one.n))
     whole = {
         "target": target + later * seconds.target,
         "plain": target + 2 * auxiliary + later * seconds.plain,
-        "speculative": target + 2 * auxiliary + later * seconds.speculative,
     }
-    if seconds.apart is not None:
-        whole["beside"] = max(target, auxiliary) + later * seconds.apart
+    if seconds.parallel is not None:
+        whole["beside"] = max(target, auxiliary) + later * seconds.parallel
     return {way: total / settings.tokens for way, total in whole.items()}
 
 
@@ -143,8 +141,7 @@ def _measured(
     with agreeing(models, settings.agreement):
         times, statistics_ = time_answers(models, one.vocabulary, settings, apart)
     acceptance = statistics_.acceptance_rate
-    work = dataclasses.replace(workload(settings, place), acceptance=acceptance, block=settings.block)
-    expected = predicted(one, device, work, settings)
+    expected = predicted(one, device, workload(settings, place), settings)
     seconds = {way: statistics.median(own) / settings.tokens for way, own in times.items()}
     ratio = {
         way: statistics.median(own / alone for own, alone in zip(times[way], times["target"], strict=True))
@@ -155,7 +152,7 @@ def _measured(
         "acceptance": acceptance,
         "seconds_per_token": seconds,
         "ratio": ratio,
-        "roofline_device": device.to_dict(),
+        "roofline_device": dataclasses.asdict(device),
         "predicted_seconds_per_token": expected,
         "predicted_over_measured": {way: expected[way] / seconds[way] for way in expected if way in seconds},
     }
@@ -186,7 +183,6 @@ def time_answers(
     steered = DivergenceForCausalLM.from_parts(models["P"], models["q"], models["p"], "linear:1")
     beside = steered
     if apart != device:
-        # Copies: to move the models themselves would take their stack (`experts/stacked.py`) apart in every round.
         q, p = (copy.deepcopy(models[name]).to(apart) for name in "qp")  # pyright: ignore[reportArgumentType]
         beside = DivergenceForCausalLM.from_parts(models["P"], q, p, "linear:1")
     counted = SpeculationStatistics()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from divdec.costs.roofline import Workload
-from divdec.costs.sizes import ModelSize, size_of
+from divdec.costs.latency import Workload
+from divdec.costs.model_size import ModelSize, measure_size
 from divdec.errors import UsageError
 from divdec.research.bench_settings import BenchSettings
 from divdec.research.bench_shapes import SHAPES, VOCABULARIES, Shape, find_shape
@@ -83,9 +83,9 @@ class Combination:
 
     def needs(self, work: Workload) -> float:
         """Bytes of the three models' weights and caches, and some to spare."""
-        weights = self.N.weight_bytes(work.width) + 2 * self.n.weight_bytes(work.width)
+        weights = work.width * (self.N.parameters + 2 * self.n.parameters)
         caches = self.N.cache_bytes(work.context, work.width) + 2 * self.n.cache_bytes(work.context, work.width)
-        return SPARE * (weights + work.rows * caches)
+        return SPARE * (weights + work.batch_size * caches)
 
     def about(self, place: Place, settings: BenchSettings) -> dict[str, Any]:
         """What a row says of it."""
@@ -95,8 +95,8 @@ class Combination:
             "vocabulary": self.vocabulary,
             "N": self.N.parameters,
             "n": self.n.parameters,
-            "N_without_embeddings": self.N.body,
-            "n_without_embeddings": self.n.body,
+            "N_without_embeddings": self.N.count(embeddings=False),
+            "n_without_embeddings": self.n.count(embeddings=False),
             "device": place.name,
             "dtype": str(place.dtype).removeprefix("torch."),
             "batch": settings.batch,
@@ -109,7 +109,7 @@ class Combination:
 def workload(settings: BenchSettings, place: Place) -> Workload:
     """What is decoded, as the cost formulas want it; the context is that in the middle of the answer."""
     context = settings.prompt + settings.tokens / 2
-    return Workload(width=place.dtype.itemsize, rows=settings.batch, context=context)
+    return Workload(width=place.dtype.itemsize, batch_size=settings.batch, context=context)
 
 
 def combinations(settings: BenchSettings, place: Place) -> list[Combination]:
@@ -125,7 +125,9 @@ def combinations(settings: BenchSettings, place: Place) -> list[Combination]:
     found = []
     for vocabulary in dict.fromkeys(vocabularies):
         positions = settings.prompt + settings.tokens
-        sizes = {shape: size_of(shape.config(vocabulary, positions), shape.name) for shape in {*targets, *auxiliaries}}
+        sizes = {
+            shape: measure_size(shape.config(vocabulary, positions), shape.name) for shape in {*targets, *auxiliaries}
+        }
         found += [
             Combination(target, auxiliary, vocabulary, sizes[target], sizes[auxiliary])
             for target in targets

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from divdec.data.records import Message, Record, RecordSet
-from divdec.data.world import Question, World, WorldSettings, build_world
-from divdec.data.world_tofu import general_questions
+from divdec.data.world import Question, World, WorldSettings, build_world, general_questions
 from divdec.research.comparison import Presentation, compare, console_for, present, teller
 from divdec.research.demo_files import leave_files
 from divdec.research.measure import Questions

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from divdec.data.world import Question, World
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import Question, World, write_tofu
 from divdec.research.stages import Trained
 from divdec.runs import write_text
 

@@ -157,10 +157,7 @@ class LiveTeacher:
             return torch.stack([kl, *losses], dim=-1)
 
         for indices, logits in self.logits(batch):
-            yield (
-                indices,
-                functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]),
-            )
+            yield (indices, functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "some vocab"]]]:
         """Steered logits at the labelled positions: indices among these, and logits.
@@ -221,11 +218,7 @@ class Distillation:
 
 
 def sum_over_positions(
-    model: PreTrainedModel,
-    head: nn.Linear | None,
-    batch: Mapping[str, Tensor],
-    pieces: Pieces,
-    gradient: bool = True,
+    model: PreTrainedModel, head: nn.Linear | None, batch: Mapping[str, Tensor], pieces: Pieces, gradient: bool = True
 ) -> Float[Tensor, " figures"]:
     """Run the student, and sum a function of its logits over the labelled positions, piece by piece.
 

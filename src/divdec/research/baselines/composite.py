@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
@@ -27,12 +27,18 @@ from divdec.experts.forward import device_of, recomputes, stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
-from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_config, load_model
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_weights,
+    common_vocabulary_of,
+    digests,
+    load_config,
+    load_model,
+)
 from divdec.model.checks import check_inputs, positions_of, refuse_unknown
 from divdec.model.configuration import TARGET_FIELDS
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
-from divdec.model.output import causal_output
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.modeling import causal_output
 from divdec.research.baselines.composite_config import CompositeConfig
 from divdec.runs import file_sha256
 
@@ -187,6 +193,10 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         """Refused: the folder that it was loaded from refers to checkpoints, and is all there is to save."""
         raise UsageError("a baseline made of several checkpoints cannot be saved from memory; keep its folder")
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: the folder carries its own file for `trust_remote_code`."""
+
     def new_cache(self) -> DivergenceCache:
         """An empty cache for all parts."""
         first, *others = self.decoding.new_caches()
@@ -338,3 +348,6 @@ def _check_finite(
         # What stands after a padding token is read by nobody and may be anything.
         finite = finite | (attention_mask[:, -logits.shape[1] :] == 0).to(finite.device)
     check(finite.all(), "a logit of the baseline is not finite (a helper overflowed); nothing is answered")
+
+
+AutoModelForCausalLM.register(CompositeConfig, CompositeForCausalLM, exist_ok=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig
 
 from divdec.model.checkpoint import COMPOSITE
+from divdec.model.configuration import RemoteCodeConfig
 
 
-class CompositeConfig(PreTrainedConfig):
+class CompositeConfig(RemoteCodeConfig):
     """Configuration of `CompositeForCausalLM`.
 
     Attributes:
@@ -22,6 +23,8 @@ class CompositeConfig(PreTrainedConfig):
     """
 
     model_type = COMPOSITE
+    model_class = "CompositeForCausalLM"
+    model_module = "divdec.research.baselines.composite"
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference = ("past_key_values",)
 
@@ -42,4 +45,6 @@ class CompositeConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
-        self.architectures = ["CompositeForCausalLM"]
+
+
+AutoConfig.register(CompositeConfig.model_type, CompositeConfig, exist_ok=True)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.data.formatting import Example, encode_records
-from divdec.model.card import baseline_card
+from divdec.model.bundle import baseline_card
 from divdec.model.checkpoint import load_config, load_model
 from divdec.research.baselines.gradient_settings import (
     GradAscentSettings,

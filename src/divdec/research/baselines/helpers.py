@@ -14,8 +14,7 @@ from torch import Tensor
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
-from divdec.model.checkpoint import check_weights, load_config
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config
 from divdec.research.baselines.job import Job
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune

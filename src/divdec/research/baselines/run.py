@@ -19,10 +19,10 @@ from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     check_apart,
+    common_vocabulary_of,
     digests,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary_of
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from divdec.data.documents import documents
+from divdec.data.formatting import documents
 from divdec.data.world import World, build_world
 from divdec.experts.ngram_folder import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer
+from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.research import demo
 from divdec.research.limits.settings import BUNDLES, CHECKPOINTS, FORGET_AUXILIARY, NGRAM, REFERENCES
 from divdec.research.methods.arena import Arena

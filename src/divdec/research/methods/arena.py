@@ -12,8 +12,7 @@ from pathlib import Path
 
 from divdec.data.formatting import Format
 from divdec.data.records import RecordSet, read_records
-from divdec.data.world import build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import build_world, write_tofu
 from divdec.errors import UsageError
 from divdec.evaluation.layout import Layout
 from divdec.evaluation.tofu import TofuOptions
@@ -21,7 +20,7 @@ from divdec.evaluation.tofu_data import TofuData, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
-from divdec.model.loading import places_of
+from divdec.model.loading import part_paths
 from divdec.research import demo, tofu_small
 from divdec.research.methods.settings import CompareSettings
 from divdec.research.stages import Material, Recipe, train_all
@@ -181,7 +180,7 @@ def _own(settings: CompareSettings) -> Arena:
     )
     base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
     config = read_config(bundle)
-    places = places_of(bundle, config, verify=True, local_files_only=False)
+    places = part_paths(bundle, config, verify=True, local_files_only=False)
     if missing := [part for part in AUXILIARIES if part not in places]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
     if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:

@@ -1,0 +1,94 @@
+"""Which way is chosen and why, and what a plan says of memory and of what is unusual."""
+
+import pytest
+import transformers
+
+from divdec.costs.estimate import estimate_costs
+from divdec.costs.settings import CostSettings
+from divdec.errors import UsageError
+
+GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "10M"}
+
+
+def choice(**more):
+    found = estimate_costs(CostSettings(**(GIVEN | more)))
+    return found.choice, found.reason
+
+
+def test_the_break_even_volume_decides():
+    assert choice(volume="129M")[0] == "steer"
+    assert choice(volume="131M")[0] == "distil"
+    found = estimate_costs(CostSettings(**GIVEN, volume="130M"))
+    assert found.break_even["paper"] == pytest.approx(130e6)
+    assert found.options["steer"].at(130e6) == pytest.approx(found.options["distil"].at(130e6))
+
+
+def test_speculation_is_estimated_only_from_a_measured_acceptance_rate():
+    assert "speculate" not in estimate_costs(CostSettings(**GIVEN)).options
+    found = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
+    assert found.tokens_per_block == pytest.approx(1.5)
+    assert found.options["speculate"].per_token == pytest.approx(found.options["steer"].per_token * 2 / 1.5)
+    assert "speculative" not in found.to_dict()["seconds_per_token"]
+
+
+def test_word_for_word_needs_n_grams_and_no_volume_no_choice():
+    assert choice(verbatim=True)[0] == "n-gram"
+    way, reason = choice()
+    assert way is None
+    assert "give --volume" in reason
+
+
+def test_between_the_two_counts_of_distillation_the_reason_says_so():
+    assert "170M" in choice(volume="150M")[1]
+    assert "170M" not in choice(volume="200M")[1]
+
+
+def test_auxiliaries_larger_than_half_the_target_are_warned_of_and_computed():
+    found = estimate_costs(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
+    assert any("2n ≤ N" in warning for warning in found.warnings)
+    assert found.increase == pytest.approx(1.25)
+    assert not estimate_costs(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
+
+
+def test_what_does_not_fit_the_device_is_warned_of():
+    assert any(
+        "do not fit" in warning for warning in estimate_costs(CostSettings(**(GIVEN | {"target": "70B"}))).warnings
+    )
+
+
+def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
+    for name, width, layers in (("target", 64, 4), ("aux", 32, 2)):
+        transformers.LlamaConfig(
+            vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+    places = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
+    counted = estimate_costs(CostSettings(**places, context=100.0, requests=3, dtype="float32"))
+    uncounted = estimate_costs(CostSettings(**places, embeddings="uncounted"))
+    assert counted.N - uncounted.N == 1000 * 64
+    assert counted.n - uncounted.n == 1000 * 32
+    memory = counted.memory
+    assert memory["target_weights"] == 4 * counted.N
+    assert memory["target_cache_per_token"] == 4 * 4 * 2 * 16 * 2  # bytes, layers, heads, width, keys and values
+    assert memory["auxiliary_cache_per_token"] == 2 * 4 * 2 * 2 * 8 * 2
+    requests = 3 * 100 * (memory["target_cache_per_token"] + memory["auxiliary_cache_per_token"])
+    assert memory["all"] == memory["target_weights"] + memory["auxiliary_weights"] + requests
+
+
+def test_a_layers_beginning_can_be_given():
+    slow = estimate_costs(CostSettings(**GIVEN, layer_microseconds=500.0)).latency
+    assert slow.bound == "launches"
+    assert slow.target > estimate_costs(CostSettings(**GIVEN)).latency.target
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
+     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"draft_length": 0},
+     {"draft_length": 10**9}, {"epochs": 1e300},
+     {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}, {"device": "abacus"}, {"layer_microseconds": -1.0}],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(wrong):
+    with pytest.raises(UsageError, match="accepted") as error:
+        estimate_costs(CostSettings(**(GIVEN | wrong)))
+    assert "\n" not in str(error.value)

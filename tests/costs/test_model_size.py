@@ -1,0 +1,118 @@
+"""Sizes counted on the meta device, against real models and the caches that transformers fills."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from divdec.costs.model_size import guess_size, measure_size, read_size
+from divdec.errors import UsageError
+
+ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, **ENDS,
+}  # fmt: skip
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**COMMON),
+    "llama, tied": transformers.LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, **ENDS),
+    "qwen2": transformers.Qwen2Config(**COMMON),
+    "mistral, window": transformers.MistralConfig(**COMMON, head_dim=16, sliding_window=8),
+    "gemma3, some windows": transformers.Gemma3TextConfig(
+        **(COMMON | {"num_hidden_layers": 7}), head_dim=16, sliding_window=8
+    ),
+    "falcon, one head of keys": transformers.FalconConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **ENDS
+    ),
+    "starcoder2": transformers.Starcoder2Config(**COMMON, head_dim=24),
+    "mixtral, experts": transformers.MixtralConfig(**COMMON),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_and_caches_are_those_of_the_real_model(name):
+    config = CONFIGS[name]
+    size = measure_size(config, name)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.layers == config.num_hidden_layers
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        for read, context in ((5, 5.0), (1, 6.0), (14, 20.0), (1, 21.0)):
+            model(torch.ones(1, read, dtype=torch.long), past_key_values=cache)
+            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            if read == 1:  # a window that has just read many tokens still holds them
+                assert size.cache_bytes(context, width=4) == held
+    if "window" not in name:
+        assert size.cache_bytes(21.0, 4) == 21 * size.token_bytes(4)
+
+
+def test_embeddings_are_counted_once_where_they_are_tied():
+    tied, apart = (measure_size(CONFIGS[name], name) for name in ("llama, tied", "llama"))
+    assert tied.embeddings == 128 * 64
+    assert apart.embeddings == 2 * 128 * 64
+    assert tied.count(embeddings=False) == apart.count(embeddings=False)
+    assert (tied.lookup, apart.lookup) == (0, 128 * 64)
+    assert tied.active == tied.parameters  # the table is the output layer too
+    assert apart.active == apart.parameters - 128 * 64
+
+
+def test_the_shape_of_llama_3_8b_has_its_published_numbers():
+    config = transformers.LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    size = measure_size(config, "8b")
+    assert size.parameters == 8_030_261_248
+    assert size.token_bytes(2) == 32 * 8 * 128 * 2 * 2 == 131_072
+    guess = guess_size(8e9)
+    assert guess.guessed
+    assert guess.token_bytes(2) == pytest.approx(size.token_bytes(2), rel=0.1)
+    assert guess.attention_flops(1000.0) == pytest.approx(size.attention_flops(1000.0), rel=0.2)
+
+
+def test_of_experts_only_those_that_a_token_uses_are_active():
+    size = measure_size(CONFIGS["mixtral, experts"], "mixtral")
+    own = 3 * 8 * 3 * 64 * 96  # layers, experts, matrices
+    assert size.experts == own
+    assert size.active == size.parameters - size.lookup - own * 6 / 8  # two of eight
+    assert size.read(4) == size.parameters - size.lookup  # four tokens can use them all
+
+
+def test_a_folder_needs_no_weights(tmp_path):
+    CONFIGS["llama"].save_pretrained(tmp_path / "8B")
+    size = read_size(str(tmp_path / "8B"), "target")
+    assert size.parameters == measure_size(CONFIGS["llama"], "x").parameters
+    assert not size.guessed
+    assert not torch.nn.Linear(1, 1).weight.is_meta  # nothing of the meta device stays behind
+
+
+def test_a_bare_number_is_no_folder_unless_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_size("8B", "target").guessed
+    CONFIGS["llama"].save_pretrained("8B")
+    assert not read_size("8B", "target").guessed
+
+
+def test_what_is_no_causal_model_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"target .*empty has no config.json"):
+        read_size(str(tmp_path / "empty"), "target")
+    transformers.ViTConfig().save_pretrained(tmp_path / "vit")
+    with pytest.raises(UsageError, match="gives no causal language model"):
+        read_size(str(tmp_path / "vit"), "target")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="neither a number nor a model"):
+        read_size(str(tmp_path / "broken"), "target")
+    with pytest.raises(UsageError, match=r"target is '8Q'; accepted"):
+        read_size("8Q", "target")
+
+
+def test_a_bundle_is_refused_as_a_size(tmp_path):
+    from divdec.model.configuration import DivergenceConfig
+
+    DivergenceConfig().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="gives no causal language model"):
+        read_size(str(tmp_path), "target")

@@ -1,0 +1,102 @@
+"""The text of answers, for every kind of tokenizer: what a prompt and its answer say together, however it is cut."""
+
+import pytest
+
+import tokenizer_kinds
+from divdec.decoding.text import AnswerText, answer_text
+
+TEXTS = (
+    "The tale is about the sea, and (so she said) 3 of her books.",
+    "Die naïve Großmutter aß  zwei Törtchen — für 3,50 €.\n\nИ море 😀 было 日本 тихо.",
+)
+
+
+@pytest.fixture(scope="module", params=tokenizer_kinds.KINDS)
+def kind(request, world):
+    return tokenizer_kinds.trained(request.param, tuple(world.corpus[:300]))
+
+
+def decoded(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def streamed(tokenizer, prompt, answer, stop=()):
+    text = AnswerText(tokenizer, stop, prompt)
+    pieces, starts = [], []
+    for token in answer:
+        pieces.append(text.add(token))
+        starts.append(text.start)
+        if text.stopped:
+            break
+    return "".join(pieces) + text.end(), starts
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_answer_continues_its_prompt(kind, text):
+    ids = kind(text).input_ids
+    whole = decoded(kind, ids)
+    cuts = 0
+    for cut in range(len(ids) + 1):
+        before = decoded(kind, ids[:cut])
+        if before.endswith("\ufffd") or not whole.startswith(before):
+            continue  # the prompt ends within a character
+        cuts += 1
+        assert before + answer_text(kind, ids[:cut], ids[cut:]) == whole
+    assert cuts > 10
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_token_begins_where_the_text_before_it_ends(kind, text):
+    ids = kind(text).input_ids
+    found, starts = streamed(kind, ids[:1], ids[1:])
+    assert found == decoded(kind, ids).removeprefix(decoded(kind, ids[:1]))
+    first, reached = len(decoded(kind, ids[:1])), 0
+    for place, start in enumerate(starts):
+        # A byte of an unfinished character makes the decoder doubt the whole characters before it, too.
+        reached = max(reached, len(decoded(kind, ids[: place + 1]).rstrip("\ufffd")) - first)
+        assert start == reached
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_stop_strings_are_found_in_the_text_that_continues(kind, text):
+    ids = kind(text).input_ids
+    whole = answer_text(kind, ids[:4], ids[4:])
+    stop = whole[len(whole) // 2 :][:3]
+    assert streamed(kind, ids[:4], ids[4:], [stop])[0] == whole[: whole.index(stop)]
+
+
+def test_special_tokens_say_nothing_and_keep_the_space_behind_them(kind):
+    first, second = (
+        kind(" about", add_special_tokens=False).input_ids,
+        kind("The sea", add_special_tokens=False).input_ids,
+    )
+    end = kind.eos_token_id
+    whole = answer_text(kind, second, [*first, end, *first])
+    assert whole == decoded(kind, [*second, *first, *first]).removeprefix(decoded(kind, second))
+    # Behind a special token of the prompt, such as a chat template's last, an answer is a text by itself.
+    assert answer_text(kind, [*second, end], first) == decoded(kind, first)
+
+
+def test_any_tokens_make_a_text_that_only_grows(kind):
+    import random
+
+    draw = random.Random(0)
+    for _ in range(40):
+        ids = [draw.randrange(len(kind) + 3) for _ in range(30)]
+        found, starts = streamed(kind, ids[:5], ids[5:])
+        assert starts == sorted(starts)
+        assert starts[-1] <= len(found)
+        assert found == answer_text(kind, ids[:5], ids[5:])
+
+
+def test_characters_that_never_end_are_not_held_for_ever(kind):
+    token = kind.convert_tokens_to_ids("<0xF0>") if "<0xF0>" in kind.get_vocab() else None
+    if token is None:
+        token = next(iter(kind("😀", add_special_tokens=False).input_ids))
+    text = AnswerText(kind)
+    longest = 0
+    for _ in range(200):
+        text.add(token)
+        longest = max(longest, len(text._pending))
+    assert longest < 12
+    assert text._text

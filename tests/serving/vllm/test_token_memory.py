@@ -1,0 +1,76 @@
+"""Codes of tokens: exact in every dtype, and nothing is read from what is no code."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec.errors import FailedClosed
+from divdec.serving.vllm.token_memory import GENUINE, TRIAL, ContextReader, bits_for, encode, read_contexts
+
+SIZES = st.sampled_from([2, 3, 512, 513, 50257, 151936, 262144])
+
+
+def remembered(rows, size, dtype=torch.bfloat16):
+    """Codes of contexts, oldest first, −1 where there is no token."""
+    tokens = torch.tensor(rows).flip(1)
+    exists = torch.where(tokens[:, 1:] >= 0, 1.0, -1.0).to(dtype)
+    noise = torch.full((len(rows), 1), GENUINE, dtype=dtype)
+    return torch.cat([noise, exists, encode(tokens.clamp(min=0), bits_for(size), dtype).flatten(1)], dim=1)
+
+
+@given(st.data(), SIZES, st.integers(1, 5), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_tokens_come_back(data, size, length, dtype):
+    rows = []
+    for missing in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4)):
+        known = data.draw(st.lists(st.integers(0, size - 1), min_size=length - missing, max_size=length - missing))
+        rows.append([-1] * missing + known)
+    codes = remembered(rows, size, dtype)
+    assert read_contexts(codes, length).tolist() == rows
+    nudged = codes.float() * (1 + 0.05 * torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)))
+    nudged[:, 0] = GENUINE
+    assert read_contexts(nudged, length).tolist() == rows
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, -0.7, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("column", [4, 20, 30])
+def test_what_is_no_code_is_not_read(value, column):
+    codes = remembered([[5, 6, 7, 8], [1, 2, 3, 4]], 512)
+    codes[1, column] = value
+    with pytest.raises(FailedClosed, match="cannot be read"):
+        read_contexts(codes, 4)
+
+
+def test_a_token_that_does_not_exist_may_have_any_code():
+    codes = remembered([[-1, -1, 7, 8]], 512)
+    codes[0, 4 + 2 * 9 :] = 0.3
+    assert read_contexts(codes, 4).tolist() == [[-1, -1, 7, 8]]
+
+
+@pytest.mark.parametrize("mark", [-1.0, 1.5, 3.0, float("nan")])
+def test_rows_without_the_mark_are_not_read(mark):
+    codes = remembered([[5, 6, 7, 8]], 512)
+    codes[0, 0] = mark
+    with pytest.raises(FailedClosed):
+        read_contexts(codes, 4)
+
+
+def test_trials_are_let_pass_until_a_real_token_has_come():
+    read, real = ContextReader(4), remembered([[5, 6, 7, 8], [-1, 6, 7, 8]], 512)
+    trial = torch.full_like(real, TRIAL)
+    assert read(trial).tolist() == [[-1] * 4] * 2
+    assert read(trial).tolist() == [[-1] * 4] * 2
+    assert read(real).tolist() == read_contexts(real, 4).tolist()
+    with pytest.raises(FailedClosed, match="was not written"):
+        read(trial)
+    with pytest.raises(FailedClosed, match="was not written"):
+        ContextReader(4)(torch.cat([real, trial[:1]]))
+    assert read(real).tolist() == read_contexts(real, 4).tolist()
+
+
+def test_trials_of_the_engine_have_no_context():
+    generator = torch.Generator().manual_seed(0)
+    random = torch.rand(6, 4 + 4 * 9, generator=generator).bfloat16()
+    random[0] = TRIAL
+    random[1, 0] = 1.0  # what rounding makes of a number close to it
+    assert read_contexts(random, 4).tolist() == [[-1] * 4] * 6
