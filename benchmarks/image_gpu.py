@@ -1,7 +1,7 @@
 """Images at 32×32 from models that need a GPU: letters, digits and shapes in many fonts and colours.
 
-A target of 55 million parameters and auxiliaries of 5 million are trained from random weights on rendered images; half of
-the forty classes are forgotten. Prints the paper's two tables, and writes the report with samples.
+A target of 55 million parameters and auxiliaries of 5 million are trained from random weights on rendered images; half
+of the forty classes are forgotten. Prints the paper's two tables, and writes the report with samples.
 
     python benchmarks/image_gpu.py [--seed 0] [--images 1500] [--epochs 30] [--count 25] [--output runs/image-gpu]
     python benchmarks/image_gpu.py --small      a smoke test on a CPU, in minutes

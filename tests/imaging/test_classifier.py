@@ -70,9 +70,7 @@ def test_a_seed_repeats_it_and_leaves_other_chance_alone(digits):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, same, other = (
-        Classifier.fit(images, labels, NAMES, seed=seed, steps=3) for seed in (1, 1, 2)
-    )
+    one, same, other = (Classifier.fit(images, labels, NAMES, seed=seed, steps=3) for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(one.probabilities(images), same.probabilities(images))
     assert not torch.equal(one.probabilities(images), other.probabilities(images))

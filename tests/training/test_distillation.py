@@ -22,7 +22,7 @@ from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
-from divdec.experts.ngram_folder import write_pair
+from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
 from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation

@@ -124,7 +124,8 @@ def sample_to_folder(
     """
     output = Path(settings.output).expanduser()
     check_output(output, settings.overwrite, is_sample)
-    steering = None if settings.steering is None else Steering.parse(settings.steering)
+    rule = settings.steering
+    steering = None if rule is None else Steering.parse(rule, allow_negative=settings.allow_negative)
     check_apart(output.resolve(), [folder.resolve() for folder in local_folders(settings.model)])
     loaded = load_image_model(
         settings.model, steering=steering, verify=not settings.no_verify, dtype=settings.dtype, device=device
@@ -135,7 +136,7 @@ def sample_to_folder(
     # A repeated class is sampled once: its images would have the same names.
     classes = list(dict.fromkeys(layout.find(name) for name in settings.classes)) or list(range(len(layout.classes)))
     labels = [index for index in classes for _ in range(settings.count)]
-    codes = sample(loaded.model, layout, labels, settings.sampling(), speculative=settings.drafted, title="images")
+    codes = sample(loaded.model, layout, labels, settings.sampling(), speculative=settings.draft_length, title="images")
     content = record(
         VERB,
         settings,

@@ -94,6 +94,8 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
             max_length=layout.length + 1,
             precision=settings.precision,
             gradient_checkpointing=settings.gradient_checkpointing,
+            lora_rank=settings.lora_rank,
+            loggers=settings.loggers,
             seed=settings.seed,
             overwrite=settings.overwrite,
         )

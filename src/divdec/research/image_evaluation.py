@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 VERB = "image eval"
 REASONING_TOKENS = 4096
-IRRELEVANT = ("output", "overwrite", "device", "no_verify", "judge_key_variable")
+IRRELEVANT = ("output", "overwrite", "device", "no_verify", "judge_api_key_env")
 """Settings that do not change results."""
 CAPTIONS = {
     ("content", "accuracy"): (
@@ -267,7 +267,7 @@ def _split_classes(settings: ImageEvalSettings, layout: ImageLayout, classes: li
 def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:
     if settings.judge_url is None:
         return {}
-    url, variable = settings.judge_url, settings.judge_key_variable
+    url, variable = settings.judge_url, settings.judge_api_key_env
     if variable is not None and not os.environ.get(variable):
         raise UsageError(f"the environment has no {variable}, which shall hold the endpoint's key")
     answers = ResumableOutput(output / ANSWERS)

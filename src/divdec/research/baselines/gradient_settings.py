@@ -10,8 +10,9 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.options import check_positive
 from divdec.research.baselines.method import Method
-from divdec.training.settings import TrainingSettings, check_positive
+from divdec.training.settings import TrainingSettings
 
 
 @dataclasses.dataclass(frozen=True)

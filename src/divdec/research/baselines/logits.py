@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.neural import logits_of, new_cache
 from divdec.research.baselines.composite import TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.helpers import RETAIN, RememberAndForget, base_of, first_layers, helper
 from divdec.research.baselines.inference_settings import UCDSettings, ULDSettings, WHPSettings

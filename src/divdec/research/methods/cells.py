@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import divdec.research.baselines.composite  # noqa: F401  # registers the composite baselines with transformers
 from divdec.errors import Diverged, FailedClosed, UsageError, first_line
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.subject import Subject
