@@ -30,7 +30,7 @@ def judge(trained):
     return trained[0]
 
 
-def test_digits_are_told_apart(trained):
+def test_digits_are_classified(trained):
     judge, seconds = trained
     assert seconds < 10 * torch.get_num_threads()
     assert judge.held_out.images == 360
@@ -65,7 +65,7 @@ def test_noise_is_no_digit(digits, judge):
     assert of_noise < 0.3 < judge.probabilities(images[:200]).gather(1, asked[:, None]).mean()
 
 
-def test_a_seed_repeats_it_and_leaves_other_chance_alone(digits):
+def test_a_seed_is_reproducible_and_leaves_the_global_generator_alone(digits):
     images, labels = digits
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -87,7 +87,7 @@ def test_other_sizes(channels, height, width):
         judge.features(images[..., :-1])
 
 
-def test_what_is_refused(digits):
+def test_errors(digits):
     images, labels = digits
     for given, says in (
         ((images[..., :7], labels, NAMES), "8×8 and more"),

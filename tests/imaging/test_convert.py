@@ -245,7 +245,7 @@ def test_embedding_and_head_may_be_one_tensor(weights, tmp_path):
     assert model.lm_head.weight is not model.transformer.wte.weight
 
 
-def test_what_decides_nothing_is_left_out(weights, tmp_path):
+def test_unused_weights_are_left_out(weights, tmp_path):
     added = {
         "cond_stage_model.encoder.weight": torch.ones(2),
         "loss.logvar": torch.ones(2),
@@ -383,7 +383,7 @@ class Harm:
         return os.mkdir, (self.marker,)
 
 
-def test_pickled_objects_are_refused_and_not_made(weights, tmp_path):
+def test_pickled_objects_are_refused_and_not_created(weights, tmp_path):
     marker = tmp_path / "made"
     torch.save({**lightning(weights), "hyper_parameters": Harm(marker)}, tmp_path / "bad.ckpt")
     with pytest.raises(UsageError, match=r"holds \w+\.mkdir beside tensors.*torch\.save\(torch\.load\(FILE") as caught:

@@ -85,7 +85,7 @@ def test_small_sets_are_named(digits):
         frechet_distances(images[:100], images[:100], images[:100], images[:1], nn.Flatten())
 
 
-def test_features_that_are_none():
+def test_features_of_the_wrong_shape_are_refused():
     images = torch.rand(4, 1, 8, 8)
     with pytest.raises(UsageError, match="B_R"):
         frechet_distances(images, images, images, images, nn.Identity())
@@ -137,7 +137,7 @@ class TestModelsOfTransformers:
         transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size).save_pretrained(tmp_path)
         assert compute_features(torch.rand(3, 3, 16, 16), PretrainedFeatures(tmp_path)).shape == (3, 24)
 
-    def test_what_is_refused(self, tmp_path):
+    def test_errors(self, tmp_path):
         self.dinov2(tmp_path)
         (tmp_path / "preprocessor_config.json").rename(tmp_path / "elsewhere")
         with pytest.raises(UsageError, match="cannot be loaded as a model of images"):
@@ -146,7 +146,7 @@ class TestModelsOfTransformers:
         with pytest.raises(UsageError):
             PretrainedFeatures(tmp_path)
 
-    def test_a_pooler_that_is_not_in_the_file(self, tmp_path):
+    def test_a_missing_pooler_is_refused(self, tmp_path):
         config = transformers.ViTConfig(
             hidden_size=32,
             num_hidden_layers=1,

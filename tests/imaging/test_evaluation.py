@@ -133,7 +133,7 @@ def setting(method, config, retain, forget):
     return SettingResult(method, config, accuracy={"retain": retain, "forget": forget})
 
 
-def test_the_mildest_setting_that_reaches_both_aims_is_recommend():
+def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
     baseline = setting("Baseline", "", [1.0] * 19 + [0.0], [1.0] * 20)
     weak = setting("Linear", "α=1", [1.0] * 20, [1.0] * 4 + [0.0] * 16)
     good = setting("Linear", "α=2", [1.0] * 19 + [0.0], [1.0] * 3 + [0.0] * 17)

@@ -143,7 +143,7 @@ class TestContent:
                 "model": "looker", "temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20,
             }  # fmt: skip
 
-    def test_where_one_word_alone_is_likely(self, judge, looker):
+    def test_a_single_likely_word(self, judge, looker):
         looker.logprobs = lambda bright: [{"token": "No", "logprob": -0.2}, {"token": "It", "logprob": -2.0}]
         assert judge().vqa_scores(IMAGES[:1], ["cat"]) == [0.0]
         looker.logprobs = lambda bright: [{"token": "yes", "logprob": -0.2}, {"token": "Yesterday", "logprob": -2.0}]
@@ -188,7 +188,7 @@ class TestQuality:
         assert judge().preferences(IMAGES[2:], IMAGES[:1]) == [1.0]
 
     @pytest.mark.parametrize(("said", "turns"), [("Both are nice.", 3), ("", 1)])
-    def test_no_verdict_is_asked_for_once_more(self, judge, looker, said, turns):
+    def test_a_missing_verdict_is_requested_again(self, judge, looker, said, turns):
         def prefers(one, other, rest):
             reminded = looker.requests[-1][0]["messages"][-1]["content"]
             text = reminded if isinstance(reminded, str) else reminded[-1]["text"]
@@ -201,7 +201,7 @@ class TestQuality:
         with pytest.raises(UsageError, match="gave twice no verdict"):
             judge().preferences(IMAGES[2:], IMAGES[:1])
 
-    def test_models_that_want_other_fields(self, judge, looker):
+    def test_models_that_need_other_fields(self, judge, looker):
         options = {"temperature": None, "limit_name": "max_completion_tokens"}
         judge(endpoint=options, limit=4000).preferences(IMAGES[2:], IMAGES[:1])
         body, _ = looker.requests[0]
@@ -215,7 +215,7 @@ class TestTrouble:
         assert judge(workers=1).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
         assert len(looker.requests) == 4
 
-    def test_an_error_for_ever(self, judge, looker):
+    def test_a_permanent_error(self, judge, looker):
         looker.failures = [(500, "broken")] * 99
         with pytest.raises(UsageError, match=r"gave no answer in 4 attempts \(status 500: broken\)"):
             judge(workers=1).vqa_scores(IMAGES.repeat(9, 1, 1, 1), ["cat"] * 27)
@@ -227,14 +227,14 @@ class TestTrouble:
         with pytest.raises(UsageError, match="not OpenAI-compatible"):
             judge().vqa_scores(IMAGES[:1], ["cat"])
 
-    def test_no_answer_in_time(self, judge, looker):
+    def test_a_timeout(self, judge, looker):
         looker.delay = 0.4
         began = time.monotonic()
         with pytest.raises(UsageError, match=r"2 attempts \(ReadTimeout"):
             judge(endpoint={"timeout": 0.05, "retries": 1}).vqa_scores(IMAGES[:1], ["cat"])
         assert time.monotonic() - began < 5
 
-    def test_nobody_there(self):
+    def test_an_unreachable_endpoint(self):
         endpoint = ImageEndpoint("http://127.0.0.1:9/v1", "looker", retries=0)
         with endpoint, pytest.raises(UsageError, match="cannot be reached") as raised:
             ImageJudge(endpoint).vqa_scores(IMAGES[:1], ["cat"])
@@ -251,7 +251,7 @@ class TestTrouble:
             keyed.vqa_scores(IMAGES[1:2], ["cat"])
         assert KEY not in str(raised.value) + repr(keyed) + path.read_text()
 
-    def test_how_many_at_once(self, judge, looker):
+    def test_parallel_requests_are_limited(self, judge, looker):
         looker.delay = 0.05
         many = torch.linspace(0.1, 0.9, 12)[:, None, None, None].expand(-1, 1, 8, 8)
         judge(workers=3).vqa_scores(many, ["cat"] * 12)
@@ -283,7 +283,7 @@ class TestResuming:
             ImageJudge(endpoint, ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
         assert len(looker.requests) == 4
 
-    def test_a_run_that_was_stopped_goes_on(self, judge, looker, tmp_path):
+    def test_an_interrupted_run_resumes(self, judge, looker, tmp_path):
         path = tmp_path / "answers.jsonl"
         looker.failures = [None, (400, "stop")]
         with pytest.raises(UsageError, match="refused"):

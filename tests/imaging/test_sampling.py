@@ -66,7 +66,7 @@ def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, stee
     assert int(hot.max()) < layout.codes
 
 
-def test_steering_moves_what_is_drawn_away_from_the_forgotten_classes(parts, image_world):
+def test_steering_moves_images_away_from_the_forgotten_classes(parts, image_world):
     layout, settings = image_world.layout, SamplingSettings(batch_size=60)
     classes = [place for place in (1, 4, 7) for _ in range(20)]
     real = image_world.codec.encode(image_world.images)
@@ -128,7 +128,7 @@ def test_guidance_comes_after_steering_and_before_the_rest(parts, image_world, r
     assert not torch.equal(unguided, codes)
 
 
-def test_what_cannot_be_drawn(parts, steered, image_world):
+def test_sampling_errors(parts, steered, image_world):
     layout = image_world.layout
     with pytest.raises(UsageError, match="class 10 is out of range; accepted: 0 to 9"):
         sample(steered, layout, [10])
@@ -153,7 +153,7 @@ def test_what_cannot_be_drawn(parts, steered, image_world):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_an_expert_that_fails_ends_the_drawing(parts, image_world, guidance):
+def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
     target, q, p = parts
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:2").eval()
     weight = p.transformer.ln_f.weight
@@ -175,7 +175,7 @@ def test_guidance_that_leaves_no_code_is_an_error(parts, image_world):
         sample(model, layout, CLASSES, SamplingSettings(guidance=2.0))
 
 
-def test_what_a_checkpoint_says_of_decoding_texts_changes_no_image(parts, image_world):
+def test_the_generation_config_of_a_checkpoint_is_ignored(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, "linear:2").eval()
     wanted = sample(model, layout, CLASSES, SamplingSettings(seed=1))

@@ -61,7 +61,7 @@ def test_all_of_it_in_one_table():
     assert tabulate([SettingResult("a|b")]).markdown().splitlines()[-1] == r"| a\|b | – |"
 
 
-def test_json_has_what_was_rounded():
+def test_json_is_not_rounded():
     _, linear, rank = json.loads(json.dumps(tabulate([BASELINE, LINEAR, RANK]).json()))
     assert linear["method"] == "Linear"
     assert linear["config"] == "α=1"
@@ -86,7 +86,7 @@ def test_cells():
     ]  # fmt: skip
 
 
-def test_what_is_refused():
+def test_errors():
     with pytest.raises(UsageError, match="'colour' is no group of columns; accepted: content"):
         tabulate([BASELINE], ["colour"])
     with pytest.raises(UsageError, match="two settings are called 'Rank k=20'"):

@@ -39,7 +39,7 @@ def trained(image_world, pictures, tmp_path_factory):
     return output
 
 
-def test_a_pair_is_trained_of_a_folder_of_images(trained, image_world):
+def test_a_pair_is_trained_on_a_folder_of_images(trained, image_world):
     content = json.loads((trained / "run.json").read_text())
     assert content["classes_to_forget"] == ["digit 1", "digit 4"]
     for result in content["auxiliaries"].values():
@@ -105,7 +105,7 @@ def open_image_model_like(student, bundle):
     return model
 
 
-def test_classes_named_as_no_folder_should_be(image_world, tmp_path):
+def test_class_names_that_are_unsafe_in_paths(image_world, tmp_path):
     names = ["../../out", "/tmp/out", "a/b", "grid.png", "long " * 80, "tail.", "nul\0", "digit 7", "ä, (ö)", ".hidden"]
     model = tmp_path / "model"
     shutil.copytree(image_world.folder / "target", model)
@@ -126,7 +126,7 @@ def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
         sample_to_folder(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))
 
 
-def test_training_goes_on_after_the_pair_was_whole_and_touches_no_other_run(image_world, pictures, tmp_path):
+def test_training_resumes_after_the_pair_is_complete_and_touches_no_other_run(image_world, pictures, tmp_path):
     settings = ImageTrainSettings(
         target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / "run"),
         forget=("digit 2",), epochs=0.5, base_lr=1e-2, steering="rank:8",
@@ -160,7 +160,7 @@ def test_training_goes_on_after_the_pair_was_whole_and_touches_no_other_run(imag
         ({"steering": "rank:32"}, "k is 32"),
     ],
 )
-def test_what_cannot_be_trained(image_world, pictures, tmp_path, changed, message):
+def test_training_errors(image_world, pictures, tmp_path, changed, message):
     given = {
         "target": str(image_world.folder / "target"), "images": str(pictures), "output": str(tmp_path / "run"),
     }  # fmt: skip

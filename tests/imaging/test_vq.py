@@ -66,7 +66,7 @@ def test_pixels_never_leave_their_range(codec):
     assert (decoded[1] == 0).all()
 
 
-def test_batches_change_nothing(codec):
+def test_batch_size_does_not_change_results(codec):
     given = images(5)
     one_by_one, together = VQCodec(codec.model, codec.size, 1), VQCodec(codec.model, codec.size, 64)
     assert torch.equal(one_by_one.encode(given), together.encode(given))
@@ -80,7 +80,7 @@ def test_no_images_are_no_codes(codec):
     assert codec.decode(codes).shape == (0, 3, 8, 16)
 
 
-def test_it_moves_and_answers_where_it_was_asked():
+def test_outputs_stay_on_the_callers_device():
     codec = new_codec()
     assert codec.to("cpu") is codec
     assert codec.to(torch.device("meta")).model.device.type == "meta"
@@ -123,7 +123,7 @@ def test_damaged_files_are_refused(saved, name, damage):
     assert str(saved) in str(caught.value)
 
 
-def test_weights_that_are_missing_are_not_made_up(saved):
+def test_missing_weights_are_not_initialised_at_random(saved):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(saved / VQ_WEIGHTS)

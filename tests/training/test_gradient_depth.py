@@ -313,4 +313,4 @@ def test_the_retain_set_is_needed(bundle, files, tmp_path, capsys):
 
 
 def test_help_is_instant():
-    assert not loads_torch(["depth", "--help"])
+    assert not loads_torch(["gradient-depth", "--help"])
