@@ -29,7 +29,8 @@ def pictures(image_world, tmp_path_factory):
 
 
 def command(image_world, pictures, output, *more):
-    given = ("--images", pictures, "--output", output, "--forget", "digit 1", "4", "7", "--count", "4")
+    given = ["--images", pictures, "--output", output, "--forget", "digit 1", "4", "7"]
+    given += [] if "--count" in more else ["--count", "4"]
     return ["image", "eval", *map(str, (image_world.bundle, *given, *more))]
 
 

@@ -143,10 +143,10 @@ def test_sampling_errors(parts, steered, image_world):
         sample(steered, dataclasses.replace(layout, height=5), [0])
     for options, named in (
         ({"temperature": 0.0}, "temperature"),
-        ({"top_k": 0}, "top_k"),
+        ({"top_k": 0}, "top-k"),
         ({"top_p": 1.5}, "top_p"),
         ({"guidance": float("nan")}, "guidance"),
-        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 0}, "batch-size"),
     ):
         with pytest.raises(UsageError, match=named):
             SamplingSettings(**options)

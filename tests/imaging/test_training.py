@@ -172,7 +172,7 @@ def test_training_errors(image_world, pictures, tmp_path, changed, message):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["image", "frob"], "action 'frob' is not known; there are: demo, train"),
+        (["image", "frob"], 'Unknown command "frob". Available commands: demo, train'),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--classes", "11"], "class '11' is not known"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--speculative", "0"], "speculative is '0'"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--steering", "rank:99"], "k is 99"),
