@@ -21,7 +21,7 @@ RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
 LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
 ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
-NOT_FINITE = "the steered logits contain NaN or +inf, or exclude every token; no answer is given"
+NOT_FINITE = "the steered logits contain NaN or +inf, or rule out every token; no answer is given"
 
 
 def steer_linear(

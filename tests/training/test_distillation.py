@@ -26,16 +26,19 @@ from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
 from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
-from divdec.training.distillation import distill
-from divdec.training.distillation_loss import divergence, lumped_divergence, predicting
-from divdec.training.distillation_measures import Gauge
-from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
-from divdec.training.distillation_settings import DistillationSettings
-from divdec.training.fine_tuning import fine_tune
-from divdec.training.objective import Collator, Objective
-from divdec.training.progress import Interrupted
-from divdec.training.settings import TrainingSettings
-from divdec.training.teacher_cache import Fingerprint, ask_teacher, load_cache
+from divdec.training.distillation import DistillationMetrics, distill
+from divdec.training.distillation_loss import (
+    Distillation,
+    LiveTeacher,
+    divergence,
+    lumped_divergence,
+    plain_head,
+    predicting,
+)
+from divdec.training.fine_tuning import Interrupted, Objective, fine_tune
+from divdec.training.inputs import Collator
+from divdec.training.settings import DistillationSettings, TrainingSettings
+from divdec.training.teacher_cache import Fingerprint, load_cache, write_cache
 from exactness import LOSSES
 from stopping import stopping_at
 
@@ -170,7 +173,7 @@ def test_accumulated_gradients_are_those_of_one_batch(batch, direction):
     same_gradients({name: weight.grad for name, weight in student.named_parameters()}, whole)
 
 
-def test_a_student_wider_than_the_teacher_is_taught_what_the_teacher_knows(batch):
+def test_a_student_may_have_a_larger_vocabulary(batch):
     teacher = DivergenceForCausalLM.from_parts(
         tiny_model("llama", 520, 0), tiny_model("llama", 512, 1), tiny_model("llama", 512, 2)
     )
@@ -196,7 +199,7 @@ def capped(kind, **settings):
     ("kind", "settings"),
     [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}), ("Granite", {"logits_scaling": 4.0}), ("Cohere", {})],
 )
-def test_students_that_change_their_logits_afterwards_are_found_out(kind, settings, batch):
+def test_students_that_change_their_logits_afterwards_are_detected(kind, settings, batch):
     student = capped(kind, **settings)
     assert plain_head(student) is None
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
@@ -295,7 +298,7 @@ def cached_teacher(batch, examples, tokenizer, tmp_path):
     def make(k, direction="teacher-student", temperature=1.5):
         fingerprint = Fingerprint("bundle", "steering", "forget", "layout", temperature, k)
         live = LiveTeacher(model, temperature, direction, 40)
-        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / f"{k}.safetensors", batch_size=3)
+        write_cache(live, tokenizer, examples, fingerprint, tmp_path / f"{k}.safetensors", batch_size=3)
         return live, load_cache(tmp_path / f"{k}.safetensors", fingerprint, direction)
 
     return make
@@ -320,8 +323,8 @@ def test_a_cache_of_few_tokens_is_a_lower_bound_that_rises_with_them(
     for k in (1, 16, 511):
         live, cached = cached_teacher(k, direction)
         losses.append(Distillation(cached, head).loss(student, batch, None).item())
-        gauge = Gauge(live, head, tokenizer, {"forget": examples}, 4, parked=True)
-        error = gauge.error_of(cached, student, examples)
+        metrics = DistillationMetrics(live, head, tokenizer, {"forget": examples}, 4, offload=True)
+        error = metrics.cache_error(cached, student, examples)
         assert error["cached"] == pytest.approx(losses[-1], rel=LOSSES)
         assert error["exact"] >= error["cached"] * (1 - LOSSES)
     assert losses == sorted(losses)
@@ -343,7 +346,7 @@ def test_the_lumped_loss_is_that_of_the_lumped_distributions():
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_that_does_not_belong_is_refused_by_the_field_that_differs(cached_teacher, tmp_path, batch):
+def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, tmp_path, batch):
     _, cached = cached_teacher(8)
     path = tmp_path / "8.safetensors"
     for name, other in (
@@ -360,12 +363,12 @@ def test_a_cache_that_does_not_belong_is_refused_by_the_field_that_differs(cache
         list(cached.pieces({**batch, "index": batch["index"].flip(0)}))
 
 
-def test_a_cache_that_was_cut_off_while_it_was_written_is_not_there(examples, tokenizer, tmp_path, monkeypatch):
+def test_an_unfinished_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
     live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
     monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
     with pytest.raises(ZeroDivisionError):
-        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
+        write_cache(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
     assert not list((tmp_path / "c").iterdir())
 
 
@@ -459,7 +462,7 @@ def quiet(settings):
     return distill(settings, report=lambda line: None)
 
 
-def test_rehearsing_holds_what_the_loss_on_the_forget_set_lets_go(learned, data, tmp_path):
+def test_rehearsal_keeps_the_retain_set(learned, data, tmp_path):
     """Without it the student ends farther from its teacher on the retain set than it began (the test above)."""
     options = {"retain": str(data[1]), "lr": 6e-3, "epochs": 8.0, "batch_size": 6}
     found = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
@@ -483,7 +486,7 @@ def stopped_at(step, settings):
 
 
 @pytest.mark.parametrize("cached", [{}, pytest.param({"cache_teacher": 16}, marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_to_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
+def test_a_resumed_run_ends_with_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
     if cached:
         cached = {**cached, "teacher_cache": str(tmp_path / "cache")}
     cached = {**cached, "epochs": 3.0, "evaluate_each_epoch": True}
@@ -524,7 +527,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
 def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
     first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
-    monkeypatch.setattr(distillation, "ask_teacher", lambda *given: pytest.fail("asked again"))
+    monkeypatch.setattr(distillation, "write_cache", lambda *given: pytest.fail("asked again"))
     second = quiet(settings_for(bundle, data, tmp_path / "two", cache_teacher=32, lr=2e-3))
     assert first["before"] == second["before"]
     error = first["teacher_cache"]
@@ -638,7 +641,7 @@ class TestBadInput:
         with pytest.raises(UsageError, match=r"is made of several checkpoints \(divergence\)"):
             quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(bundle)))
 
-    def test_an_output_that_is_in_use(self, bundle, data, tmp_path, capsys):
+    def test_an_output_folder_in_use_is_refused(self, bundle, data, tmp_path, capsys):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
         for overwrite, says in ((False, "not empty"), (True, "not an earlier result")):
@@ -663,7 +666,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
+from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
 
 torch.distributed.init_process_group("gloo")
 batch = torch.load(sys.argv[2])
