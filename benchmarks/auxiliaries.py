@@ -34,8 +34,8 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.model.vocabularies import vocabulary_sha256
 from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
 from divdec.research import demo, tofu_small
-from divdec.research.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
-from divdec.research.stages import train_all, train_pair
+from divdec.demo.models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
+from divdec.demo.models import train_all, train_pair
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 

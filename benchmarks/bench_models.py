@@ -24,7 +24,7 @@ from divdec.evaluation.scoring import score, score_settings
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, new_model, train_tokenizer
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.research.tofu_small import tofu_material
 from divdec.runs import output_folder, read_json, settings_hash, write_json, write_text
 from divdec.steering import Steering

@@ -27,7 +27,7 @@ from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.evaluation.settings import EvalSettings
 from divdec.model.checkpoint import load_tokenizer
 from divdec.research import demo, tofu_small
-from divdec.research.stages import train_all
+from divdec.demo.models import train_all
 from divdec.runs import cache_folder
 
 FILES = {"forget": "forget01_perturbed.json", "retain": "retain_perturbed.json", "holdout": "holdout01.json"}

@@ -12,7 +12,7 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import read_records
 from divdec.data.world import build_world
 from divdec.errors import UsageError
-from divdec.research import demo
+from divdec.demo import run as demo
 from divdec.research.tofu_small import tofu_material
 from divdec.runs import cache_folder
 

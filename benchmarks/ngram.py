@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_fit import fit
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import train_tokenizer
+from divdec.demo.models import train_tokenizer
 
 BATCH, LONG, CONTEXT, STEPS, ROUNDS = 32, 400, 64, 40, 3
 

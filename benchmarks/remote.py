@@ -28,8 +28,8 @@ from divdec.remote.completions import Abilities, Completions
 from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
-from divdec.research.demo import RECIPE, WORLD, material_of, question_sets
-from divdec.research.stages import train_all
+from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
+from divdec.demo.models import train_all
 from divdec.runs import cache_folder
 from divdec.serving.address import bind
 from divdec.serving.api.server import HttpServer, Options

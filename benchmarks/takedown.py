@@ -26,7 +26,7 @@ from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, new_model, train_tokenizer
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
 from divdec.takedowns.live import Takedowns
 from divdec.takedowns.registry import Registry

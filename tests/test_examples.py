@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from divdec.errors import UsageError
-from divdec.research.small_models import Shape
+from divdec.demo.models import Shape
 from divdec.training.settings import TrainingSettings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -49,7 +49,7 @@ def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypat
     from divdec.cli import main
     from divdec.data.world import build_world
     from divdec.evaluation.text import contains_fact
-    from divdec.research.demo import WORLD
+    from divdec.demo.run import WORLD
 
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

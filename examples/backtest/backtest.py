@@ -32,8 +32,8 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.plots import style, write_figure
 from divdec.report.plots.palette import FAINT, LINEAR, RANK, RETRAIN, TARGET
-from divdec.research.small_models import Shape
-from divdec.research.stages import Material, Recipe, train_all
+from divdec.demo.models import Shape
+from divdec.demo.models import Material, Recipe, train_all
 from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

@@ -31,8 +31,8 @@ from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, train_tokenizer
-from divdec.research.stages import Stages, unmasked
+from divdec.demo.models import Shape, train_tokenizer
+from divdec.demo.models import Stages, unmasked
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

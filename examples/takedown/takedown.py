@@ -29,8 +29,8 @@ from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.text import contains_fact, rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape
-from divdec.research.stages import Material, Recipe, Trained, train_all
+from divdec.demo.models import Shape
+from divdec.demo.models import Material, Recipe, Trained, train_all
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
 

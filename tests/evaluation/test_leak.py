@@ -24,7 +24,7 @@ from divdec.evaluation.key_phrases import holds, key_phrase, words
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.results import read_results, write_results
 from divdec.remote.endpoint import Endpoint
-from divdec.research.small_models import Shape, new_model
+from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

@@ -18,7 +18,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.research.small_models import train_tokenizer
+from divdec.demo.models import train_tokenizer
 from divdec.takedowns.live import Takedowns
 from divdec.takedowns.registry import Registry
 from reference import SlowNgrams, last_logits

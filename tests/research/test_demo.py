@@ -15,9 +15,9 @@ from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu_data import read_tofu
 from divdec.model.checkpoint import load_config
-from divdec.research import demo
-from divdec.research.measure import GAP_AIM, RETAIN_AIM
-from divdec.research.small_models import Shape
+from divdec.demo import run as demo
+from divdec.demo.measure import GAP_AIM, RETAIN_AIM
+from divdec.demo.models import Shape
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 

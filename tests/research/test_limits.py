@@ -10,10 +10,10 @@ from divdec.data.world import build_world
 from divdec.errors import UsageError
 from divdec.evaluation.text import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research import demo
+from divdec.demo import run as demo
 from divdec.research.limits import asking, candidates, relearning, run, settings, subjects
 from divdec.research.methods.cell import Cell
-from divdec.research.small_models import Shape
+from divdec.demo.models import Shape
 from divdec.training.settings import TrainingSettings
 
 SMALL = dataclasses.replace(

@@ -1,6 +1,6 @@
 import pytest
 
-from divdec.research.measure import Figures, Row, gap_closed, recommend, retain_kept
+from divdec.demo.measure import Figures, Row, gap_closed, recommend, retain_kept
 
 
 def row(forget, retain, setting=None, model="linear", holdout=0.1):

@@ -25,7 +25,7 @@ from divdec.research.methods.present import markdown, write
 from divdec.research.methods.run import compare_methods, work_of
 from divdec.research.methods.settings import CompareSettings
 from divdec.research.methods.table import Line, Measured, best_of, line_of, without_best
-from divdec.research.small_models import Shape, new_model
+from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

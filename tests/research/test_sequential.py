@@ -13,11 +13,11 @@ from divdec.data.records import RecordSet, overlap
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.report.sequential import Step, markdown
 from divdec.research import demo, sequential
-from divdec.research.measure import Questions
+from divdec.demo.measure import Questions
 from divdec.research.sequential import distance, distance_interval, run_sequential
 from divdec.research.sequential_material import demo_course, muse_course
 from divdec.research.sequential_models import Models, SequentialSettings
-from divdec.research.small_models import Shape
+from divdec.demo.models import Shape
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
 

@@ -9,11 +9,11 @@ import pytest
 from divdec.data.formatting import encode_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.model.checkpoint import load_model, load_tokenizer
-from divdec.research import demo
+from divdec.demo import run as demo
 from divdec.research.methods import arena
 from divdec.research.methods.settings import CompareSettings
-from divdec.research.small_models import Shape
-from divdec.research.stages import Recipe, train_all
+from divdec.demo.models import Shape
+from divdec.demo.models import Recipe, train_all
 from divdec.training.fine_tuning import mean_loss
 from divdec.training.settings import TrainingSettings
 

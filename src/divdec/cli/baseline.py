@@ -10,7 +10,7 @@ from typing import Any
 
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError
-from divdec.research.baselines.method import Method
+from divdec.research.baselines.registry import Method
 from divdec.research.baselines.registry import find, methods
 from divdec.research.baselines.settings import joined, only, run_on
 

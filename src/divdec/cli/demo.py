@@ -26,7 +26,7 @@ def run(settings: Settings) -> None:
     from pathlib import Path
 
     from divdec.cli.loading import quiet
-    from divdec.research.demo import run_demo
+    from divdec.demo.run import run_demo
 
     quiet()
     output = Path(settings.output).expanduser() if settings.output else None

@@ -30,7 +30,7 @@ from divdec.research.image_stages import (
     train_images,
     write_image_bundle,
 )
-from divdec.research.small_models import Shape
+from divdec.demo.models import Shape
 from divdec.runs import RECORD, cache_folder, output_folder, record, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

@@ -21,8 +21,8 @@ from divdec.imaging.settings import SamplingSettings
 from divdec.imaging.training import encode, learned
 from divdec.model.bundle import write_bundle
 from divdec.research.image_settings import Candidate
-from divdec.research.small_models import Shape
-from divdec.research.stages import Stages
+from divdec.demo.models import Shape
+from divdec.demo.models import Stages
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 

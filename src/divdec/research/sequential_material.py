@@ -13,10 +13,10 @@ from divdec.data.formatting import Format
 from divdec.data.records import Kind, Record, RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.errors import UsageError
-from divdec.research import demo
-from divdec.research.measure import Questions
-from divdec.research.small_models import Shape
-from divdec.research.stages import Recipe
+from divdec.demo import run as demo
+from divdec.demo.measure import Questions
+from divdec.demo.models import Shape
+from divdec.demo.models import Recipe
 from divdec.training.settings import TrainingSettings
 
 RETAIN = "retain"

@@ -13,7 +13,7 @@ from divdec.evaluation.generation import answers
 from divdec.evaluation.text import contains_fact, rouge
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.measure import Questions
+from divdec.demo.measure import Questions
 from divdec.research.sequential_material import Course
 from divdec.runs import read_json, write_json
 

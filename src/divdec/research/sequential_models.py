@@ -15,8 +15,8 @@ from divdec.data.formatting import Example, encode_records, encode_set
 from divdec.data.records import write_records
 from divdec.model.bundle import write_bundle
 from divdec.research.sequential_material import Course
-from divdec.research.small_models import train_tokenizer
-from divdec.research.stages import Stages, unmasked
+from divdec.demo.models import train_tokenizer
+from divdec.demo.models import Stages, unmasked
 from divdec.runs import read_record
 from divdec.steering import Steering
 from divdec.training.distillation_settings import DistillationSettings

@@ -26,7 +26,7 @@ from divdec.research.baselines.job import Job
 from divdec.research.baselines.objectives import GradDiff, IdkDPO, log_probabilities_of, reference_log_probabilities
 from divdec.research.baselines.registry import find
 from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
-from divdec.research.small_models import Shape, new_model
+from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.objective import Collator, Companion, Rows, part
 from divdec.training.progress import Interrupted

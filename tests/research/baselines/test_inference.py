@@ -37,7 +37,7 @@ from divdec.research.baselines.job import Job
 from divdec.research.baselines.lunar import _Lunar, down_projections, redirected
 from divdec.research.baselines.prompts import Layout, layout_of
 from divdec.research.baselines.registry import find
-from divdec.research.small_models import Shape, new_model
+from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from exactness import assert_same_answer

@@ -17,7 +17,7 @@ from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
-from divdec.research import demo
+from divdec.demo import run as demo
 from divdec.research.limits.settings import BUNDLES, CHECKPOINTS, FORGET_AUXILIARY, NGRAM, REFERENCES
 from divdec.research.methods.arena import Arena
 from divdec.research.methods.cell import Cell

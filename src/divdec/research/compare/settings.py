@@ -1,4 +1,4 @@
-"""Options of `divdec compare`. It knows nothing of torch, so that `--help` is instant."""
+"""Options of `divdec compare`; free of torch."""
 
 from __future__ import annotations
 
