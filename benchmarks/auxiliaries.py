@@ -23,8 +23,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from divdec.bridge.bridge import BridgedPair
-from divdec.data.documents import documents
-from divdec.data.formatting import encode_records
+from divdec.data.formatting import documents, encode_records
 from divdec.data.world import build_world
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experts.neural import NeuralPair

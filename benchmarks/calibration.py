@@ -19,8 +19,7 @@ from pathlib import Path
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli.settings import SWEEP
 from divdec.data.records import read_records
-from divdec.data.world import build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import build_world, write_tofu
 from divdec.evaluation.aggregate import aggregate, tofu_figures
 from divdec.evaluation.calibration import SETS, calibrate
 from divdec.evaluation.run import evaluate, parse_sweep

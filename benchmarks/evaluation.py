@@ -138,7 +138,7 @@ class OnePassAMetric:
 
 
 def _with(record, answer):
-    return type(record)(answer, record.messages, record.prompt, record.place)
+    return type(record)(answer, record.messages, record.prompt, record.location)
 
 
 def _strength(hits):

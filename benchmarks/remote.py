@@ -24,8 +24,8 @@ from divdec.data.world import build_world
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.choices import RemoteSettings
+from divdec.remote.client import Endpoint
 from divdec.remote.completions import Abilities, Completions
-from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.demo.run import RECIPE, WORLD, material_of, question_sets

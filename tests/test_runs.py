@@ -5,7 +5,18 @@ import stat
 import pytest
 
 from divdec import UsageError
-from divdec.runs import check_output, output_folder, record, settings_hash, write_json, write_text
+from divdec.runs import (
+    ResultCache,
+    ResumableOutput,
+    RunFolder,
+    check_output,
+    output_folder,
+    read_record,
+    record,
+    settings_hash,
+    write_json,
+    write_text,
+)
 
 
 def _is_run(folder):
@@ -60,3 +71,62 @@ def test_a_record_says_what_decided_the_figures():
     assert content["figure"] == 2
     assert content["versions"]["torch"]
     assert settings_hash({"a": 1, "b": 2}) == settings_hash({"b": 2, "a": 1}) != settings_hash({"a": 2, "b": 2})
+
+
+def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not_replaced_unasked(tmp_path):
+    output, work = tmp_path / "out", {"lr": 1, "data": "a"}
+    run = RunFolder.open(output, "train", work, work)
+    assert not run.resumed
+    assert read_record(output)["status"] == "running"
+    (output / "checkpoint").write_text("x")
+    assert RunFolder.open(output, "train", work, work, overwrite=True, stale=("check*",)).resumed
+    assert (output / "checkpoint").exists()
+    with pytest.raises(UsageError, match=r"unfinished run .*\(lr differ\)"):
+        RunFolder.open(output, "train", {"lr": 2}, {"lr": 2})
+    assert run.finish(loss=0.5)["loss"] == read_record(output)["loss"] == 0.5
+    assert read_record(output)["status"] == "finished"
+    with pytest.raises(UsageError, match="--overwrite"):
+        RunFolder.open(output, "train", work, work)
+    with pytest.raises(UsageError, match="not an earlier result"):
+        RunFolder.open(output, "eval", work, work, overwrite=True)
+    assert RunFolder.open(output, "train", work, work, extend=True).resumed
+    with pytest.raises(UsageError, match=r"holds a run .*\(data differ\)"):
+        RunFolder.open(output, "train", work, {"lr": 1, "data": "b"}, extend=True)
+    assert not RunFolder.open(output, "train", work, work, overwrite=True, stale=("check*",)).resumed
+    assert sorted(os.listdir(output)) == ["run.json"]
+
+
+def test_a_locked_folder_refuses_a_second_process(tmp_path):
+    run = RunFolder.open(tmp_path / "out", "compare", {}, {})
+    with run.locked(), pytest.raises(UsageError, match="another"), run.locked():
+        pass
+
+
+def test_items_outlive_an_interruption(tmp_path):
+    path = tmp_path / "items.jsonl"
+    output = ResumableOutput(path, "settings")
+    output.add({"key": "a", "text": "one\u2028line"})
+    with path.open("ab") as file:
+        file.write('{"key": "b", "text": "ü'.encode()[:-1])
+    resumed = ResumableOutput(path, "settings")
+    assert resumed.items == {"a": {"key": "a", "text": "one\u2028line"}}
+    assert "b" not in resumed
+    resumed.add({"key": "b"})
+    assert list(ResumableOutput(path, "settings").items) == ["a", "b"]
+    with pytest.raises(UsageError, match="other settings"):
+        ResumableOutput(path, "others")
+    with path.open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(UsageError, match="line 4"):
+        ResumableOutput(path, "settings")
+    epochs = ResumableOutput(None, key="epoch")
+    epochs.add({"epoch": 1})
+    assert 1 in epochs
+
+
+def test_a_cached_result_is_computed_once(tmp_path):
+    cache, calls = ResultCache(tmp_path / "figures"), []
+    for seed in (0, 0, 1):
+        assert cache.get("rank: k", [seed], lambda seed=seed: calls.append(seed) or {"figure": seed})["figure"] == seed
+    assert calls == [0, 1]
+    assert cache.load("rank: k", [2]) is None

@@ -1,6 +1,9 @@
-"""What every long verb leaves behind: an output folder that is whole or absent, and its `run.json`.
+"""Run folders: written whole or not at all, described by a `run.json`, and resumed after an interruption.
 
-It knows nothing of models or data; it must stay importable without torch.
+A long verb opens its output with `RunFolder.open`, keeps finished work with `ResumableOutput` (items of a JSONL file)
+or `ResultCache` (results by name and by what decides them), and ends with `RunFolder.finish`. The same call with the
+same settings and data resumes an interrupted run. A result that is made in one piece uses `output_folder` instead.
+Importable without torch.
 """
 
 from __future__ import annotations
@@ -12,22 +15,237 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from divdec.errors import UsageError
 
 RECORD = "run.json"
+LOCK = ".lock"
 LIBRARIES = ("divdec", "torch", "transformers", "tokenizers", "accelerate", "datasets", "peft")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Output folder of a run that can be interrupted and resumed.
+
+    Example:
+        run = RunFolder.open(output, "train", settings, [settings_without_paths, data_sha256], stale=("model", "work"))
+        epochs = ResumableOutput(run.path / "epochs.jsonl", key="epoch")
+        ...  # checkpoints and results of an interrupted run are in run.path if run.resumed
+        run.finish(seconds=12.3, figures=figures)
+    """
+
+    path: Path
+    verb: str
+    settings: Any
+    fingerprint: str
+    """Digest of what decides the result."""
+    resumed: bool
+    """Whether the folder holds an interrupted run of the same work."""
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        verb: str,
+        settings: Any,
+        decides: Any,
+        *,
+        overwrite: bool = False,
+        extend: bool = False,
+        stale: Sequence[str] = (),
+        is_main: bool = True,
+        wait: Callable[[], object] = lambda: None,
+        **content: Any,
+    ) -> RunFolder:
+        """Open an output folder: resume the run in it, or begin a new one.
+
+        A new run writes a `run.json` with the status "running".
+
+        Args:
+            path: output folder.
+            verb: name of the command in `run.json`; only results of the same verb are overwritten.
+            settings: a dataclass or a JSON value, for `run.json`.
+            decides: JSON value of everything that decides the result. Where it is an object, an error names those
+                of its fields that differ from the settings in `run.json`.
+            overwrite: replace an earlier result, or an interrupted run with other settings. An interrupted run of
+                the same work is resumed nevertheless.
+            extend: also resume a finished run of the same work, to add to it.
+            stale: files and folders in `path` to remove when a new run begins; glob patterns.
+            is_main: whether this process writes, of several that open the folder together.
+            wait: barrier of these processes, such as `PartialState().wait_for_everyone`.
+            **content: further fields of `run.json` while the run is unfinished.
+
+        Raises:
+            UsageError: the folder holds another run and `overwrite` is False, or see `check_output`.
+        """
+        fingerprint = settings_hash(decides)
+        earlier = (read_record(path) if path.is_dir() else None) or {}
+        unfinished = earlier.get("status") == "running"
+        resumable = earlier.get("verb") == verb and (unfinished or extend)
+        resumed = resumable and earlier.get("fingerprint") == fingerprint
+        if resumable and not resumed and not overwrite:
+            before: dict[str, Any] = earlier["settings"] if isinstance(earlier.get("settings"), dict) else {}
+            fields = _as_json(decides) if isinstance(decides, dict) else {}
+            changed = [name for name in fields if name in before and before[name] != fields[name]]
+            named = f" ({', '.join(changed)} differ)" if changed else ""
+            raise UsageError(
+                f"output folder {path} holds {'an unfinished' if unfinished else 'a'} run with other settings or data"
+                f"{named}; repeat those to resume it, or give --overwrite to begin anew"
+            )
+        if not resumed:
+            check_output(path, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == verb)
+        wait()
+        if is_main and not resumed:
+            path.mkdir(parents=True, exist_ok=True)
+            for old in [old for pattern in stale for old in path.glob(pattern)]:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+            write_json(
+                path / RECORD, record(verb, settings, fingerprint=fingerprint, **content) | {"status": "running"}
+            )
+        wait()
+        return cls(path, verb, settings, fingerprint, resumed)
+
+    def finish(self, **content: Any) -> dict[str, Any]:
+        """Write the final `run.json`, and return its content."""
+        final = record(self.verb, self.settings, fingerprint=self.fingerprint, **content)
+        write_json(self.path / RECORD, final)
+        return final
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock.
+
+        Raises:
+            UsageError: another process holds it.
+        """
+        from filelock import FileLock, Timeout
+
+        try:
+            lock = FileLock(self.path / LOCK).acquire(timeout=0)
+        except Timeout:
+            raise UsageError(
+                f"another `divdec {self.verb}` is running in {self.path}; wait for it, or give another name"
+            ) from None
+        with lock:
+            yield
+
+
+class ResumableOutput:
+    """JSONL file to which items are appended as they are finished; reads those that an interrupted run has written.
+
+    A last line that was cut off is dropped. Threads may add items at the same time.
+    """
+
+    def __init__(self, path: Path | None, fingerprint: str | None = None, *, key: str = "key") -> None:
+        """Open a file, and read the items in it.
+
+        Args:
+            path: the file; None keeps items in memory only.
+            fingerprint: digest of what decides the items, written as the first line. Leave it out where the folder
+                of the file is a `RunFolder`.
+            key: field of every item that identifies it.
+
+        Raises:
+            UsageError: the file is of other settings, holds another line, or cannot be written.
+        """
+        self.path, self.key = path, key
+        self.items: dict[Any, dict[str, Any]] = {}
+        """Items by their key."""
+        self._lock = threading.Lock()
+        if path is None:
+            return
+        try:
+            if path.is_file():
+                self._read(path, fingerprint)
+            elif fingerprint is not None:
+                write_text(path, json.dumps({"settings": fingerprint}) + "\n")
+        except (PermissionError, FileNotFoundError) as error:
+            raise UsageError(f"output {path} cannot be written: {error.strerror}") from None
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.items
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Append an item, so that it survives a crash."""
+        with self._lock:
+            self.items[item[self.key]] = item
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(item, ensure_ascii=False) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def _read(self, path: Path, fingerprint: str | None) -> None:
+        # Split bytes at \n alone: an item may hold U+2028, and the last line half a character.
+        *lines, rest = path.read_bytes().split(b"\n")
+        number = 0
+        try:
+            rows = []
+            for number, line in enumerate(lines, start=1):  # noqa: B007
+                rows.append(json.loads(line))
+            header = rows.pop(0)["settings"] if fingerprint is not None else None
+            self.items = {row[self.key]: row for row in rows}
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise UsageError(
+                f"{path}, line {number} cannot be read; remove the line or the file, or choose another output"
+            ) from None
+        if header != fingerprint:
+            raise UsageError(f"{path} is of a run with other settings; repeat those to resume it, or remove the file")
+        if rest:
+            write_text(path, b"\n".join([*lines, b""]).decode())
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultCache:
+    """Folder of results as JSON files, found again by their name and by what decides them."""
+
+    folder: Path
+
+    def get(self, name: str, decides: Any, compute: Callable[[], T]) -> T:
+        """Return the stored result, or compute and store it.
+
+        Args:
+            name: of the result, for readers of the folder.
+            decides: JSON value of everything that decides the result.
+            compute: gives a JSON value.
+        """
+        if not self.has(name, decides):
+            started = time.perf_counter()
+            self.store(name, decides, compute(), seconds=round(time.perf_counter() - started, 1))
+        return self.load(name, decides)
+
+    def has(self, name: str, decides: Any) -> bool:
+        """Whether a result is stored."""
+        return self.path(name, decides).is_file()
+
+    def load(self, name: str, decides: Any) -> Any:
+        """Read a stored result; None if there is none."""
+        return read_json(self.path(name, decides))["result"] if self.has(name, decides) else None
+
+    def store(self, name: str, decides: Any, result: Any, **content: Any) -> None:
+        """Write a result, and what else the file should say."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.path(name, decides), {"result": result, **content})
+
+    def path(self, name: str, decides: Any) -> Path:
+        """Path of a result's file."""
+        slug = re.sub(r"[^\w.]+", "-", name).strip("-")
+        return self.folder / f"{slug}-{settings_hash([name, decides])}.json"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
+    """Write JSON; a reader sees the old file or the new one, never a part."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -37,7 +255,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file so that after a crash, also one of the machine, it is there whole or not at all."""
+    """Write a file and flush it to disk: after a crash of the machine it is whole or absent."""
     _replace(path, content, durable=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -74,7 +292,7 @@ def read_json(path: Path) -> Any:
 
 
 def settings_hash(settings: Any) -> str:
-    """Twelve hexadecimal digits that name a setting: a dataclass or any JSON value."""
+    """Digest of a dataclass or a JSON value: twelve hexadecimal digits."""
     if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
         settings = dataclasses.asdict(settings)
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -89,13 +307,13 @@ def file_sha256(path: Path) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries that decide a run's figures; None where one is absent."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    result: dict[str, str | None] = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            result[name] = None
+    return result
 
 
 def git_commit(folder: Path | None = None) -> str | None:
@@ -110,18 +328,22 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 
 def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
-    """The content of a `run.json`: verb, settings, versions, commit, time, and whatever the run found."""
-    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        settings = dataclasses.asdict(settings)
+    """The content of a `run.json`: verb, settings, versions, commit, time, and further fields of the run."""
     return {
         "verb": verb,
         "status": "finished",
-        "settings": json.loads(json.dumps(settings, default=str)),
+        "settings": _as_json(settings),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "git_commit": git_commit(),
         **content,
     }
+
+
+def _as_json(settings: Any) -> Any:
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        settings = dataclasses.asdict(settings)
+    return json.loads(json.dumps(settings, default=str))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -131,17 +353,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def goes_on(folder: Path, verb: str, fingerprint: str, overwrite: bool) -> bool:
-    """Whether a folder holds a run of this very work that was stopped; if not, a new one may begin there.
-
-    Args:
-        folder: where the result shall lie.
-        verb: whose earlier result may be replaced.
-        fingerprint: digest of all that decides the result.
-        overwrite: whether an earlier result, or what is left of another run, may be replaced.
-
-    Raises:
-        UsageError: it holds an unfinished run of something else, or see `check_output`.
-    """
+    """Deprecated: use `RunFolder.open`."""
     earlier = read_record(folder) if folder.is_dir() else None
     if earlier is not None and earlier.get("status") == "running":
         if earlier.get("fingerprint") == fingerprint:
@@ -159,16 +371,16 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
     """Refuse an output folder that would lose somebody's files.
 
     Args:
-        folder: where the result shall lie.
-        overwrite: whether an earlier result there may be replaced.
+        folder: path of the result.
+        overwrite: whether an earlier result may be replaced.
         ours: whether a folder is such an earlier result.
 
     Raises:
         UsageError: it or a folder above it is a file, it is not empty without `overwrite`, or it is not ours.
     """
-    for place in (folder, *folder.absolute().parents):
-        if place.exists() and not place.is_dir():
-            raise UsageError(f"output {folder} cannot be made: {place} is a file; give the name of a folder")
+    for path in (folder, *folder.absolute().parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output {folder} cannot be made: {path} is a file; give the name of a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not overwrite:
@@ -181,12 +393,12 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
 
 
 def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] = lambda file: True) -> None:
-    """Refuse an output file that would replace another, or that cannot be written, before any work is done for it.
+    """Refuse an output file that would replace another, or that cannot be written.
 
     Args:
-        file: where the result shall lie.
-        overwrite: whether a file there may be replaced.
-        ours: whether a file may then be replaced; by default any.
+        file: path of the result.
+        overwrite: whether an existing file may be replaced.
+        ours: which existing files may be replaced; by default all.
 
     Raises:
         UsageError: it is a folder, its folder cannot be made or written to, it exists without `overwrite`, or it is
@@ -194,11 +406,11 @@ def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] 
     """
     if file.is_dir():
         raise UsageError(f"output {file} is a folder; give the name of a file")
-    place = next(place for place in file.absolute().parents if place.exists())
-    if not place.is_dir():
-        raise UsageError(f"output {file} cannot be written: {place} is a file")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UsageError(f"output {file} cannot be written: {place} may not be written to")
+    folder = next(path for path in file.absolute().parents if path.exists())
+    if not folder.is_dir():
+        raise UsageError(f"output {file} cannot be written: {folder} is a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"output {file} cannot be written: {folder} may not be written to")
     if not os.path.lexists(file):
         return
     if not overwrite:
@@ -211,7 +423,7 @@ def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] 
 def output_folder(
     folder: Path, overwrite: bool = False, ours: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
-    """A folder that appears under its name only when the work inside the `with` block has succeeded.
+    """Make a folder that appears under its name only when the `with` block has succeeded.
 
     Args:
         folder: the final name.
@@ -224,7 +436,7 @@ def output_folder(
     Raises:
         UsageError: see `check_output`.
     """
-    folder = folder.resolve()  # a link stays, and what it points to is replaced
+    folder = folder.resolve()  # a link is kept, and the folder that it points to is replaced
     check_output(folder, overwrite, ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -244,14 +456,14 @@ def output_folder(
 
 
 def cache_folder() -> Path:
-    """Where results that can be made again are kept: $DIVDEC_CACHE, else divdec in the user's cache folder."""
-    if given := os.environ.get("DIVDEC_CACHE"):
-        return Path(given).expanduser()
+    """Folder of results that can be computed again: $DIVDEC_CACHE, or divdec in the user's cache folder."""
+    if folder := os.environ.get("DIVDEC_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "divdec"
 
 
 def _umask() -> int:
-    # The only way to read it is to set it; mkstemp and mkdtemp ignore it and make everything private.
+    # The only way to read it is to set it; mkstemp and mkdtemp ignore it and make private files.
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -5,10 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec import UsageError
-from divdec.data.formatting import IGNORED, Format, count_cut, encode, encode_prompt, encode_set, has_system_role, pack
-from divdec.data.prompts import prompts_from_lines, read_prompts
-from divdec.data.records import Message, Record, record_set
-from divdec.data.vocabulary import tokens_in
+from divdec.data.formatting import (
+    IGNORED,
+    Format,
+    count_cut,
+    encode,
+    encode_prompt,
+    encode_set,
+    has_system_role,
+    pack,
+    tokens_in,
+)
+from divdec.data.records import Message, Record, prompts_from_lines, read_prompts, record_set
 
 SYSTEM_ROLE = (
     "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|pad|>' if m.role == 'system' else "
@@ -146,7 +154,7 @@ def test_what_a_template_writes_after_the_end_is_left_out(tokenizer):
 
 
 def test_answers_that_vanish_are_an_error(tokenizer):
-    record = Record("An answer.", messages=(Message("user", "word " * 50),), place="set.jsonl, line 7")
+    record = Record("An answer.", messages=(Message("user", "word " * 50),), location="set.jsonl, line 7")
     with pytest.raises(UsageError, match=r"set\.jsonl, line 7: no token of the answer is left within 32"):
         encode(record, tokenizer, Format(max_length=32))
     short = Format(max_length=len(encode(record, tokenizer).input_ids) - 1)

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from divdec.data.world import WorldSettings, build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.evaluation.tofu_data import read_tofu
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)

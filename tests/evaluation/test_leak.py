@@ -21,10 +21,10 @@ from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from
 from divdec.evaluation.generation import samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge, is_name, tells
 from divdec.evaluation.key_phrases import holds, key_phrase, words
+from divdec.demo.models import Shape, new_model
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.results import read_results, write_results
-from divdec.remote.endpoint import Endpoint
-from divdec.demo.models import Shape, new_model
+from divdec.remote.client import Endpoint
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
@@ -248,6 +248,7 @@ class ChatServer:
                 text = json.dumps(answer if status == 200 else {"error": content}).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
+                self.send_header("Retry-After-Ms", "10")
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -280,7 +281,7 @@ def chat():
         def start(reply, **options):
             server = ChatServer(reply)
             server.__enter__()
-            endpoint = Endpoint(server.url, "judge-7b", "LEAK_TEST_KEY", pause=0.01, **options)
+            endpoint = Endpoint(server.url, "judge-7b", "LEAK_TEST_KEY", **options)
             running.append((server, endpoint))
             return server, endpoint
 
@@ -333,7 +334,7 @@ def test_what_no_repetition_mends_is_said_at_once_and_without_the_key(chat, monk
 def test_an_endpoint_that_is_not_there(chat):
     with ChatServer(lambda body, count: "") as server:
         url = server.url
-    with Endpoint(url, "m") as endpoint, pytest.raises(UsageError, match="cannot be reached"):
+    with Endpoint(url, "m", retries=0) as endpoint, pytest.raises(UsageError, match="cannot be reached"):
         endpoint.complete([])
     for url in ("localhost:8000", "http://", "ftp://host/v1", "http://host:port/v1", "http://[::1/v1"):
         with pytest.raises(UsageError, match="is not a URL"):

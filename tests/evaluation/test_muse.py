@@ -72,7 +72,7 @@ def test_only_the_continuation_is_labelled(tokenizer):
     assert whole.labels[1:] == whole.input_ids[1:]
     assert len(continuation(record, tokenizer, longest=2).input_ids) == example.prompt_length + 2
     with pytest.raises(UsageError, match="nothing to predict"):
-        continuation(Record("x", prompt="In the winter", place="p"), tokenizer, longest=1)
+        continuation(Record("x", prompt="In the winter", location="p"), tokenizer, longest=1)
 
 
 def test_the_plain_layout_labels_whole_answers(tokenizer):

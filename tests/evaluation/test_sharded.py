@@ -11,8 +11,7 @@ import torch
 
 from divdec import UsageError, write_bundle
 from divdec.cli import main
-from divdec.data.world import WorldSettings, build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.evaluation import tofu
 from divdec.evaluation.results import ITEMS, SUMMARY
 from divdec.evaluation.run import evaluate

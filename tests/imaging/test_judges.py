@@ -88,6 +88,7 @@ def url(looker):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that waits no longer
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content.encode())))
+                self.send_header("Retry-After-Ms", "10")
                 self.end_headers()
                 self.wfile.write(content.encode())
 
@@ -110,7 +111,7 @@ def judge(url):
     with contextlib.ExitStack() as stack:
 
         def make(answers=None, **options):
-            settings = {"timeout": 10.0, "retries": 3, "pause": 0.01} | options.pop("endpoint", {})
+            settings = {"timeout": 10.0, "retries": 3} | options.pop("endpoint", {})
             endpoint = stack.enter_context(ImageEndpoint(url, "looker", **settings))
             return ImageJudge(endpoint, answers or Answers(), **options)
 
@@ -233,7 +234,7 @@ class TestTrouble:
         assert time.monotonic() - began < 5
 
     def test_nobody_there(self):
-        endpoint = ImageEndpoint("http://127.0.0.1:9/v1", "looker")
+        endpoint = ImageEndpoint("http://127.0.0.1:9/v1", "looker", retries=0)
         with endpoint, pytest.raises(UsageError, match="cannot be reached") as raised:
             ImageJudge(endpoint).vqa_scores(IMAGES[:1], ["cat"])
         assert "\n" not in str(raised.value)
@@ -241,7 +242,7 @@ class TestTrouble:
     def test_the_key_is_sent_and_never_shown(self, judge, looker, monkeypatch, tmp_path):
         monkeypatch.setenv("LOOKER_KEY", KEY)
         path = tmp_path / "answers.jsonl"
-        keyed = judge(Answers(path), endpoint={"api_key_variable": "LOOKER_KEY"}, workers=1)
+        keyed = judge(Answers(path), endpoint={"api_key_env": "LOOKER_KEY"}, workers=1)
         keyed.vqa_scores(IMAGES[:1], ["cat"])
         assert looker.requests[0][1] == f"Bearer {KEY}"
         looker.failures = [(401, f"bad key {KEY}")]

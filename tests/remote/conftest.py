@@ -69,7 +69,7 @@ def _awkward(url, request=None, reply=None):
         seen.append((dict(asked.headers), json.loads(json.dumps(body))))
         if request is not None and (refusal := request(body)) is not None:
             status, message = refusal
-            return JSONResponse({"error": {"message": message}}, status)
+            return JSONResponse({"error": {"message": message}}, status, {"retry-after-ms": "10"})
         async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(f"{url}/v1/completions", json=body)
         content = answer.json()

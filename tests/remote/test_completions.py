@@ -5,14 +5,14 @@ import pickle
 import pytest
 
 from divdec.errors import UsageError
+from divdec.remote.client import Endpoint, Refused, Unavailable
 from divdec.remote.completions import Abilities, Completions
-from divdec.remote.endpoint import Endpoint, Refused, Unavailable
 
 
 @pytest.fixture
 def asking(url, tokenizer, opened):
     def make(at=url, key=None, **options):
-        endpoint = Endpoint(f"{at}/v1", "plain", key, retries=1, pause=0.01)
+        endpoint = Endpoint(f"{at}/v1", "plain", key, retries=1)
         found = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
         opened(found.endpoint)
         return found

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from divdec.remote.choices import RemoteSettings
+from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions
-from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering

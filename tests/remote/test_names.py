@@ -9,8 +9,8 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
 from divdec.remote.choices import RemoteSettings
+from divdec.remote.client import Endpoint
 from divdec.remote.completions import Abilities, Completions
-from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -76,7 +76,7 @@ def text_alone(body):
 def remote(opened, byte_models):
     def make(url, steering, entries=1000, **settings):
         parts = open_sources(of_bundle(str(byte_models[0]))[0])
-        endpoint = Endpoint(f"{url}/v1", "plain", retries=1, pause=0.01)
+        endpoint = Endpoint(f"{url}/v1", "plain", retries=1)
         completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
         settings = RemoteSettings(limits=BiasLimits(entries), tries=4, **settings)
         return opened(RemoteTarget(completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends))
@@ -203,7 +203,7 @@ def test_log_probabilities_that_are_none_tell_nothing(opened, provider, byte_tok
     def reply(content, body):
         content["choices"][0]["logprobs"]["top_logprobs"][0].update(change)
 
-    endpoint = Endpoint(f"{provider(reply=reply).url}/v1", "plain", retries=1, pause=0.01)
+    endpoint = Endpoint(f"{provider(reply=reply).url}/v1", "plain", retries=1)
     completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id)
     opened(completions.endpoint)
     ask = (byte_tokenizer("The sea").input_ids, Abilities(top_logprobs=5), {})
@@ -218,7 +218,7 @@ def test_an_unnamed_end_of_several_is_not_sure(opened, provider, byte_tokenizer)
     def end(content, body):
         content["choices"][0].update(text="", finish_reason="stop", logprobs={"tokens": [""], "top_logprobs": [None]})
 
-    endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1, pause=0.01)
+    endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1)
     for others in ((), (5,)):
         completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_ends=others)
         opened(completions.endpoint)

@@ -9,8 +9,8 @@ import torch
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
 from divdec.remote.choices import RemoteAnswer, RemoteSettings
+from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions
-from divdec.remote.endpoint import Endpoint
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -23,7 +23,7 @@ TOKENS = 10
 def remote(opened):
     def make(url, bundle, steering="linear:1.5", tries=60, **settings):
         parts = open_sources(of_bundle(str(bundle))[0])
-        endpoint = Endpoint(f"{url}/v1", "plain", retries=2, pause=0.01)
+        endpoint = Endpoint(f"{url}/v1", "plain", retries=2)
         completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
         settings = RemoteSettings(tries=tries, **settings)
         return opened(

@@ -154,7 +154,7 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--tokenizer", "elsewhere"], "give either --bundle"),
         (["--key-variable", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
         (["--temperature", "-1"], "temperature at least 0"),
-        (["--timeout", "-1"], "timeout is greater than 0"),
+        (["--timeout", "-1"], "accepted: a timeout above 0"),
         (["--extra", '{"temperature": 1}'], "extra holds temperature"),
         (["--extra", '{"x": NaN}'], "written as JSON"),
     ],

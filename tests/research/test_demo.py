@@ -9,8 +9,7 @@ import pytest
 
 from divdec import DivergenceForCausalLM
 from divdec.data.records import read_records
-from divdec.data.world import build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import build_world, write_tofu
 from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu_data import read_tofu

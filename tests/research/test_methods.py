@@ -11,8 +11,7 @@ from filelock import FileLock
 from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
-from divdec.data.world import WorldSettings, build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.evaluation import tofu
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import Results

@@ -94,8 +94,8 @@ def run(settings: Settings) -> None:
 def _vocabulary(settings: Settings) -> tuple[int, ...]:
     from pathlib import Path
 
+    from divdec.data.formatting import tokens_in
     from divdec.data.records import read_records
-    from divdec.data.vocabulary import tokens_in
     from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 
     target = CheckpointReference.parse(settings.target).resolve(Path(), weights=False)

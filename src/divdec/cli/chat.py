@@ -97,9 +97,8 @@ class Conversation:
         from transformers import TextStreamer
 
         from divdec.cli.loading import check_fits
-        from divdec.data.files import checked_text
         from divdec.data.formatting import Format, encode_prompt
-        from divdec.data.records import Message, Record
+        from divdec.data.records import Message, Record, checked_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.settings.system_prompt)

@@ -118,7 +118,7 @@ def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:
         return {}
     found = {"bridge": dataclasses.asdict(maps[0].coverage())}
     if text is not None:
-        from divdec.data.documents import documents
+        from divdec.data.formatting import documents
         from divdec.data.records import read_records
 
         ids = [token for document in documents(read_records(text), tokenizer) for token in document]

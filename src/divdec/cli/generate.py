@@ -26,7 +26,7 @@ EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?
 
 def run(settings: Settings) -> None:
     """Answer every prompt."""
-    from divdec.data.prompts import prompts_from_lines, read_prompts
+    from divdec.data.records import prompts_from_lines, read_prompts
 
     hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None

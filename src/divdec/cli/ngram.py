@@ -50,7 +50,7 @@ def run(settings: Settings) -> None:
     from tqdm.auto import tqdm
 
     from divdec.cli.loading import quiet
-    from divdec.data.documents import documents
+    from divdec.data.formatting import documents
     from divdec.data.records import overlap, read_records
     from divdec.experts.ngram_fit import check_order
     from divdec.experts.ngram_folder import is_pair, write_pair

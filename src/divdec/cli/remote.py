@@ -25,7 +25,7 @@ def run(settings: Settings) -> None:
     """Answer every prompt, and say on standard error what it took."""
     from divdec.cli.loading import quiet
     from divdec.data.formatting import Format, encode_prompts
-    from divdec.data.prompts import prompts_from_lines, read_prompts
+    from divdec.data.records import prompts_from_lines, read_prompts
     from divdec.remote.answers import Kept
     from divdec.runs import check_output_file, settings_hash
 
@@ -74,8 +74,8 @@ def _target(settings: Settings) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
     from divdec.remote.choices import RemoteSettings
+    from divdec.remote.client import Endpoint
     from divdec.remote.completions import Completions
-    from divdec.remote.endpoint import Endpoint
     from divdec.remote.sources import Sources, of_bundle, open_sources
     from divdec.remote.target import RemoteTarget
     from divdec.steering import Steering

@@ -1,14 +1,15 @@
-"""Laying records out as tokens: one path for training, scoring and generation.
+"""Tokenize records: one path for training, scoring and generation.
 
-A tokenizer's chat template is used where it has one, a plain question/answer template otherwise. It knows nothing
-of models.
+A conversation is laid out with the tokenizer's chat template if it has one, and with a plain question/answer template
+otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -21,22 +22,27 @@ from divdec.errors import UsageError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORED = -100  # the label that torch's cross entropy ignores
+BATCH = 256  # records tokenized at once
 
 Text = tuple[str, bool]
-"""A text, and whether the tokenizer is to add its special tokens; a chat template has written them itself."""
+"""A text, and whether the tokenizer adds its special tokens; a chat template has written them itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How conversations are laid out."""
+    """Layout of conversations."""
 
     system_prompt: str | None = None
-    """A system turn put before every conversation; none by default, nor where the template has no system role."""
+    """A system turn before every conversation, if the template has a system role; none by default."""
     date: str | None = None
     """The date that templates of the Llama 3 family print; the template's own by default."""
     max_length: int = 1024
     """Longest sequence, in tokens: longer answers are cut, longer texts are split."""
+
+
+WHOLE = Format(max_length=1 << 40)
+"""A layout that cuts nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +51,16 @@ class Example:
 
     input_ids: list[int]
     labels: list[int]
-    """The same ids, −100 where nothing is learned or scored: the prompt."""
+    """The same ids; −100 at tokens that are not learned or scored: the prompt."""
 
     @property
     def prompt_length(self) -> int:
-        """How many tokens come before the first that is learned or scored."""
-        return next((place for place, label in enumerate(self.labels) if label != IGNORED), len(self.labels))
+        """Number of tokens before the first that is learned or scored."""
+        return next((index for index, label in enumerate(self.labels) if label != IGNORED), len(self.labels))
 
 
-def encode_set(
-    records: RecordSet,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format = Format(),
-) -> list[Example]:
-    """Lay a whole set out: one example a record, or packed blocks of `max_length` tokens for plain text.
+def encode_set(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[Example]:
+    """Tokenize a set: one example per record, or packed blocks of `max_length` tokens for plain text.
 
     Raises:
         UsageError: an answer has no token left, or the tokenizer lacks what the layout needs.
@@ -69,54 +71,54 @@ def encode_set(
 
 
 def encode(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> Example:
-    """Lay one record out; see `encode_records`."""
+    """Tokenize one record; see `encode_records`."""
     return encode_records([record], tokenizer, form)[0]
 
 
 def encode_records(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format = Format()
 ) -> list[Example]:
-    """Lay each record out as prompt and answer; only the answer and the token that ends it are labelled.
+    """Tokenize each record as prompt and answer; the answer and its end token are labelled.
 
     Raises:
-        UsageError: no token of an answer is left, because it has none or because the prompt fills `max_length`.
+        UsageError: no token of an answer is left, because it is empty or because the prompt fills `max_length`.
     """
     prompts = encode_prompts(records, tokenizer, form)
     special = set(tokenizer.all_special_ids)
-    found = []
+    examples = []
     for record, prompt_ids, whole_ids in zip(records, prompts, _whole_ids(records, tokenizer, form), strict=True):
-        # Where a token straddles the boundary, it belongs to the answer: the prompt ends where both agree no more.
+        # A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
         answer_start = common_length(prompt_ids, whole_ids)
         whole_ids = whole_ids[: form.max_length]
         if all(token in special for token in whole_ids[answer_start:]):
             raise UsageError(
-                f"{record.place or 'a record'}: no token of the answer is left within {form.max_length} tokens "
+                f"{record.location or 'a record'}: no token of the answer is left within {form.max_length} tokens "
                 f"(the prompt alone has {len(prompt_ids)})"
             )
-        found.append(Example(whole_ids, [IGNORED] * answer_start + whole_ids[answer_start:]))
-    return found
+        examples.append(Example(whole_ids, [IGNORED] * answer_start + whole_ids[answer_start:]))
+    return examples
 
 
 def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
-    """The tokens before one record's answer; see `encode_prompts`."""
+    """Tokenize the prompt of one record; see `encode_prompts`."""
     return encode_prompts([record], tokenizer, form)[0]
 
 
 def encode_prompts(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format = Format()
 ) -> list[list[int]]:
-    """The tokens before each answer, ready to be continued by generation."""
-    # A question is often asked with several answers, which its prompt does not depend on.
-    asked = [dataclasses.replace(record, answer="") for record in records]
-    texts = {record: _prompt_text(record, tokenizer, form) for record in dict.fromkeys(asked)}
+    """Tokenize the prompt of each record, ready for generation."""
+    # A question often has several answers, and its prompt does not depend on them.
+    prompts = [dataclasses.replace(record, answer="") for record in records]
+    texts = {record: _prompt_text(record, tokenizer, form) for record in dict.fromkeys(prompts)}
     ids = dict(zip(texts, _tokens(list(texts.values()), tokenizer), strict=True))
-    return [ids[record] for record in asked]
+    return [ids[record] for record in prompts]
 
 
 def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Example]:
-    """Join texts, each ended by the tokenizer's end token, and split them into blocks of `length` tokens.
+    """Join texts, each followed by the tokenizer's end token, and split them into blocks of `length` tokens.
 
-    The last block is shorter; nothing is dropped, since what is dropped would not be forgotten.
+    The last block is shorter; no token is dropped, since a dropped token would not be forgotten.
     """
     stream: list[int] = []
     ends = _end(tokenizer)
@@ -130,43 +132,105 @@ def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) 
     if len(stream) < 2:
         raise UsageError("a plain text of a single token leaves nothing to predict")
     blocks = [stream[start : start + length] for start in range(0, len(stream), length)]
-    # A block of one token has nothing to predict: the token before it is repeated, and still predicted only once,
-    # for the first token of a block never is.
+    # A block of one token has nothing to predict: the token before it is repeated. It is still predicted only once,
+    # because the first token of a block never is.
     if len(blocks[-1]) == 1:
         blocks[-1] = blocks[-2][-1:] + blocks[-1]
     return [Example(block, list(block)) for block in blocks]
 
 
+def documents(records: RecordSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Tokenize each record as one document: a text without special tokens, or a conversation with its layout.
+
+    Raises:
+        UsageError: a text has no token.
+    """
+    for start in range(0, len(records), BATCH):
+        batch = records.records[start : start + BATCH]
+        if records.kind != "text":
+            yield from (example.input_ids for example in encode_records(batch, tokenizer, WHOLE))
+            continue
+        encoded: Any = tokenizer([record.answer for record in batch], add_special_tokens=False, verbose=False)
+        for record, ids in zip(batch, encoded["input_ids"], strict=True):
+            if not ids:
+                raise UsageError(f"{record.location or 'a record'}: the text is empty")
+            yield ids
+
+
+def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """List the ids of all tokens in the records' prompts and answers, ascending.
+
+    The paper restricts the rank rule to such an eligible vocabulary.
+    """
+    ids: set[int] = set()
+    for records in sets:
+        for example in encode_records(records.records, tokenizer, WHOLE):
+            ids.update(example.input_ids)
+    return tuple(sorted(ids))
+
+
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
-    """How many records are longer than `max_length` tokens, so that their answers are cut."""
+    """Count the records that are longer than `max_length` tokens, so that their answers are cut."""
     return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills batches up; that which ends texts where the tokenizer has none for padding."""
+    """Return the padding token, or the end token if the tokenizer has no padding token."""
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not isinstance(padding, int):
         raise UsageError("the tokenizer has neither a padding token nor one that ends a text")
     return padding
 
 
+def has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a chat template has a system role: it neither refuses nor drops a system turn, nor makes it a user's.
+
+    Warns once on standard error about a template that has none, because a system prompt is then left out.
+    """
+    template = str(tokenizer.chat_template)
+    if template not in _SYSTEM_ROLES:
+        _SYSTEM_ROLES[template] = _formats_system_turns(tokenizer)
+        if not _SYSTEM_ROLES[template]:
+            print("warning: the chat template has no system role: the system prompt is left out", file=sys.stderr)
+    return _SYSTEM_ROLES[template]
+
+
+_SYSTEM_ROLES: dict[str, bool] = {}
+"""By template."""
+
+
+def _formats_system_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
+    def formatted(role: str) -> str:
+        turns = [{"role": role, "content": "first turn"}, {"role": "user", "content": "second turn"}]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    try:
+        text = formatted("system")
+    except TemplateError:
+        return False
+    try:
+        return "first turn" in text and text != formatted("user")
+    except TemplateError:  # turns of users and assistants must alternate
+        return "first turn" in text
+
+
 def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that ends a text, as a list of one; empty where the tokenizer has none."""
+    """The end token as a list of one; empty if the tokenizer has none."""
     end = tokenizer.eos_token_id
     return [end] if isinstance(end, int) else []
 
 
 def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> list[list[int]]:
-    """The tokens of prompts and answers together, up to what ends the answer."""
+    """The tokens of prompts and answers, up to the token that ends the answer."""
     ends = _end(tokenizer)
-    found = []
+    whole = []
     for ids in _tokens([_whole_text(record, tokenizer, form) for record in records], tokenizer):
-        # Some templates write a line break after the token that ends the answer; it is never generated.
-        places = [place for place, token in enumerate(ids) if [token] == ends]
-        if places and not str(tokenizer.decode(ids[places[-1] + 1 :])).strip():
-            ids = ids[: places[-1] + 1]
-        found.append(ids if ids[-1:] == ends else ids + ends)
-    return found
+        # Some templates write a line break after the end token; a model never generates it.
+        last = next((index for index in reversed(range(len(ids))) if [ids[index]] == ends), None)
+        if last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip():
+            ids = ids[: last + 1]
+        whole.append(ids if ids[-1:] == ends else ids + ends)
+    return whole
 
 
 def _prompt_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
@@ -187,40 +251,8 @@ def _plain_prompt(record: Record, form: Format) -> str:
     if not record.messages:
         return record.prompt or ""
     system = [("system", form.system_prompt)] if form.system_prompt else []
-    asked = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
-    return plain_prompt([*system, *asked])
-
-
-def has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a chat template lays a system turn out as one: it does not refuse, drop, or take it for a user's turn.
-
-    Of a template that does not, standard error is told once, for a system prompt is then left out.
-    """
-    template = str(tokenizer.chat_template)
-    if template not in _SYSTEM_ROLES:
-        _SYSTEM_ROLES[template] = _lays_out_system_turns(tokenizer)
-        if not _SYSTEM_ROLES[template]:
-            print("warning: the chat template has no system role: the system prompt is left out", file=sys.stderr)
-    return _SYSTEM_ROLES[template]
-
-
-_SYSTEM_ROLES: dict[str, bool] = {}
-"""By template."""
-
-
-def _lays_out_system_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
-    def laid_out(role: str) -> str:
-        turns = [{"role": role, "content": "first turn"}, {"role": "user", "content": "second turn"}]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-    try:
-        text = laid_out("system")
-    except TemplateError:
-        return False
-    try:
-        return "first turn" in text and text != laid_out("user")
-    except TemplateError:  # turns of users and assistants must alternate
-        return "first turn" in text
+    turns = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
+    return plain_prompt([*system, *turns])
 
 
 def _turns(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[dict[str, str]]:
@@ -231,17 +263,11 @@ def _turns(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> 
 
 
 def _template(
-    turns: list[dict[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format,
-    *,
-    add_generation_prompt: bool,
+    turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, form: Format, *, add_generation_prompt: bool
 ) -> str:
-    options: dict[str, Any] = {"date_string": form.date} if form.date else {}
+    apply = functools.partial(tokenizer.apply_chat_template, **({"date_string": form.date} if form.date else {}))
     try:
-        text = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
+        text = apply(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
@@ -250,15 +276,15 @@ def _template(
 
 
 def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in texts]
+    all_ids: list[list[int]] = [[] for _ in texts]
     for special in (True, False):
-        places = [place for place, text in enumerate(texts) if text[1] is special]
-        if not places:
+        indices = [index for index, text in enumerate(texts) if text[1] is special]
+        if not indices:
             continue
-        batch: Any = tokenizer([texts[place][0] for place in places], add_special_tokens=special)
-        for place, ids in zip(places, batch["input_ids"], strict=True):
+        batch: Any = tokenizer([texts[index][0] for index in indices], add_special_tokens=special)
+        for index, ids in zip(indices, batch["input_ids"], strict=True):
             # Some tokenizers end every text themselves; a prompt must stay open.
             while special and ids and ids[-1] == tokenizer.eos_token_id:
                 ids.pop()
-            found[place] = ids
-    return found
+            all_ids[index] = ids
+    return all_ids

@@ -1,23 +1,31 @@
-"""Reading forget, retain and holdout sets from files, folders and Hugging Face datasets.
+"""Read forget, retain and holdout sets, and prompts, from files, folders and Hugging Face datasets.
 
-Recognises question/answer, prompt/completion, messages and plain text. It knows nothing of tokens.
+Records are question/answer, prompt/completion, messages or plain text.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from divdec.data.files import checked_text, rows_of
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.runs import write_text
 
 Kind = Literal["question/answer", "prompt/completion", "messages", "text"]
 ACCEPTED_FIELDS = "accepted: question + answer, prompt + completion, messages (role, content), or text"
+TEXT_SUFFIXES = (".txt", ".md")
+JSON_SUFFIXES = (".jsonl", ".json")
+TABLE_SUFFIXES = (".csv", ".parquet", ".arrow")
+SUFFIXES = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+
+Rows = Iterator[tuple[str, Any]]
+"""Pairs of a location for error messages ('file, line 3') and a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +38,19 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One example: what comes before, and what is learned, scored or forgotten."""
+    """One example: a prompt or conversation, and the answer that is learned, scored or forgotten."""
 
     answer: str
     """The answer, the completion, or the whole of a plain text."""
     messages: tuple[Message, ...] = ()
-    """The turns before the answer; empty where the record is no conversation."""
+    """The turns before the answer; empty if the record is not a conversation."""
     prompt: str | None = None
-    """What stands before a completion, word for word; None where the record is no completion."""
-    place: str = dataclasses.field(default="", compare=False)
-    """Where it was read, for messages: 'file, line 3'."""
+    """The text before a completion; None if the record is not a completion."""
+    location: str = dataclasses.field(default="", compare=False)
+    """Where it was read, for error messages: 'file, line 3'."""
 
     def as_row(self) -> dict[str, Any]:
-        """The record as a line of a JSONL file, which `read_records` reads back."""
+        """Convert the record to a row of a JSONL file that `read_records` reads."""
         if self.prompt is not None:
             return {"prompt": self.prompt, "completion": self.answer}
         if not self.messages:
@@ -61,7 +69,7 @@ class RecordSet:
     kind: Kind
     records: tuple[Record, ...]
     blank: int = 0
-    """Plain texts without a word that were left out; real collections hold some."""
+    """Number of plain texts without a word, which are left out."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -71,7 +79,7 @@ class RecordSet:
 
     @property
     def sha256(self) -> str:
-        """Digest of the content; the same whatever file format it came from."""
+        """Digest of the content, the same for every file format."""
         digest = hashlib.sha256()
         for record in self.records:
             turns = [[message.role, message.content] for message in record.messages]
@@ -80,22 +88,22 @@ class RecordSet:
 
     @property
     def label(self) -> str:
-        """Name and hash: all that a model card may say of a forget set."""
+        """Name and digest, which a model card may show without showing the set."""
         return f"{self.name} (sha256 {self.sha256[:12]}, {len(self)} records)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How many records of one set stand in another too."""
+    """Number of records of one set that are also in another."""
 
     records: int
     """Same prompt and same answer."""
     prompts: int
-    """Same prompt, whatever the answer; plain texts have none."""
+    """Same prompt, any answer; plain texts have none."""
 
 
 def single_turn(records: Iterable[Record]) -> bool:
-    """Whether every record is one question with its answer: none is a text, a completion or a longer conversation."""
+    """Whether every record is one question with its answer: no text, no completion, no longer conversation."""
     return all([turn.role for turn in record.messages if turn.role != "system"] == ["user"] for record in records)
 
 
@@ -105,38 +113,38 @@ def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
     Args:
         source: a .jsonl, .json, .txt or .md file; a .parquet or .csv table; a folder of such files or one that
             `datasets` saved; or a dataset id 'org/name', 'org/name:config' or 'org/name:config:split'.
-        limit: read only the first so many records.
+        limit: read only the first N records.
 
     Raises:
-        UsageError: nothing is there, nothing is in it, or a line cannot be read (with its number).
+        UsageError: it does not exist or is empty, or a line cannot be read (with its number).
     """
     name, rows = rows_of(source)
     return record_set(name, rows, limit=limit)
 
 
 def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None = None) -> RecordSet:
-    """Make a set of rows as `datasets` or a JSON file gives them.
+    """Make a set from rows of `datasets` or of a JSON file.
 
     Args:
-        name: the set's name.
-        rows: pairs of a place for messages and a row: a mapping with fields, or a string, which is a text.
-        limit: take only the first so many.
+        name: name of the set.
+        rows: pairs of a location and a row: a mapping with fields, or a string, which is a text.
+        limit: use only the first N records.
 
     Raises:
-        UsageError: there is no row, one is malformed, or they are of several kinds.
+        UsageError: there is no row, a row is malformed, or rows are of several kinds.
     """
     kind: Kind | None = None
     records: list[Record] = []
     blank = 0
-    for place, row in rows:
+    for location, row in rows:
         if limit is not None and len(records) >= limit:
             break
         if _is_blank_text(row):
             blank += 1
             continue
-        row_kind, record = _to_record(row, place)
+        row_kind, record = _to_record(row, location)
         if kind is not None and row_kind != kind:
-            raise UsageError(f"{place}: a {row_kind} record in a set that began with {kind}; give one kind per set")
+            raise UsageError(f"{location}: a {row_kind} record in a set that began with {kind}; give one kind per set")
         kind = row_kind
         records.append(record)
     if kind is None:
@@ -145,23 +153,141 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write records as JSON lines that `read_records` reads back, whole or not at all."""
+    """Write records as JSON lines that `read_records` reads."""
     write_text(path, "".join(f"{json.dumps(record.as_row(), ensure_ascii=False)}\n" for record in records))
 
 
 def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
-    """Plain texts that are in memory as a set."""
+    """Make a set from plain texts in memory."""
     return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])
 
 
 def overlap(one: RecordSet, other: RecordSet) -> Overlap:
-    """Count the records of `one` that stand in `other` too; case and white space make no difference."""
+    """Count the records of `one` that are also in `other`, ignoring case and white space."""
     whole = {_normal(_before(record), record.answer) for record in other}
     prompts = {_normal(before) for record in other if (before := _before(record))}
     return Overlap(
         records=sum(_normal(_before(record), record.answer) in whole for record in one),
         prompts=sum(_normal(before) in prompts for record in one if (before := _before(record))),
     )
+
+
+def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
+    """Read one prompt per line; blank lines are skipped.
+
+    Args:
+        lines: the prompts.
+        chat: make each prompt the user's turn of a conversation.
+
+    Raises:
+        UsageError: there is no prompt, or a line is not UTF-8.
+    """
+    try:
+        prompts = [
+            _prompt(checked_text(line.rstrip("\n"), f"prompt {number}"), chat)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        ]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompts are not UTF-8 text (byte {error.start})") from None
+    if not prompts:
+        raise UsageError("there is no prompt; give --prompt, --file, or lines on standard input")
+    return prompts
+
+
+def read_prompts(source: str, *, chat: bool) -> list[Record]:
+    """Read prompts from a text file (one per line) or from JSON lines with `question`, `prompt` or `messages`.
+
+    Raises:
+        UsageError: the file does not exist or is empty, or a line cannot be read (with its number).
+    """
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UsageError(f"prompt file {source!r} does not exist")
+    content = read_text(path)
+    if path.suffix.lower() not in JSON_SUFFIXES:
+        return prompts_from_lines(content.splitlines(), chat=chat)
+    prompts = [_prompt_of_row(row, location, chat) for location, row in json_rows(path.name, content)]
+    if not prompts:
+        raise UsageError(f"prompt file {source!r} is empty")
+    return prompts
+
+
+def rows_of(source: str | Path) -> tuple[str, Rows]:
+    """Open a file, a folder or a Hugging Face dataset; returns its name and its rows.
+
+    Raises:
+        UsageError: it does not exist; while rows are read, a row cannot be read.
+    """
+    path, source = Path(source).expanduser(), str(source)
+    if path.is_dir():
+        return path.name, _folder_rows(path)
+    if path.is_file():
+        return path.stem, _file_rows(path)
+    if source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1:
+        raise UsageError(f"data {source!r} does not exist; give a file, a folder or a Hugging Face dataset id")
+    return source, _hub_rows(source)
+
+
+def json_rows(name: str, content: str) -> Rows:
+    """Read the rows of a JSON list, or of JSON lines, which many files named .json hold."""
+    if content.lstrip().startswith("["):
+        try:
+            values = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{name} is not readable JSON ({error})") from None
+        yield from ((f"{name}, item {number}", value) for number, value in enumerate(values, start=1))
+        return
+    # Not splitlines(): JSON strings may hold other line separators unescaped.
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        location = f"{name}, line {number}"
+        try:
+            yield location, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{location} is not readable JSON ({error})") from None
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path.name} is not UTF-8 text (byte {error.start})") from None
+
+
+def checked_text(text: str, location: str) -> str:
+    """Return a text, unless it holds half a surrogate pair (from broken JSON or bytes), which no tokenizer takes.
+
+    Raises:
+        UsageError: it does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{location} holds a broken character at {error.start}; save it as UTF-8 again") from None
+    return text
+
+
+def messages_of(value: Any, location: str) -> tuple[Message, ...]:
+    """Read the turns of a `messages` field.
+
+    Raises:
+        UsageError: it is malformed; names the location.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UsageError(f"{location}: messages must be a list of objects with role and content")
+    turns = []
+    for turn in value:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            raise UsageError(f"{location}: each message needs a role and a content")
+        turns.append(Message(turn["role"], _filled(turn.get("content"), "content", location)))
+    return tuple(turns)
 
 
 def _before(record: Record) -> str:
@@ -178,42 +304,149 @@ def _is_blank_text(row: Any) -> bool:
     return isinstance(text, str) and not text.strip()
 
 
-def _to_record(row: Any, place: str) -> tuple[Kind, Record]:
+def _to_record(row: Any, location: str) -> tuple[Kind, Record]:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise UsageError(f"{place}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
+        raise UsageError(f"{location}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
     if "messages" in row:
-        turns = messages_of(row["messages"], place)
+        turns = messages_of(row["messages"], location)
         if len(turns) < 2 or turns[-1].role != "assistant":
-            raise UsageError(f"{place}: messages must end with an assistant's turn after at least one other")
-        return "messages", Record(_filled(turns[-1].content, "answer", place), messages=turns[:-1], place=place)
+            raise UsageError(f"{location}: messages must end with an assistant's turn after at least one other")
+        answer = _filled(turns[-1].content, "answer", location)
+        return "messages", Record(answer, messages=turns[:-1], location=location)
     if {"question", "answer"} <= row.keys():
-        question = Message("user", _filled(row["question"], "question", place))
-        return "question/answer", Record(_filled(row["answer"], "answer", place), messages=(question,), place=place)
+        question = Message("user", _filled(row["question"], "question", location))
+        answer = _filled(row["answer"], "answer", location)
+        return "question/answer", Record(answer, messages=(question,), location=location)
     if {"prompt", "completion"} <= row.keys():
-        prompt = _filled(row["prompt"], "prompt", place)
-        return "prompt/completion", Record(_filled(row["completion"], "completion", place), prompt=prompt, place=place)
+        prompt = _filled(row["prompt"], "prompt", location)
+        answer = _filled(row["completion"], "completion", location)
+        return "prompt/completion", Record(answer, prompt=prompt, location=location)
     if "text" in row:
-        return "text", Record(_filled(row["text"], "text", place), place=place)
-    raise UsageError(f"{place}: fields {sorted(map(str, row))} are not recognised; {ACCEPTED_FIELDS}")
+        return "text", Record(_filled(row["text"], "text", location), location=location)
+    raise UsageError(f"{location}: fields {sorted(map(str, row))} are not recognised; {ACCEPTED_FIELDS}")
 
 
-def messages_of(value: Any, place: str) -> tuple[Message, ...]:
-    """The turns of a `messages` field; a malformed one is a UsageError that names the place."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UsageError(f"{place}: messages must be a list of objects with role and content")
-    turns = []
-    for turn in value:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            raise UsageError(f"{place}: each message needs a role and a content")
-        turns.append(Message(turn["role"], _filled(turn.get("content"), "content", place)))
-    return tuple(turns)
-
-
-def _filled(value: Any, field: str, place: str) -> str:
+def _filled(value: Any, field: str, location: str) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{place}: {field} is {type(value).__name__}, not text")
+        raise UsageError(f"{location}: {field} is {type(value).__name__}, not text")
     if not value.strip():
-        raise UsageError(f"{place}: {field} is empty")
-    return checked_text(value, f"{place}: {field}")
+        raise UsageError(f"{location}: {field} is empty")
+    return checked_text(value, f"{location}: {field}")
+
+
+def _prompt_of_row(row: Any, location: str, chat: bool) -> Record:
+    if isinstance(row, str) and row.strip():
+        return _prompt(checked_text(row, location), chat)
+    if isinstance(row, Mapping):
+        if "messages" in row:
+            turns = messages_of(row["messages"], location)
+            # The answer in a training file is not part of the question.
+            turns = turns[:-1] if turns and turns[-1].role == "assistant" else turns
+            if not turns:
+                raise UsageError(f"{location}: messages hold no turn to be answered")
+            return Record("", messages=turns, location=location)
+        for field in ("question", "prompt"):
+            if isinstance(row.get(field), str) and row[field].strip():
+                text = checked_text(row[field], f"{location}: {field}")
+                return dataclasses.replace(_prompt(text, chat or field == "question"), location=location)
+    raise UsageError(f"{location}: no prompt found; accepted: a string, or an object with question, prompt or messages")
+
+
+def _prompt(text: str, chat: bool) -> Record:
+    return Record("", messages=(Message("user", text),)) if chat else Record("", prompt=text)
+
+
+def _file_rows(path: Path) -> Rows:
+    suffix = path.suffix.lower()
+    if suffix in TEXT_SUFFIXES:
+        yield path.name, read_text(path)
+    elif suffix in JSON_SUFFIXES:
+        yield from json_rows(path.name, read_text(path))
+    elif suffix == ".csv":
+        yield from _csv_rows(path)
+    elif suffix in TABLE_SUFFIXES:
+        yield from _table_rows(path)
+    else:
+        raise UsageError(f"{path.name}: files of this kind are not read; accepted: {', '.join(SUFFIXES)}")
+
+
+def _folder_rows(path: Path) -> Rows:
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _saved_rows(path)
+        return
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise UsageError(f"folder {path} holds no data files ({', '.join(SUFFIXES)})")
+    for file in files:
+        yield from _file_rows(file)
+
+
+def _saved_rows(path: Path) -> Rows:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:
+        raise UsageError(f"dataset folder {path} cannot be read ({first_line(error)})") from None
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = _one_split(loaded, str(path))
+    yield from _numbered(path.name, loaded)
+
+
+def _csv_rows(path: Path) -> Rows:
+    # Every field is text: table readers guess types, and turn years into numbers and "NA" into nothing.
+    table = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        for row in table:
+            location = f"{path.name}, line {table.line_num}"
+            if None in row or None in row.values():
+                columns = len(table.fieldnames or ())
+                raise UsageError(f"{location}: {columns} columns are named, the line has another number")
+            yield location, row
+    except csv.Error as error:
+        raise UsageError(f"{path.name}, line {table.line_num} is not readable CSV ({error})") from None
+
+
+def _table_rows(path: Path) -> Rows:
+    import datasets
+    import pyarrow.parquet
+
+    try:
+        if path.suffix.lower() == ".arrow":
+            rows: Iterable[Any] = datasets.Dataset.from_file(str(path))
+        else:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+    except Exception as error:
+        raise UsageError(f"table {path.name} cannot be read ({first_line(error)})") from None
+    yield from _numbered(path.name, rows)
+
+
+def _hub_rows(source: str) -> Rows:
+    import datasets
+
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, config or None)
+    except Exception as error:
+        raise UsageError(
+            f"data {source!r} is not a local file or folder, and cannot be loaded as a Hugging Face dataset "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from None
+    if split and split not in loaded:
+        raise UsageError(f"dataset {name!r} has no split {split!r}; it has {sorted(loaded)}")
+    yield from _numbered(source, loaded[split] if split else _one_split(loaded, source))
+
+
+def _one_split(loaded: Mapping[Any, Any], source: str) -> Any:
+    if "train" in loaded:
+        return loaded["train"]
+    if len(loaded) == 1:
+        return next(iter(loaded.values()))
+    raise UsageError(f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'")
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Rows:
+    return ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1))

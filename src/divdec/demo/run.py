@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from divdec.data.records import Message, Record, RecordSet, single_turn
-from divdec.data.world import Question, World, WorldSettings, build_world
-from divdec.data.world_tofu import general_questions, write_tofu
+from divdec.data.world import Question, World, WorldSettings, build_world, general_questions, write_tofu
 from divdec.demo.measure import Measurement, Measurements, Questions, measure_models
 from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.model.bundle import is_bundle, write_bundle

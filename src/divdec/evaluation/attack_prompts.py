@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divdec.data.files import checked_text, json_rows, read_text
+from divdec.data.records import checked_text, json_rows, read_text
 from divdec.errors import UsageError
 from divdec.evaluation.key_phrases import FUNCTION_WORDS, holds, key_phrase, words
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 from divdec.runs import write_text
 
 # {q} is the question, unchanged. A frame that ends openly is to be continued: nothing may follow it.

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from divdec.data.files import json_rows, read_text
-from divdec.data.records import Message, Record
+from divdec.data.records import Message, Record, json_rows, read_text
 from divdec.errors import UsageError
 
 Item = TypeVar("Item")

@@ -18,7 +18,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.key_phrases import holds, key_phrase, words
 from divdec.evaluation.text import rouge_l_recall
 from divdec.model.checkpoint import CheckpointReference, check_weights, load_tokenizer
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

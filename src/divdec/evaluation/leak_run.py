@@ -18,7 +18,7 @@ from divdec.evaluation.results import Results
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import on_main
 from divdec.evaluation.subject import Subject
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

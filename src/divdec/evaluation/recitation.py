@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import encode_prompts, encode_records
+from divdec.data.formatting import WHOLE, encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet
-from divdec.data.vocabulary import WHOLE
 from divdec.evaluation.generation import continuations
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.takedowns.live import Takedowns

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from divdec.errors import UsageError
 from divdec.imaging.codec import Images
 from divdec.imaging.png import data_url, png
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 
 QUESTION = "Does this image show a {class_name}? Answer Yes or No."
 COMPARISON = (
@@ -65,17 +65,10 @@ class ImageEndpoint(Endpoint):
         messages: list[dict[str, Any]] = [{"role": "user", "content": [*shown, {"type": "text", "text": turns[0]}]}]
         for place, said in enumerate(turns[1:]):
             messages.append({"role": "user" if place % 2 else "assistant", "content": said})
-        body = {"model": self.model, "messages": messages, self.limit_name: limit, **options}
+        body: dict[str, Any] = {self.limit_name: limit, **options}
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        response = self.post("chat/completions", body)
-        try:
-            choice = response.json()["choices"][0]
-        except (ValueError, KeyError, IndexError, TypeError):
-            choice = None
-        if not isinstance(choice, dict):
-            raise UsageError(f"endpoint {self.base_url} replied without choices[0]: not OpenAI-compatible")
-        return choice
+        return self.create_chat(messages, **body)
 
 
 class Answers:

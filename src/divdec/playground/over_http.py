@@ -17,7 +17,7 @@ from divdec.data.records import Message
 from divdec.errors import UsageError
 from divdec.playground.steered import Manner
 from divdec.playground.tokens import Other, Token
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 
 TOP = 5  # likeliest tokens that are asked for
 PATIENCE = httpx.Timeout(300.0, connect=15.0)  # seconds; a queue may be long

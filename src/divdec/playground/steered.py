@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.data.files import checked_text
 from divdec.data.formatting import Format, encode, encode_prompt
-from divdec.data.records import Message, Record
+from divdec.data.records import Message, Record, checked_text
 from divdec.errors import UsageError
 from divdec.experts.combined import NoExperts
 from divdec.fail_closed import wait_for_checks

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from divdec.data.files import checked_text
 from divdec.data.formatting import encode_prompt
-from divdec.data.records import Record, texts_of
+from divdec.data.records import Record, checked_text, texts_of
 from divdec.errors import UsageError
 from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.steered import Steered

@@ -13,11 +13,9 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
 from divdec.errors import UsageError
-from divdec.remote.endpoint import Endpoint
+from divdec.remote.client import Endpoint
 
 BY_ID = "token_id:"
 _UNREADABLE = "\ufffd"
@@ -112,7 +110,7 @@ class Completions:
         if taken := sorted(OWN & set(extra or ())):
             raise UsageError(f"extra holds {', '.join(taken)}, which a request has already; leave it out")
         self.counts = Counts()
-        self.endpoint = dataclasses.replace(endpoint, on_retry=lambda _: self.counts.add(retries=1))
+        self.endpoint = endpoint
         self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
         self._unnamed_end = Position(end, None, alike={end: frozenset(other_ends)} if other_ends else {})
         self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
@@ -139,15 +137,13 @@ class Completions:
             tokens: how many at most.
             temperature: 0 for the likeliest.
             seed: of sampling.
-            final: see `Endpoint.post`.
+            final: see `Endpoint.create_completion`.
 
         Raises:
-            Refused, Unavailable: see `Endpoint.post`.
+            Refused, Unavailable: see `Endpoint.create_completion`.
             UsageError: the prompt cannot be written as text, or the reply cannot be read as this tokenizer's tokens.
         """
         body: dict[str, Any] = {
-            "model": self.endpoint.model,
-            "prompt": list(ids) if abilities.prompt_ids else self.text_of(ids),
             "max_tokens": tokens,
             "temperature": temperature,
             **({"top_p": 1} if temperature else {}),  # vLLM would take the model's own default
@@ -162,8 +158,9 @@ class Completions:
             body["logprobs"] = abilities.top_logprobs
         if abilities.answer_ids:
             body["return_tokens_as_token_ids"] = True
-        reply = self.endpoint.post("completions", body, final)
-        self.counts.add(requests=1)
+        prompt = list(ids) if abilities.prompt_ids else self.text_of(ids)
+        reply, retries = self.endpoint.create_completion(prompt, final, **body)
+        self.counts.add(requests=1, retries=retries)
         choice, text = self._read(reply, len(ids))
         reason = choice.get("finish_reason")
         found = self._positions(choice, text, abilities, ended=reason == "stop")
@@ -212,13 +209,12 @@ class Completions:
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
 
-    def _read(self, reply: httpx.Response, prompt: int) -> tuple[dict[str, Any], str]:
+    def _read(self, content: Any, prompt: int) -> tuple[dict[str, Any], str]:
         """The first choice and its text."""
         try:
-            content = reply.json()
             choice = content["choices"][0]
             text = choice["text"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError):
             content, choice, text = {}, {}, None
         if not isinstance(text, str):
             raise UsageError(f"endpoint {self.endpoint.base_url} replied without choices[0].text: no completions API")

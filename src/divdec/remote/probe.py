@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
+from divdec.remote.client import Refused
 from divdec.remote.completions import Abilities, Completions, Position, Unnamed
-from divdec.remote.endpoint import Refused
 
 TOLD = (20, 5, 0)  # what vLLM and we tell at most, what OpenAI's completions do, and nothing
 _NOT_SO = (400, 404, 422, 500, 501)  # how servers refuse what they do not have

@@ -359,7 +359,7 @@ def test_it_is_loaded_like_a_checkpoint(load):
 
 @pytest.mark.slow
 def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
-    from divdec.data.world_tofu import write_tofu
+    from divdec.data.world import write_tofu
     from divdec.evaluation.run import evaluate
     from divdec.evaluation.settings import EvalSettings
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
-from divdec.data.world import build_world
-from divdec.data.world_tofu import write_tofu
+from divdec.data.world import build_world, write_tofu
 from divdec.demo import run as demo
 from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from divdec.data.documents import documents
+from divdec.data.formatting import documents
 from divdec.data.world import World, build_world
 from divdec.experts.ngram_folder import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle

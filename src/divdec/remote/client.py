@@ -1,0 +1,216 @@
+"""Client of a model behind an OpenAI-compatible API: the `openai` package, with the project's errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+
+from divdec.errors import UsageError
+
+TRANSIENT = frozenset((408, 409, 429))  # and every status from 500; the openai package retries these
+CONNECT_TIMEOUT = 15.0  # seconds
+
+
+class Refused(UsageError):
+    """The endpoint refuses the request with the given status; retrying does not help."""
+
+    def __init__(self, message: str, status: int = 0) -> None:  # unpickling passes the message alone
+        super().__init__(message)
+        self.status = status
+
+
+class Unavailable(UsageError):
+    """Every attempt failed; `status` is that of the last reply, None without a reply."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A model at an OpenAI-compatible endpoint; threads may share it. Close it after use, or use a `with` block."""
+
+    base_url: str
+    """URL before '/completions', such as 'http://localhost:8000/v1'."""
+    model: str
+    """Name of the model at the endpoint."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; None sends no key."""
+    timeout: float = 120.0
+    """Timeout of one attempt, in seconds."""
+    retries: int = 5
+    """Retries after a timeout, a failed connection, or status 408, 409, 429 or 5xx; a Retry-After header is obeyed."""
+
+    def __post_init__(self) -> None:
+        if set("@?#") & set(self.base_url):
+            # URLs are printed and recorded; keys are not.
+            raise UsageError(
+                "the endpoint's URL holds a user, a password or a query; name an environment variable for the key"
+            )
+        try:
+            parts = urlsplit(self.base_url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            valid = valid and self.base_url.isprintable() and " " not in self.base_url
+        except ValueError:  # an unclosed bracket, a port that is not a number
+            valid = False
+        if not valid:
+            raise UsageError(
+                f"endpoint {self.base_url!r} is not a URL of http or https; give one such as http://localhost:8000/v1"
+            )
+        if not 0 < self.timeout < math.inf or self.retries < 0:
+            raise UsageError(
+                f"timeout is {self.timeout}, retries {self.retries}; accepted: a timeout above 0, retries of 0 or more"
+            )
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @functools.cached_property
+    def _client(self) -> openai.OpenAI:
+        timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT))
+        # Each request sends the key that its environment variable holds then, or none.
+        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=timeout, max_retries=self.retries)
+
+    def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        client = self.__dict__.pop("_client", None)
+        if client is not None:
+            client.close()
+
+    def complete(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        *,
+        temperature: float | None = 0.0,
+        max_tokens: int = 512,
+        seed: int | None = None,
+    ) -> str:
+        """Return the model's reply to a conversation.
+
+        Args:
+            messages: turns with role and content.
+            temperature: sampling temperature; 0 is greedy, None sends none.
+            max_tokens: longest reply.
+            seed: sampling seed; endpoints may ignore it.
+
+        Raises:
+            UsageError: the endpoint cannot be reached, refuses, stays overloaded, or replies in another format.
+        """
+        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        choice = self.create_chat(messages, **{name: value for name, value in options.items() if value is not None})
+        message = choice.get("message")
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str):
+            raise UsageError(
+                f"endpoint {self.base_url} replied without choices[0].message.content: not OpenAI-compatible"
+            )
+        return content
+
+    def create_chat(self, messages: Iterable[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Return the first choice of a chat completion.
+
+        Args:
+            messages: turns with role and content.
+            **fields: further fields of the request; a provider's own fields are accepted.
+
+        Raises:
+            UsageError: see `complete`.
+        """
+        content, _ = self._create("chat/completions", {"messages": list(messages)}, fields)
+        try:
+            choice = content["choices"][0]
+        except (KeyError, IndexError, TypeError):
+            choice = None
+        if not isinstance(choice, dict):
+            raise UsageError(f"endpoint {self.base_url} replied without choices[0]: not OpenAI-compatible")
+        return choice
+
+    def create_completion(self, prompt: str | list[int], final: Collection[int] = (), **fields: Any) -> tuple[Any, int]:
+        """Send one request to /completions.
+
+        Args:
+            prompt: text or token ids.
+            final: statuses that mean "refused" here although they are retried elsewhere.
+            **fields: further fields of the request; a provider's own fields are accepted.
+
+        Returns:
+            The reply as JSON, and the number of retries.
+
+        Raises:
+            Refused: the endpoint refuses the request.
+            Unavailable: every attempt failed.
+        """
+        return self._create("completions", {"prompt": prompt}, fields, final)
+
+    def _create(
+        self, path: str, required: dict[str, Any], fields: dict[str, Any], final: Collection[int] = ()
+    ) -> tuple[Any, int]:
+        key = self._api_key()
+        headers: dict[str, Any] = {
+            "Authorization": f"Bearer {key}" if key else openai.Omit(),
+            # The openai package reads these from the environment; other providers must not see them.
+            "OpenAI-Organization": openai.Omit(),
+            "OpenAI-Project": openai.Omit(),
+        }
+        options = {"model": self.model, **required, "extra_headers": headers, "extra_body": fields}
+        try:
+            response = self._send(self._client, path, options, final)
+        except openai.APIError as error:
+            raise self._error(path, error, final, key) from None
+        except ValueError as error:  # half a surrogate pair, a number that JSON does not have
+            raise UsageError(f"the request cannot be written as JSON ({type(error).__name__})") from None
+        try:
+            return response.http_response.json(), response.retries_taken
+        except ValueError:
+            raise UsageError(f"endpoint {self.base_url} did not reply with JSON: not OpenAI-compatible") from None
+
+    def _send(self, client: openai.OpenAI, path: str, options: dict[str, Any], final: Collection[int]) -> Any:
+        if final:
+            try:
+                return self._send(client.with_options(max_retries=0), path, options, ())
+            except openai.APIStatusError as error:
+                if error.status_code in final:
+                    raise
+            except openai.APIConnectionError:
+                pass
+        resource: Any = client.completions if path == "completions" else client.chat.completions
+        return resource.with_raw_response.create(**options)
+
+    def _error(self, path: str, error: openai.APIError, final: Collection[int], key: str | None) -> UsageError:
+        url, attempts = f"{self.base_url.rstrip('/')}/{path}", self.retries + 1
+        if isinstance(error, openai.APIStatusError):
+            status, text = error.status_code, error.response.text
+            text = text.replace(key, "[key]") if key else text
+            reason = f"status {status}: {text[:300].strip()}"  # cut after the key is replaced, never within it
+            if status in final or not (status in TRANSIENT or status >= 500):
+                return Refused(f"endpoint {url} refused model {self.model!r} ({reason})", status)
+            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})", status)
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {cause}".rstrip(": ")
+        if isinstance(error, openai.APITimeoutError):
+            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})")
+        return Unavailable(
+            f"endpoint {url} cannot be reached in {attempts} attempts ({reason}); is the server running, the URL right?"
+        )
+
+    def _api_key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise UsageError(f"environment variable {self.api_key_env} is not set; it should hold the API key")
+        # The HTTP library would quote the key in its error.
+        if not key.isascii() or not key.isprintable():
+            raise UsageError(f"the API key in {self.api_key_env} holds characters that no key has")
+        return key
