@@ -1,7 +1,4 @@
-"""What is learned, and forgotten one request after the other: the demo's world, and MUSE-News cut to size.
-
-It knows nothing of models and of steering.
-"""
+"""Request sequences: training data, and forget requests that arrive one after the other."""
 
 from __future__ import annotations
 
@@ -12,15 +9,14 @@ from pathlib import Path
 from divdec.data.formatting import Format
 from divdec.data.records import Kind, Record, RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world
-from divdec.errors import UsageError
 from divdec.demo import run as demo
 from divdec.demo.measure import Questions
-from divdec.demo.models import Shape
-from divdec.demo.models import Recipe
+from divdec.demo.models import Recipe, Shape
+from divdec.errors import UsageError
 from divdec.training.settings import TrainingSettings
 
 RETAIN = "retain"
-ARTICLES, CORPUS = 40, 1200  # of a fold of MUSE-News; of all that is left of the folds
+ARTICLES, CORPUS = 40, 1200  # of a fold of MUSE-News; of the remaining articles of all folds
 PROMPT_WORDS, PASSAGE_WORDS = 20, 40
 MUSE_FILES = ("knowmem/forget_qa.jsonl", "knowmem/retain_qa.jsonl", "knowmem/retain_qa_icl.jsonl",
               "knowmem/forget_qa_icl.jsonl", "privleak/retain.jsonl")  # fmt: skip
@@ -38,50 +34,52 @@ MUSE_RECIPE = Recipe(
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
-    """A target's data, and the requests that come for it."""
+class RequestSequence:
+    """A target's data, and the forget requests for it."""
 
     title: str
     corpus: Sequence[Record]
-    """What the bases learn, prompts included."""
+    """Pretraining texts of the bases, prompts included."""
     requests: tuple[RecordSet, ...]
-    """In the order in which they come; all of one kind, and no record in two of them."""
+    """In order of arrival; all of one kind, and no record in two of them."""
     retain: RecordSet
-    asked: tuple[Questions, ...]
-    """What every model is asked: of each request a set of its name, then `RETAIN`, then what else is of interest."""
+    questions: tuple[Questions, ...]
+    """Question sets for every model: one per request with its name, then `RETAIN`, then further sets."""
     score: str
-    """What an item's score is, from 0 to 1: 'accuracy' (the answer states the fact) or 'ROUGE-L F1'."""
+    """Kind of an item's score, from 0 to 1: 'accuracy' (the answer states the fact) or 'ROUGE-L F1'."""
     recipe: Recipe
     max_new_tokens: int
     form: Format = Format()  # noqa: RUF009
 
     @property
     def texts(self) -> list[str]:
-        """The corpus as text, for the tokenizer."""
+        """The corpus as texts for the tokenizer."""
         return [
             " ".join([*(turn.content for turn in record.messages), *filter(None, [record.prompt]), record.answer])
             for record in self.corpus
         ]
 
 
-def demo_course(steps: int, seed: int, world: WorldSettings | None = None, recipe: Recipe | None = None) -> Course:
-    """The authors that the demo forgets, in groups that are forgotten one after the other.
+def demo_sequence(
+    steps: int, seed: int, world: WorldSettings | None = None, recipe: Recipe | None = None
+) -> RequestSequence:
+    """Divide the authors that the demo forgets into requests.
 
     Args:
-        steps: number of groups.
-        seed: of the world.
+        steps: number of requests.
+        seed: seed of the world.
         world: its size; the demo's by default, whose models are then shared with the demo.
-        recipe: likewise.
+        recipe: the demo's by default.
 
     Raises:
-        UsageError: there are more groups than authors, or fewer than two.
+        UsageError: there are more requests than authors, or fewer than two.
     """
     built = build_world(dataclasses.replace(world or demo.WORLD, seed=seed))
     authors = [author.name for author in built.people["forget"]]
     _check_steps(steps, len(authors), "authors to forget")
     whole = demo.material_of(built)
-    asked_before = {questions.name: questions for questions in demo.question_sets(built)}
-    requests, asked = [], []
+    demo_sets = {questions.name: questions for questions in demo.question_sets(built)}
+    requests, sets = [], []
     for step in range(steps):
         names = set(authors[step * len(authors) // steps : (step + 1) * len(authors) // steps])
         chosen = [question for question in built.forget if question.subject in names]
@@ -91,14 +89,13 @@ def demo_course(steps: int, seed: int, world: WorldSettings | None = None, recip
             if question.subject in names
         )
         requests.append(RecordSet(request_name(step + 1), whole.forget.kind, records))
-        asked.append(Questions(request_name(step + 1), records, tuple(question.fact for question in chosen)))
-    retain, holdout = asked_before["retain"], asked_before["holdout"]
-    return Course(
+        sets.append(Questions(request_name(step + 1), records, tuple(question.fact for question in chosen)))
+    return RequestSequence(
         title=f"demo world, seed {seed}: {len(authors)} authors to forget in {steps} requests",
         corpus=whole.corpus,
         requests=tuple(requests),
         retain=whole.retain,
-        asked=(*asked, retain, holdout),
+        questions=(*sets, demo_sets["retain"], demo_sets["holdout"]),
         score="accuracy",
         recipe=recipe or demo.RECIPE,
         max_new_tokens=32,
@@ -106,19 +103,19 @@ def demo_course(steps: int, seed: int, world: WorldSettings | None = None, recip
     )
 
 
-def muse_course(
+def muse_sequence(
     data: Path, steps: int, articles: int = ARTICLES, corpus: int = CORPUS, recipe: Recipe = MUSE_RECIPE
-) -> Course:
-    """Beginnings of articles of MUSE-News' sustainability folds, a request a fold.
+) -> RequestSequence:
+    """Cut MUSE-News' sustainability folds to beginnings of articles, one request per fold.
 
-    The first request, MUSE's original forget set, has the questions of knowmem too: models this small do not draw
-    answers from news, they learn them. Everything is a prompt with its completion; questions are laid out as MUSE does.
+    The first request, MUSE's original forget set, also has the questions of knowmem: small models cannot derive
+    answers from news, so they learn the answers. Everything is a prompt with its completion, in MUSE's layout.
 
     Args:
         data: folder with MUSE-News: `sust`, `knowmem` and `privleak`.
         steps: number of requests.
-        articles: of each fold; as many of the retain texts.
-        corpus: how many other articles the bases learn.
+        articles: articles of each fold, and number of retain texts.
+        corpus: number of other articles that the bases learn.
         recipe: sizes and training.
 
     Raises:
@@ -134,27 +131,27 @@ def muse_course(
                 "folder and give it (--data)"
             )
     passages = [_passages(read_records(data / name).records) for name in folds]
-    kept = _passages(read_records(data / "privleak/retain.jsonl").records)[:articles]
+    retain = _passages(read_records(data / "privleak/retain.jsonl").records)[:articles]
     questions = {name: _questions(data / f"knowmem/{name}_qa.jsonl") for name in ("forget", RETAIN)}
     shots = [record for name in ("forget", RETAIN) for record in _questions(data / f"knowmem/{name}_qa_icl.jsonl")]
     kind: Kind = "prompt/completion"
-    requests, asked = [], []
+    requests, sets = [], []
     for step, fold in enumerate(passages[:steps], start=1):
         texts = tuple(fold[:articles])
         own = questions["forget"] if step == 1 else ()
         requests.append(RecordSet(request_name(step), kind, (*own, *texts)))
-        asked.append(Questions(request_name(step), own or texts))
+        sets.append(Questions(request_name(step), own or texts))
     others = [record for fold in passages for record in fold[articles:]][:corpus]
-    return Course(
+    return RequestSequence(
         title=f"MUSE-News cut to {articles} articles a fold, {steps} requests",
         corpus=[*others, *shots],
         requests=tuple(requests),
-        retain=RecordSet(RETAIN, kind, (*questions[RETAIN], *kept)),
-        asked=(
-            *asked,
+        retain=RecordSet(RETAIN, kind, (*questions[RETAIN], *retain)),
+        questions=(
+            *sets,
             Questions(RETAIN, questions[RETAIN]),
             Questions(f"{request_name(1)}, articles", tuple(passages[0][:articles])),
-            Questions("retain, articles", tuple(kept)),
+            Questions("retain, articles", tuple(retain)),
         ),
         score="ROUGE-L F1",
         recipe=recipe,
@@ -163,7 +160,7 @@ def muse_course(
 
 
 def request_name(step: int) -> str:
-    """What the request of a step is called, counted from 1."""
+    """Name of a step's request, counted from 1."""
     return f"request {step}"
 
 
@@ -173,13 +170,13 @@ def _check_steps(steps: int, most: int, what: str) -> None:
 
 
 def _passages(articles: Sequence[Record]) -> list[Record]:
-    """The beginning of each article that is long enough: a prompt, and how it goes on."""
-    found = []
+    """The beginning of each sufficiently long article as a prompt with its continuation."""
+    passages = []
     for article in articles:
         words = article.answer.split()[:PASSAGE_WORDS]
         if len(words) == PASSAGE_WORDS:
-            found.append(Record(" " + " ".join(words[PROMPT_WORDS:]), prompt=" ".join(words[:PROMPT_WORDS])))
-    return found
+            passages.append(Record(" " + " ".join(words[PROMPT_WORDS:]), prompt=" ".join(words[:PROMPT_WORDS])))
+    return passages
 
 
 def _questions(path: Path) -> tuple[Record, ...]:
