@@ -23,11 +23,11 @@ from unittest import mock
 
 import torch
 import transformers
+from divdec.experts.stackable import stackable
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from decoding_methods import PLAIN, TARGET, per_token, ratio
 from divdec.decoding import loop
-from divdec.experts.stackable import stackable
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.sampling import Verdict, verify_greedy
 

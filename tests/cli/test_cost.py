@@ -23,14 +23,14 @@ def test_the_issues_own_example(tmp_path, capsys):
     text = "".join(ElementTree.parse(plot).getroot().itertext())
     assert "break-even 130M" in text
     assert "volume 1B" in text
-    assert "steer by blocks" in text
+    assert "speculative" not in text
 
 
 def test_json_holds_it_all_and_a_png_is_a_png(tmp_path, capsys):
     plot = tmp_path / "cost.png"
     assert main([*GIVEN, "--volume", "8e6", "--json", "--output", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["choice"] == "speculate"
+    assert found["choice"] == "steer"
     assert found["compute_increase"] == 0.25
     assert found["break_even_tokens"]["paper"] == pytest.approx(130e6)
     assert found["flops_at_volume"]["target"] == pytest.approx(2 * 8e9 * 8e6)

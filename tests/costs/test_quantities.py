@@ -1,10 +1,10 @@
-"""Numbers with units: what is read, what is refused, and how they are printed."""
+"""Numbers with units."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.costs.quantities import bytes_text, is_quantity, parse_quantity, short
+from divdec.costs.model_size import format_bytes, format_quantity, is_quantity, parse_quantity
 from divdec.errors import UsageError
 
 
@@ -20,37 +20,37 @@ def test_numbers_are_read(text, value):
 @pytest.mark.parametrize(
     "text", ["8Q", "-8B", "B", "", "8BB", "nan", "inf", "1e999", "8 B of them", float("nan"), -1.0]
 )
-def test_what_is_no_number_is_refused_with_what_is_accepted(text):
+def test_other_values_are_refused(text):
     with pytest.raises(UsageError, match=r"volume is .*; accepted: a number such as 8B, 1.5M or 8e9"):
         parse_quantity(text, "volume")
 
 
-def test_what_no_model_has_is_refused_before_it_is_laid_out():
+def test_numbers_above_the_limit_are_refused():
     # 1e30 parameters would be a model of a hundred million layers.
     with pytest.raises(UsageError, match=r"target is '1e30'; accepted: .*at most 1e\+21"):
         parse_quantity("1e30", "target", least=1.0)
 
 
-def test_a_least_value_is_held():
+def test_numbers_below_the_minimum_are_refused():
     with pytest.raises(UsageError, match="of at least 1 "):
         parse_quantity("0", "target", least=1.0)
 
 
 @given(st.floats(min_value=1, max_value=1e15))
-def test_what_is_printed_can_be_read_again(value):
-    assert parse_quantity(short(value).replace(",", ""), "x") == pytest.approx(value, rel=0.006)
+def test_formatted_numbers_can_be_parsed(value):
+    assert parse_quantity(format_quantity(value).replace(",", ""), "x") == pytest.approx(value, rel=0.006)
 
 
 @pytest.mark.parametrize(
     ("text", "means_number"),
     [("8B", True), ("8Q", True), ("-8B", True), (".5B", True), ("runs/8B", False), ("./8B", False), ("llama", False)],
 )
-def test_a_place_is_told_from_a_number(text, means_number):
+def test_paths_are_not_quantities(text, means_number):
     assert is_quantity(text) is means_number
 
 
-def test_how_numbers_are_printed():
-    assert [short(value) for value in (0.0, 12.0, 999.9, 131_072.0, 8_030_261_248.0, 3e15)] == [
+def test_formats():
+    assert [format_quantity(value) for value in (0.0, 12.0, 999.9, 131_072.0, 8_030_261_248.0, 3e15)] == [
         "0", "12", "1K", "131K", "8.03B", "3,000T",
     ]  # fmt: skip
-    assert [bytes_text(value) for value in (12.0, 131_072.0, 16e9, 2e12)] == ["12 B", "131 kB", "16 GB", "2 TB"]
+    assert [format_bytes(value) for value in (12.0, 131_072.0, 16e9, 2e12)] == ["12 B", "131 kB", "16 GB", "2 TB"]

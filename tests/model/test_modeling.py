@@ -398,7 +398,6 @@ class TestFailsClosed:
         ids = torch.tensor([PROMPTS[1]])
         with torch.no_grad():
             steered(ids[:, :4], past_key_values=cache)
-            generate(steered, PROMPTS)  # the pair is stacked now
             copies = [copied(steered), copied(steered)]
             for model in copies:
                 with pytest.raises(UsageError, match="belongs to another steered model"):

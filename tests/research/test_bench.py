@@ -292,7 +292,7 @@ def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
     work = Workload(width=4, context=100.0, acceptance=1.0, block=4)
     found = predicted(one, device, work, settings)
     assert found["target"] == pytest.approx(3e-3)
-    assert found["plain"] == pytest.approx((3e-3 + 2e-3 + 9 * (3e-3 + 1e-3)) / 10)  # stacked after the prompt
+    assert found["plain"] == pytest.approx(3e-3 + 2e-3)
     assert found["speculative"] == pytest.approx((5e-3 + 9 * (5 * 1e-3 + 3e-3 + 1e-3) / 5) / 10)
     assert "beside" not in found
 

@@ -1,4 +1,4 @@
-"""What steering will cost: operations, memory and time, and whether to steer, speculate, distil or count n-grams."""
+"""Estimate what steering costs in operations, memory and time, and whether to steer, distil or count n-grams."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Settings(CostSettings):
 
 def run(settings: Settings) -> None:
     """Compute, draw, print."""
-    from divdec.costs.plan import plan
-    from divdec.costs.quantities import is_quantity
-    from divdec.report.costs import notes, ways_table, write_volume_plot
+    from divdec.costs.estimate import estimate_costs
+    from divdec.costs.model_size import is_quantity
+    from divdec.report.costs import cost_lines, cost_table, write_volume_plot
 
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None:
@@ -37,21 +37,23 @@ def run(settings: Settings) -> None:
         from divdec.cli.loading import quiet
 
         quiet()  # transformers is needed for configurations alone
-    found = plan(settings)
+    estimate = estimate_costs(settings)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_volume_plot(output, found)
-    for warning in found.warnings:
+        write_volume_plot(output, estimate)
+    for warning in estimate.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if settings.json:
-        print(json.dumps(found.to_dict() | {"plot": None if output is None else str(output)}, indent=2))
+        print(json.dumps(estimate.to_dict() | {"plot": None if output is None else str(output)}, indent=2))
         return
     from rich.console import Console
 
     console = Console(width=max(Console().width, 100))
-    console.print(ways_table(found))
-    for line in notes(found):
+    console.print(cost_table(estimate))
+    for line in cost_lines(estimate):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"\n[bold]{found.choice or 'no choice'}[/bold]: {found.reason}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n[bold]{estimate.choice or 'no choice'}[/bold]: {estimate.reason}", highlight=False, soft_wrap=True
+    )
     if output is not None:
         print(f"plot: {output}")

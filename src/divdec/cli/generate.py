@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import check_fits, hold_experts, load, report_transfer
+from divdec.cli.loading import check_fits, load
 from divdec.cli.settings import GenerateSettings as Settings
 from divdec.cli.speculation import report, speculation
 from divdec.runs import check_output_file, write_text
@@ -28,7 +28,6 @@ def run(settings: Settings) -> None:
     """Answer every prompt."""
     from divdec.data.records import prompts_from_lines, read_prompts
 
-    hold_experts(settings)  # before anything that one process is to do: read lines, write answers
     output = Path(settings.output).expanduser() if settings.output else None
     if output is not None:
         check_output_file(output, settings.overwrite)
@@ -46,7 +45,6 @@ def run(settings: Settings) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, "".join(f"{line}\n" for line in answered))
     report(speculative)
-    report_transfer(model)
 
 
 def _answers(

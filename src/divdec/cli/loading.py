@@ -14,7 +14,6 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.experts.placed import Placement
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
 
@@ -33,7 +32,7 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
     from divdec.steering import Steering
 
     quiet()
-    devices, placement = placed(settings)
+    devices, overlap = devices_of(settings)
     steering = None
     if settings.steering is not None:
         steering = Steering.parse(settings.steering, allow_negative=settings.allow_negative)
@@ -48,65 +47,36 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
         steering=steering,
         dtype=settings.dtype,
         device_map=devices,
-        experts_placement=placement,
+        overlap=overlap,
     )
     warn_if_unsteered(model.steering)
     return model, load_tokenizer(folder)
 
 
-def hold_experts(settings: LoadSettings) -> None:
-    """In a process that torchrun has started to hold experts: do that, and leave when it is done. Elsewhere nothing.
+def devices_of(settings: LoadSettings) -> tuple[str | dict[str, str], bool]:
+    """The device map of a bundle's models, and whether the experts run while the target runs.
 
     Raises:
-        UsageError: see `load`.
-        SystemExit: the process that answers has ended.
+        UsageError: a model or device is unknown, or torchrun has started several processes.
     """
-    if "experts=processes" in settings.place and int(os.environ.get("RANK", "0")):
-        load(settings)
-
-
-def report_transfer(model: DivergenceForCausalLM) -> None:
-    """Say on standard error what experts in other processes left out, where they were asked to."""
-    from divdec.experts.placed_remote import RemoteExperts
-
-    experts = model.experts
-    if isinstance(experts, RemoteExperts) and experts.entries is not None and experts.statistics.passes:
-        print(f"experts: {experts.statistics.said(experts.entries, experts.vocab_size)}", file=sys.stderr)
-
-
-def placed(settings: LoadSettings) -> tuple[str | dict[str, str], Placement]:
-    """Where the parts run, and how the experts do.
-
-    Raises:
-        UsageError: a part or a place is not known, or other processes were started and nothing is said about them.
-    """
-    from divdec.experts.placed import Placement
-
     device = device_map(settings.device)
-    places: dict[str, str] = {}
-    for given in settings.place:
-        part, _, place = given.partition("=")
-        if part not in (*EXPERTS, "experts") or not place or part in places:
+    devices: dict[str, str] = {}
+    for option in settings.place:
+        name, _, value = option.partition("=")
+        if name not in (*EXPERTS, "experts") or not value or name in devices:
             raise UsageError(
-                f"--place {given}; accepted: experts=DEVICE, experts=thread, experts=processes, or "
-                "retain_auxiliary=DEVICE and forget_auxiliary=DEVICE"
+                f"--place {option}; accepted: experts=DEVICE, experts=thread, or retain_auxiliary=DEVICE and "
+                "forget_auxiliary=DEVICE"
             )
-        places[part] = place
-    if places and places.keys() not in ({"experts"}, set(EXPERTS)):
+        devices[name] = value
+    if devices and devices.keys() not in ({"experts"}, set(EXPERTS)):
         raise UsageError(f"--place {' '.join(settings.place)}; give experts=…, or both auxiliaries one by one")
-    where = places.get("experts")
-    kind = "processes" if where == "processes" else "beside" if places else "inside"
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if kind != "processes" and started > 1:
-        raise UsageError(
-            f"{started} processes were started, and all would do the same; give --place experts=processes, or start one"
-        )
-    if kind != "processes" and settings.experts_entries is not None:
-        raise UsageError("--experts-entries is for experts in processes of their own: --place experts=processes")
-    placement = Placement(kind, settings.experts_timeout, settings.experts_entries, settings.experts_tolerance)
-    if kind != "beside" or where == "thread":
-        return device, placement
-    return {"target": device} | {part: device_map(place) for part, place in places.items()}, placement
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
+    if not devices or devices.get("experts") == "thread":
+        return device, bool(devices)
+    return {"target": device} | {name: device_map(value) for name, value in devices.items()}, True
 
 
 def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:

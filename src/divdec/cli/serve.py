@@ -28,7 +28,7 @@ API_KEY = "DIVDEC_API_KEY"
 # What vLLM does in its own way, or not at all.
 EMBEDDED = frozenset(
     ("also", "steering", "allow_negative", "device", "rows", "queue", "max_tokens", "max_seconds", "max_body_bytes",
-     "grace", "log_prompts", "place", "experts_entries", "experts_timeout", "experts_tolerance")
+     "grace", "log_prompts", "place")
 )  # fmt: skip
 DRAFT = 4  # tokens at a time, where vLLM is to speculate and nobody says how far
 
@@ -41,16 +41,11 @@ def run(settings: Settings) -> None:
         raise UsageError("--vllm-options are for --engine vllm")
     require("serve", "the server")
     bundles = _bundles(settings)
-    if len(bundles) > 1 and "experts=processes" in settings.place:
-        raise UsageError("--place experts=processes is for a single bundle; start a server for each")
     options = _options(settings)
     options.check_tls()
 
-    from divdec.cli.loading import hold_experts
     from divdec.serving.address import bind
     from divdec.serving.api.server import serve
-
-    hold_experts(settings)  # one process alone takes the port
 
     port = bind(settings.host, settings.port)
     _warn_if_open(settings, options)

@@ -32,14 +32,8 @@ class LoadSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; 'auto' takes what the checkpoints hold."""
     place: tuple[str, ...] = ()
-    """Where parts run that shall run while the target does: experts=cuda:1 (or retain_auxiliary=cuda:1
-    forget_auxiliary=cuda:2), experts=thread, or experts=processes, those that torchrun has started."""
-    experts_timeout: float = 60.0
-    """Seconds that another process may take for an answer before it counts as lost (experts=processes)."""
-    experts_entries: int | None = None
-    """For the linear rule only so many entries of a divergence cross from another process; by default all."""
-    experts_tolerance: float = 0.01
-    """Total variation distance to the exact distribution above which all entries are asked for after all."""
+    """Run the experts while the target runs: experts=cuda:1 (or retain_auxiliary=cuda:1 forget_auxiliary=cuda:2) on
+    other GPUs, experts=thread on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What steering costs, in operations, memory and time, before anything is run. It knows sizes, not weights."""
+"""Estimates of what steering costs in operations, memory and time."""

@@ -1,8 +1,7 @@
-"""The paper's cost formulas as pure functions, in the order in which the paper has them.
+"""The paper's cost formulas (section Cost and Latency Analysis; appendix Steering vs Distilling).
 
-They know numbers alone: N parameters of the target, n of each auxiliary, tokens, passes over data (epochs). A forward
-pass costs two floating point operations (FLOPs) per parameter and token, a training step six (Kaplan et al. 2020;
-paper, section Cost and Latency Analysis). Attention over the context is not among them; `roofline.py` counts it.
+N is the number of parameters of the target, n that of each auxiliary. A forward pass costs 2 FLOPs per parameter and
+token, a training step 6 (Kaplan et al. 2020). Attention over the context is not included.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ Teacher = Literal["paper", "live", "cached"]
 
 
 def compute_increase(N: float, n: float) -> float:
-    """2n/N, by which steering makes inference dearer: 2N → 2(N + 2n) (paper, section Cost and Latency Analysis).
+    """Relative compute increase of steering, 2n/N.
 
     Raises:
         UsageError: a size is not above 0.
     """
-    _above_zero(N=N, n=n)
+    _check_positive(N=N, n=n)
     return 2 * n / N
 
 
 def inference(N: float, n: float, tokens: float) -> float:
-    """FLOPs of steered inference, 2(N + 2n)·I; with n = 0 those of the target or a student alone, 2N·I.
+    """FLOPs of steered inference, 2(N + 2n)·I.
 
     Args:
         N: parameters of the target.
-        n: parameters of each auxiliary.
-        tokens: I, those of prompts and of answers.
+        n: parameters of each auxiliary; 0 for the target or a distilled student alone.
+        tokens: I, tokens of prompts and answers.
     """
     return 2 * (N + 2 * n) * tokens
 
@@ -40,10 +39,10 @@ def inference(N: float, n: float, tokens: float) -> float:
 def auxiliary_training(
     n: float, epochs: float, retain_tokens: float, forget_tokens: float, recipe: Recipe = "forget-retain"
 ) -> float:
-    """FLOPs of training both auxiliaries, 6·n·e_n·(d_retain + d_forget) (paper, appendix Steering vs Distilling).
+    """FLOPs of training both auxiliaries, 6·n·e_n·(d_retain + d_forget).
 
-    That is the recipe forget-retain (paper: MUSE), where each set is learned by one of the two. In full-retain (paper:
-    TOFU) p learns both sets and q the retain set again: 6·n·e_n·(2·d_retain + d_forget).
+    The formula is that of the recipe forget-retain (the paper's MUSE). With full-retain (the paper's TOFU) both
+    auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget).
 
     Args:
         n: parameters of each auxiliary.
@@ -52,24 +51,24 @@ def auxiliary_training(
         forget_tokens: d_forget.
         recipe: as in `divdec train`.
     """
-    twice = 2 if recipe == "full-retain" else 1
-    return 6 * n * epochs * (twice * retain_tokens + forget_tokens)
+    retain_passes = 2 if recipe == "full-retain" else 1
+    return 6 * n * epochs * (retain_passes * retain_tokens + forget_tokens)
 
 
 def distillation(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
-    """FLOPs of distilling the steered model into the target's size, (6N + 4n)·e_N·d_forget (same appendix).
+    """FLOPs of distilling the steered model into a student of the target's size, (6N + 4n)·e_N·d_forget.
 
-    6N is the student's training step and 4n the two auxiliaries' forward passes. The teacher's third part, the frozen
-    target, also reads every token, for 2N, which the paper's formula leaves out.
+    6N is the student's training step, 4n the forward passes of the auxiliaries. The teacher also runs the frozen
+    target, 2N per token, which the paper's formula leaves out.
 
     Args:
         N: parameters of target and student.
         n: parameters of each auxiliary.
         epochs: e_N, passes over the forget set.
         forget_tokens: d_forget.
-        teacher: 'paper' as printed; 'live' with the frozen target's pass, (8N + 4n)·e_N·d_forget, which is what
-            `divdec distill` does; 'cached' where the teacher is asked once and not in every epoch
-            (`divdec distill --cache-teacher`), (6N·e_N + 2N + 4n)·d_forget.
+        teacher: 'paper' for the formula as printed; 'live' with the target's pass, (8N + 4n)·e_N·d_forget, as
+            `divdec distill` runs; 'cached' for a teacher that runs once (`divdec distill --cache-teacher`),
+            (6N·e_N + 2N + 4n)·d_forget.
     """
     if teacher == "cached":
         return (6 * N * epochs + 2 * N + 4 * n) * forget_tokens
@@ -77,10 +76,10 @@ def distillation(N: float, n: float, epochs: float, forget_tokens: float, teache
 
 
 def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
-    """Tokens of inference from which on distilling costs less than steering (same appendix, last line).
+    """Number of tokens of inference above which distilling costs less than steering (last line of the appendix).
 
-    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget for the paper's count of distillation: what distillation costs over the
-    4n FLOPs that steering adds to every token. Training the auxiliaries stands on both sides and cancels.
+    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget: the cost of distillation divided by the 4n FLOPs that steering adds to
+    every token. The auxiliaries are trained in both cases.
 
     Args:
         N: parameters of target and student.
@@ -92,38 +91,38 @@ def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher:
     Raises:
         UsageError: a size is not above 0.
     """
-    _above_zero(N=N, n=n)
+    _check_positive(N=N, n=n)
     if teacher == "paper":
         return 3 * N * epochs * forget_tokens / (2 * n) + epochs * forget_tokens
     return distillation(N, n, epochs, forget_tokens, teacher) / (4 * n)
 
 
-def tokens_per_block(acceptance: float, block: int) -> float:
-    """Tokens that one judged block gives, (1 − a^(γ+1))/(1 − a) (Leviathan et al. 2023, equation 1).
+def tokens_per_block(acceptance: float, draft_length: int) -> float:
+    """Expected tokens per verified block, (1 − a^(γ+1))/(1 − a) (Leviathan et al. 2023, equation 1).
 
     Args:
-        acceptance: a, the probability that a drafted token is kept, from 0 to 1.
-        block: γ, drafted tokens to be judged.
+        acceptance: a, the acceptance rate of a drafted token, from 0 to 1.
+        draft_length: γ, drafted tokens per block.
     """
     if not 0 < acceptance < 1:
-        return 1.0 if acceptance == 0 else block + 1.0
-    return math.expm1((block + 1) * math.log(acceptance)) / (acceptance - 1)
+        return 1.0 if acceptance == 0 else draft_length + 1.0
+    return math.expm1((draft_length + 1) * math.log(acceptance)) / (acceptance - 1)
 
 
-def speculative_inference(N: float, n: float, tokens: float, acceptance: float, block: int) -> float:
-    """FLOPs of steered inference by blocks: all three models read γ + 1 tokens for `tokens_per_block` that are kept.
+def speculative_inference(N: float, n: float, tokens: float, acceptance: float, draft_length: int) -> float:
+    """FLOPs of speculative steered inference: all three models read γ + 1 tokens per block.
 
     Args:
         N: parameters of the target.
         n: parameters of each auxiliary.
-        tokens: those of the answers; a prompt is never drafted and costs `inference`.
+        tokens: tokens of the answers; prompts are not drafted and cost `inference`.
         acceptance: see `tokens_per_block`.
-        block: see `tokens_per_block`.
+        draft_length: see `tokens_per_block`.
     """
-    return inference(N, n, tokens) * (block + 1) / tokens_per_block(acceptance, block)
+    return inference(N, n, tokens) * (draft_length + 1) / tokens_per_block(acceptance, draft_length)
 
 
-def _above_zero(**sizes: float) -> None:
+def _check_positive(**sizes: float) -> None:
     for name, size in sizes.items():
         if not size > 0:
             raise UsageError(f"{name} is {size:g} parameters; accepted: a number above 0")

@@ -1,4 +1,4 @@
-"""What `divdec cost` is asked. It knows nothing of torch, so that `--help` is instant."""
+"""Options of `divdec cost`."""
 
 from __future__ import annotations
 
@@ -7,53 +7,52 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from divdec.costs.quantities import parse_quantity
+from divdec.costs.model_size import parse_quantity
 from divdec.errors import UsageError
 
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 FORMATS = (".svg", ".png")
-MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: beyond it somebody mistyped
+MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: a larger number is a typing error
 
 
 @dataclasses.dataclass(frozen=True)
 class CostSettings:
-    """A deployment: its models, its data, how much is asked of it, and on what it runs."""
+    """A deployment: models, data, volume and device."""
 
     target: float | str
     """P: a number of parameters such as 8B or 8e9, a folder with config.json (weights are not needed), or a hub id."""
     aux: float | str
-    """Each of the two auxiliaries, likewise."""
+    """Each of the two auxiliaries: a number, a folder, or a hub id."""
     forget_tokens: float | str
     """Size of the forget set in tokens, such as 1M."""
     retain_tokens: float | str = 0.0
     """Size of the retain set in tokens."""
     volume: float | str | None = None
-    """Tokens that the model will read and write before the forget set changes or the model is replaced, such as 1B."""
+    """Tokens that the model reads and writes before the forget set changes or the model is replaced, such as 1B."""
     epochs: float = 10.0
-    """Passes over the data, of the auxiliaries' training and of distillation."""
+    """Epochs of the auxiliaries' training and of distillation."""
     distill_epochs: float | None = None
-    """Passes over the forget set in distillation, where they are others."""
+    """Epochs of distillation, if different."""
     recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
-    """What the auxiliaries learn, as in `divdec train`: 'forget-retain' is what the paper's formula counts,
-    'full-retain' trains on the retain set twice."""
+    """Recipe of `divdec train`. The paper's formula counts 'forget-retain'; 'full-retain' reads the retain set twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"
-    """Whether N and n of the formulas hold embeddings and output layer; numbers such as 8B are taken as they are."""
+    """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False
-    """What is to be forgotten is texts word for word and not what they say; n-grams then do."""
+    """Only verbatim text must be forgotten, so that n-grams suffice."""
     dtype: Literal["float8", "bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights, keys and values."""
+    """Data type of weights, keys and values."""
     context: float | str = 2048.0
-    """Tokens that a request has before the one that is predicted; for the cache and for attention."""
+    """Context length in tokens, for cache and attention."""
     requests: int = 1
-    """Requests that are decoded together."""
+    """Requests decoded together."""
     device: str = "h100"
-    """What latency is predicted for: a100, h100, h200, b200, or 'measured', which measures this machine."""
+    """Device of the latency prediction: a100, h100, h200, b200, or 'measured' for this machine."""
     layer_microseconds: float | None = None
-    """What it costs to begin a layer, in place of the device's own figure; eager PyTorch takes far more."""
-    acceptance: float = 0.8
-    """Probability that a drafted token is kept, for speculative steering."""
-    block: int = 4
-    """Tokens drafted at a time."""
+    """Fixed cost of a layer, in place of the device's own; eager PyTorch takes far more."""
+    acceptance: float | None = None
+    """Measured acceptance rate of drafted tokens (`generate --statistics`); adds the cost of speculation."""
+    draft_length: int = 4
+    """Tokens per draft, with --acceptance."""
     output: str | None = None
     """File for the plot of cost against volume, .svg or .png."""
     overwrite: bool = False
@@ -72,17 +71,12 @@ class CostSettings:
                 raise UsageError(
                     f"{name.replace('_', '-')} is {value:g}; accepted: a number {wanted}, at most {MOST:,}"
                 )
-        for name in ("requests", "block"):
+        for name in ("requests", "draft_length"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1, at most {MOST:,}"
+                    f"{name.replace('_', '-')} is {getattr(self, name)}; accepted: a whole number of at least 1, at most {MOST:,}"
                 )
-        if not 0 <= self.acceptance <= 1:
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise UsageError(f"acceptance is {self.acceptance:g}; accepted: a probability from 0 to 1")
         if self.output is not None and Path(self.output).suffix.lower() not in FORMATS:
             raise UsageError(f"output is {self.output!r}; accepted: a file whose name ends in {' or '.join(FORMATS)}")
-
-    @property
-    def width(self) -> int:
-        """Bytes of a weight."""
-        return WIDTHS[self.dtype]

@@ -102,14 +102,8 @@ def recomputes(module: nn.Module) -> bool:
 
 def stateful_types(*parts: object) -> list[str]:
     """The types of the models within `parts` that sum up what they read, so that no token can be taken back."""
-    modules = [module for part in parts for module in (part.modules() if isinstance(part, nn.Module) else [part])]
-    return sorted(
-        {
-            getattr(getattr(module, "config", None), "model_type", "in another process")
-            for module in modules
-            if getattr(module, "_is_stateful", False)
-        }
-    )
+    modules: list[Any] = [m for part in parts for m in (part.modules() if isinstance(part, nn.Module) else [part])]
+    return sorted({module.config.model_type for module in modules if getattr(module, "_is_stateful", False)})
 
 
 @functools.cache

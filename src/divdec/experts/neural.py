@@ -13,11 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import UsageError
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.experts.protocol import own_cache
 from divdec.experts.read_ahead import ReadAhead
-from divdec.experts.stacked import StackedCache, StackedPair
 
 
 class NeuralPair(nn.Module):
@@ -32,28 +31,6 @@ class NeuralPair(nn.Module):
         self.retain = retain
         self.forget = forget
         self.vocab_size = min(logit_width(retain), logit_width(forget))
-        self._stack: StackedPair | None = None
-        self._apart: object = None  # the kind of weights with which the two could not be stacked
-
-    def new_decoding_cache(self) -> PairCache | StackedCache:
-        """An empty cache with which both auxiliaries run as one, where their architecture allows it.
-
-        One pass of both takes less than two: small models wait for Python and for launches. With it neither can read
-        ahead, and hooks would not run: an auxiliary that has some runs by itself.
-        """
-        models = (self.retain, self.forget)
-        kind = [(w.dtype, w.device) for m in models for w in m.parameters()], [m.training for m in models]
-        if kind == self._apart or any(_is_watched(module) for model in models for module in model.modules()):
-            return self.new_cache()
-        try:
-            stack = self._stack
-            if stack is None or not stack.holds(*models):
-                self._stack = stack = StackedPair(*models)
-            stack.refresh()
-        except UsageError:
-            self._apart = kind
-            return self.new_cache()
-        return stack.new_cache()
 
     def new_cache(self) -> PairCache:
         """An empty cache for both auxiliaries."""
@@ -72,18 +49,13 @@ class NeuralPair(nn.Module):
         What an auxiliary has read ahead is not read again.
         """
         inputs = (input_ids, attention_mask, position_ids)
-        if isinstance(cache, StackedCache) and self._stack is not None:
-            if not self._stack.holds(self.retain, self.forget):
-                raise FailedClosed("an auxiliary was replaced in the middle of an answer")
-            retain_logits, forget_logits = self._stack.logits(*inputs, cache, logits_to_keep)
-        else:
-            own = own_cache(cache, PairCache)
-            retain_logits, forget_logits = (
-                logits_of(model, *inputs, None, logits_to_keep)
-                if own is None
-                else own.part(name).logits(model, *inputs, logits_to_keep)
-                for name, model in (("retain", self.retain), ("forget", self.forget))
-            )
+        own = own_cache(cache, PairCache)
+        retain_logits, forget_logits = (
+            logits_of(model, *inputs, None, logits_to_keep)
+            if own is None
+            else own.part(name).logits(model, *inputs, logits_to_keep)
+            for name, model in (("retain", self.retain), ("forget", self.forget))
+        )
         retain_logits, forget_logits = retain_logits[..., : self.vocab_size], forget_logits[..., : self.vocab_size]
         return retain_logits.float() - forget_logits.to(retain_logits.device).float()
 
@@ -127,11 +99,6 @@ class PairCache(Cache):
     def lengths(self) -> list[int]:
         """How many tokens each of the two holds, what was read ahead not counted."""
         return [self.retain.length, self.forget.length]
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody has hooked into a module, or put another forward in its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:

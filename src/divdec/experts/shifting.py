@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.experts.columns import columns_of
 from divdec.experts.fixed_cache import FixedLayer
-from divdec.experts.placed_cache import RemoteLayer
 from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 
@@ -26,8 +25,6 @@ def holds_tokens(layer: Any) -> bool:
     A recurrent state sums them up. Layers of an architecture's own (DeepSeek-V4) may inherit methods that reach their
     keys and values alone: they count only if they bring all of these methods themselves.
     """
-    if isinstance(layer, RemoteLayer):
-        return layer.is_croppable
     kind = type(layer)
     known = kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__module__.startswith("divdec.")
     return known or all(name in vars(kind) for name in _CHANGES)
@@ -47,8 +44,6 @@ def can_roll_back(layer: Any) -> bool:
 
 def can_shift(layer: Any) -> bool:
     """Whether a layer's rows can be moved apart."""
-    if isinstance(layer, RemoteLayer):
-        return layer.can_shift
     # A window's first column is not the sequence's; states that sum up the past have no columns.
     return type(layer) is DynamicLayer or isinstance(layer, FixedLayer | TokenLayer | ReadAhead)
 
@@ -58,7 +53,7 @@ def take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
     if isinstance(layer, TokenLayer):
         if layer.tokens is not None:
             layer.tokens = layer.tokens.gather(1, columns.to(layer.tokens.device))
-    elif isinstance(layer, FixedLayer | RemoteLayer):
+    elif isinstance(layer, FixedLayer):
         layer.take_columns(columns)
     elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)

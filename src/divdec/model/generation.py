@@ -233,11 +233,7 @@ class SteeredGeneration(GenerationMixin):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = self._new_static_cache(length, rows, generation_config)
             return
-        # Nobody who gets the cache back, or goes back in it, should have to know that two models were run as one.
-        kept = generation_config.return_dict_in_generate or generation_config.is_assistant
-        stack = not (kept or model_kwargs.get("speculative"))
-        of_pair = NeuralPair.new_decoding_cache if stack else NeuralPair.new_cache
-        cache = self._joint_cache(new_cache(self.target), _experts_cache(self.experts, of_pair))
+        cache = self._joint_cache(new_cache(self.target), self.experts.new_cache())
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache

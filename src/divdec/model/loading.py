@@ -6,7 +6,6 @@ It fails closed: whatever is missing, changed or does not fit is an error, never
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,13 @@ from divdec.model.checkpoint import (
     load_tokenizer,
 )
 from divdec.model.configuration import AUXILIARIES, PARTS, DivergenceConfig
-from divdec.model.vocabularies import check_same_vocabulary, vocabulary_sha256, vocabulary_width
+from divdec.model.vocabularies import check_same_vocabulary, vocabulary_sha256
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from divdec.experts.placed import Placement
     from divdec.experts.protocol import Experts
     from divdec.takedowns.live import Takedowns
 
@@ -54,14 +52,13 @@ WITHOUT_EFFECT = (
 
 
 def load_parts(
-    name_or_path: str | os.PathLike[str], *, verify: bool = True, placement: Placement | None = None, **kwargs: Any
+    name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Takedowns | None]:
     """Load what a bundle names: its configuration, target, experts and takedowns.
 
     Args:
         name_or_path: a bundle's folder or hub id.
         verify: compare local files with the bundle's digests.
-        placement: where the experts are to run.
         **kwargs: see `DivergenceForCausalLM.from_pretrained`.
 
     Raises:
@@ -85,15 +82,10 @@ def load_parts(
     if type(config.vocab_size) is not int or config.vocab_size < 1:
         raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
     Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
-    if placement is not None and placement.where == "processes":
-        from divdec.model.placement import Apart
-
-        target, experts = Apart(folder, config, placement, verify, local_files_only, kwargs).load()
-    else:
-        places = places_of(folder, config, verify, local_files_only)
-        models = {part: load_part(part, place, kwargs) for part, place in places.items()}
-        target = models["target"]
-        experts = load_experts(folder, config, places, models, verify)
+    places = places_of(folder, config, verify, local_files_only)
+    models = {part: load_part(part, place, kwargs) for part, place in places.items()}
+    target = models["target"]
+    experts = load_experts(folder, config, places, models, verify)
     takedowns = load_takedowns(folder, config)
     sizes = [part.vocab_size for part in (experts, takedowns) if part is not None]
     narrowest = min(logit_width(target), *sizes)
@@ -145,9 +137,8 @@ def places_of(
     config: DivergenceConfig,
     verify: bool,
     local_files_only: bool,
-    wanted: Sequence[str] = PARTS,
 ) -> dict[str, Path]:
-    """Where the checkpoints lie that a bundle names, or those of them that are wanted here."""
+    """Folders of the checkpoints that a bundle names."""
     counted = config.ngram is not None or config.registry is not None
     named = [part for part in AUXILIARIES if getattr(config, part) is not None]
     parts = PARTS if named or not counted else ("target",)  # a single auxiliary is missed by name
@@ -156,8 +147,6 @@ def places_of(
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
     places = {}
     for part, reference in references.items():
-        if part not in wanted:
-            continue
         places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
         check_weights(places[part])
         if verify:
@@ -209,14 +198,12 @@ def bridged(config: DivergenceConfig, places: dict[str, Path], models: dict[str,
 
     tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
     check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, places)
-    # Where another process holds the target, its configuration tells.
-    width = logit_width(models["target"]) if "target" in models else vocabulary_width(load_config(places["target"]))
     return BridgedPair(
         models["retain_auxiliary"],
         models["forget_auxiliary"],
         target_tokenizer=tokenizers["target"],
         auxiliary_tokenizer=tokenizers["retain_auxiliary"],
-        target_width=width,
+        target_width=logit_width(models["target"]),
         heal=bool((config.bridge or {}).get("heal", False)),
     )
 

@@ -22,9 +22,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
 from divdec.experts.neural import NeuralPair, check_part, logit_width
-from divdec.experts.placed import Placement, started
-from divdec.experts.placed_beside import Beside, Pending
-from divdec.experts.placed_pass import RemotePass
+from divdec.experts.overlap import OverlappedExperts, started_divergence
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import (
@@ -92,7 +90,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
         self._cache_owner = uuid.uuid4().hex
-        self._beside: Beside | None = None
+        self._overlap: OverlappedExperts | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
@@ -154,7 +152,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         *,
         verify: bool = True,
         steering: Steering | str | None = None,
-        experts_placement: Placement | str | None = None,
+        overlap: bool = False,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
         """Load a bundle from a folder or the hub.
@@ -163,9 +161,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
             steering: use this rule instead of the bundle's; a string keeps the bundle's eligible vocabulary.
-            experts_placement: 'inside' (the default) runs the experts after the target, 'beside' at the same time in
-                this process, 'processes' in the other processes that torchrun has started. Then this returns in the
-                first process alone: the others serve it, and leave with SystemExit once it has ended.
+            overlap: run the experts while the target runs, see the property `overlap`.
             **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may also be mappings from
                 'target', 'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries) to a value each.
@@ -175,12 +171,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         """
         from divdec.model.loading import load_parts
 
-        placement = Placement.parse(experts_placement)
-        config, target, experts, takedowns = load_parts(
-            pretrained_model_name_or_path, verify=verify, placement=placement, **kwargs
-        )
+        config, target, experts, takedowns = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
         model = cls(config, target, experts, takedowns).eval()
-        model.overlap = placement.where == "beside"
+        model.overlap = overlap
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
             model.steering = steering
@@ -225,12 +218,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
     @property
     def overlap(self) -> bool:
-        """Whether experts of this process run while the target does: on CUDA streams of their own, or in a thread."""
-        return self._beside is not None
+        """Whether the experts run while the target runs: on separate CUDA streams, or on a CPU in a thread."""
+        return self._overlap is not None
 
     @overlap.setter
     def overlap(self, value: bool) -> None:
-        self._beside = (self._beside or Beside()) if value else None
+        self._overlap = (self._overlap or OverlappedExperts()) if value else None
 
     def new_cache(self) -> DivergenceCache:
         """An empty cache for target, experts and takedowns."""
@@ -271,13 +264,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
             cache = self.new_cache()
-        given = input_ids, attention_mask, position_ids, cache, logits_to_keep
-        steering = self._steering  # once: what comes from other processes may be for this rule alone
-        _, target_logits, divergence, found = self._run(*given, steering=steering)
-        logits = self._steer(target_logits, divergence, steering)
-        if (whole := found.complete(logits)) is not None:
-            padding = padding_of(attention_mask, target_logits.shape[1])
-            logits = self._steer(target_logits, self._checked(whole, target_logits, padding), steering)
+        _, target_logits, divergence = self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        if self._eligible is not None and self._eligible.device != target_logits.device:
+            self._eligible = self._eligible.to(target_logits.device)
+        logits = self._steering.apply(target_logits, divergence, self._eligible)
         if labels is not None and attention_mask is not None:
             # A text's first token follows padding on the left, which says nothing of it.
             before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)
@@ -303,7 +293,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
                 the caches differ in length.
         """
-        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:3]
+        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
 
     def unsteered_components(
         self,
@@ -315,7 +305,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         For what says what steering did to an answer; nothing that answers may use the first of the three.
         """
-        return self._run(input_ids, None, None, past_key_values, logits_to_keep)[:3]
+        return self._run(input_ids, None, None, past_key_values, logits_to_keep)
 
     def _run(
         self,
@@ -324,14 +314,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         position_ids: Int[Tensor, "batch_or_one tokens"] | None,
         past_key_values: DivergenceCache | None,
         logits_to_keep: int,
-        steering: Steering | None = None,
-    ) -> tuple[
-        Float[Tensor, "batch kept vocab"],
-        Float[Tensor, "batch kept vocab"],
-        Float[Tensor, "batch kept vocab"],
-        Pending | RemotePass,
-    ]:
-        """See `unsteered_components`; given the only rule that will be applied, other processes send only its needs."""
+    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
+        """See `unsteered_components`."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         past_key_values = self._own_cache(past_key_values)
@@ -346,9 +330,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if past_key_values is not None:
             target_cache, experts_cache = past_key_values.target, past_key_values.experts
             takedowns_cache = past_key_values.takedowns
-        with started(self.experts, self._beside, *inputs, experts_cache, logits_to_keep, steering) as found:
+        with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as pending:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-            divergence = found.finish()
+            divergence = pending.result()
         padding = padding_of(attention_mask, target_logits.shape[1])
         target_logits = _without_padding(target_logits, padding)
         check_target(target_logits)
@@ -358,7 +342,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             corrected = target_logits.float() + self._checked(correction, target_logits, padding)
         if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
-        return target_logits, corrected, self._checked(divergence, target_logits, padding), found
+        return target_logits, corrected, self._checked(divergence, target_logits, padding)
 
     def _checked(
         self,
@@ -369,16 +353,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         divergence = _without_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
         check_divergence(divergence)
         return divergence
-
-    def _steer(
-        self,
-        target_logits: Float[Tensor, "batch kept vocab"],
-        divergence: Float[Tensor, "batch kept vocab"],
-        steering: Steering,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        if self._eligible is not None and self._eligible.device != target_logits.device:
-            self._eligible = self._eligible.to(target_logits.device)
-        return steering.apply(target_logits, divergence, self._eligible)
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         if cache is None:

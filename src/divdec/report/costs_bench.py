@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.costs.quantities import short
+from divdec.costs.model_size import format_quantity as short
 from divdec.report.plots import LOOKS, TEXT, style, write_figure
 from divdec.runs import write_text
 

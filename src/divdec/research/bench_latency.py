@@ -186,7 +186,6 @@ def time_answers(
     steered = DivergenceForCausalLM.from_parts(models["P"], models["q"], models["p"], "linear:1")
     beside = steered
     if apart != device:
-        # Copies: to move the models themselves would take their stack (`experts/stacked.py`) apart in every round.
         q, p = (copy.deepcopy(models[name]).to(apart) for name in "qp")  # pyright: ignore[reportArgumentType]
         beside = DivergenceForCausalLM.from_parts(models["P"], q, p, "linear:1")
     counted = SpeculationStatistics()

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from divdec.costs.sizes import guessed_size, read_size, size_of
+from divdec.costs.model_size import guess_size, measure_size, read_size
 from divdec.errors import UsageError
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -33,7 +33,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_and_caches_are_those_of_the_real_model(name):
     config = CONFIGS[name]
-    size = size_of(config, name)
+    size = measure_size(config, name)
     model = AutoModelForCausalLM.from_config(config).eval()
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.layers == config.num_hidden_layers
@@ -49,10 +49,10 @@ def test_parameters_and_caches_are_those_of_the_real_model(name):
 
 
 def test_embeddings_are_counted_once_where_they_are_tied():
-    tied, apart = (size_of(CONFIGS[name], name) for name in ("llama, tied", "llama"))
+    tied, apart = (measure_size(CONFIGS[name], name) for name in ("llama, tied", "llama"))
     assert tied.embeddings == 128 * 64
     assert apart.embeddings == 2 * 128 * 64
-    assert tied.body == apart.body == apart.counted(embeddings=False)
+    assert tied.count(embeddings=False) == apart.count(embeddings=False)
     assert (tied.lookup, apart.lookup) == (0, 128 * 64)
     assert tied.active == tied.parameters  # the table is the output layer too
     assert apart.active == apart.parameters - 128 * 64
@@ -63,17 +63,17 @@ def test_the_shape_of_llama_3_8b_has_its_published_numbers():
         vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8,
     )  # fmt: skip
-    size = size_of(config, "8b")
+    size = measure_size(config, "8b")
     assert size.parameters == 8_030_261_248
     assert size.token_bytes(2) == 32 * 8 * 128 * 2 * 2 == 131_072
-    guess = guessed_size(8e9)
+    guess = guess_size(8e9)
     assert guess.guessed
     assert guess.token_bytes(2) == pytest.approx(size.token_bytes(2), rel=0.1)
-    assert guess.attended(1000.0) == pytest.approx(size.attended(1000.0), rel=0.2)
+    assert guess.attention_flops(1000.0) == pytest.approx(size.attention_flops(1000.0), rel=0.2)
 
 
 def test_of_experts_only_those_that_a_token_uses_are_active():
-    size = size_of(CONFIGS["mixtral, experts"], "mixtral")
+    size = measure_size(CONFIGS["mixtral, experts"], "mixtral")
     own = 3 * 8 * 3 * 64 * 96  # layers, experts, matrices
     assert size.experts == own
     assert size.active == size.parameters - size.lookup - own * 6 / 8  # two of eight
@@ -83,7 +83,7 @@ def test_of_experts_only_those_that_a_token_uses_are_active():
 def test_a_folder_needs_no_weights(tmp_path):
     CONFIGS["llama"].save_pretrained(tmp_path / "8B")
     size = read_size(str(tmp_path / "8B"), "target")
-    assert size.parameters == size_of(CONFIGS["llama"], "x").parameters
+    assert size.parameters == measure_size(CONFIGS["llama"], "x").parameters
     assert not size.guessed
     assert not torch.nn.Linear(1, 1).weight.is_meta  # nothing of the meta device stays behind
 

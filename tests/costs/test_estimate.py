@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from divdec.costs.plan import plan
+from divdec.costs.estimate import estimate_costs
 from divdec.costs.settings import CostSettings
 from divdec.errors import UsageError
 
@@ -11,25 +11,24 @@ GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "1
 
 
 def choice(**more):
-    found = plan(CostSettings(**(GIVEN | more)))
+    found = estimate_costs(CostSettings(**(GIVEN | more)))
     return found.choice, found.reason
 
 
 def test_the_break_even_volume_decides():
-    assert choice(volume="129M", acceptance=0.0)[0] == "steer"
-    assert choice(volume="131M", acceptance=0.0)[0] == "distil"
-    found = plan(CostSettings(**GIVEN, volume="130M"))
+    assert choice(volume="129M")[0] == "steer"
+    assert choice(volume="131M")[0] == "distil"
+    found = estimate_costs(CostSettings(**GIVEN, volume="130M"))
     assert found.break_even["paper"] == pytest.approx(130e6)
-    assert found.lines["steer"].at(130e6) == pytest.approx(found.lines["distil"].at(130e6))
+    assert found.options["steer"].at(130e6) == pytest.approx(found.options["distil"].at(130e6))
 
 
-def test_speculation_is_chosen_where_it_is_predicted_to_be_faster():
-    way, reason = choice(volume="1M", acceptance=0.9)
-    assert way == "speculate"
-    assert "fewer than the break-even volume of 130M" in reason
-    assert choice(volume="1M", acceptance=0.1)[0] == "steer"
-    # Where many requests are decoded together arithmetic is the limit, and drafts that fail cost time.
-    assert choice(volume="1M", acceptance=0.5, requests=2048, context=1.0)[0] == "steer"
+def test_speculation_is_estimated_only_from_a_measured_acceptance_rate():
+    assert "speculate" not in estimate_costs(CostSettings(**GIVEN)).options
+    found = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
+    assert found.tokens_per_block == pytest.approx(1.5)
+    assert found.options["speculate"].per_token == pytest.approx(found.options["steer"].per_token * 2 / 1.5)
+    assert "speculative" not in found.to_dict()["seconds_per_token"]
 
 
 def test_word_for_word_needs_n_grams_and_no_volume_no_choice():
@@ -45,14 +44,16 @@ def test_between_the_two_counts_of_distillation_the_reason_says_so():
 
 
 def test_auxiliaries_larger_than_half_the_target_are_warned_of_and_computed():
-    found = plan(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
+    found = estimate_costs(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
     assert any("2n ≤ N" in warning for warning in found.warnings)
     assert found.increase == pytest.approx(1.25)
-    assert not plan(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
+    assert not estimate_costs(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
 
 
 def test_what_does_not_fit_the_device_is_warned_of():
-    assert any("do not fit" in warning for warning in plan(CostSettings(**(GIVEN | {"target": "70B"}))).warnings)
+    assert any(
+        "do not fit" in warning for warning in estimate_costs(CostSettings(**(GIVEN | {"target": "70B"}))).warnings
+    )
 
 
 def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
@@ -62,8 +63,8 @@ def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
         ).save_pretrained(tmp_path / name)  # fmt: skip
     places = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
-    counted = plan(CostSettings(**places, context=100.0, requests=3, dtype="float32"))
-    uncounted = plan(CostSettings(**places, embeddings="uncounted"))
+    counted = estimate_costs(CostSettings(**places, context=100.0, requests=3, dtype="float32"))
+    uncounted = estimate_costs(CostSettings(**places, embeddings="uncounted"))
     assert counted.N - uncounted.N == 1000 * 64
     assert counted.n - uncounted.n == 1000 * 32
     memory = counted.memory
@@ -75,19 +76,19 @@ def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
 
 
 def test_a_layers_beginning_can_be_given():
-    slow = plan(CostSettings(**GIVEN, layer_microseconds=500.0)).latency
+    slow = estimate_costs(CostSettings(**GIVEN, layer_microseconds=500.0)).latency
     assert slow.bound == "launches"
-    assert slow.target > plan(CostSettings(**GIVEN)).latency.target
+    assert slow.target > estimate_costs(CostSettings(**GIVEN)).latency.target
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
-     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"block": 0},
-     {"block": 10**9}, {"epochs": 1e300},
+     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"draft_length": 0},
+     {"draft_length": 10**9}, {"epochs": 1e300},
      {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}, {"device": "abacus"}, {"layer_microseconds": -1.0}],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(wrong):
     with pytest.raises(UsageError, match="accepted") as error:
-        plan(CostSettings(**(GIVEN | wrong)))
+        estimate_costs(CostSettings(**(GIVEN | wrong)))
     assert "\n" not in str(error.value)

@@ -6,13 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.costs.devices import DEVICES, find_device, measure_device
-from divdec.costs.roofline import Device, Workload, latency, pass_parts, pass_seconds
-from divdec.costs.sizes import guessed_size
+from divdec.costs.latency import (
+    DEVICES,
+    Device,
+    Workload,
+    find_device,
+    measure_device,
+    pass_parts,
+    pass_seconds,
+    predict_latency,
+)
+from divdec.costs.model_size import guess_size
 from divdec.errors import UsageError
 
-FAST = Device("fast", bandwidth=1e12, flops=1e15, layer_seconds=0.0, pass_seconds=0.0, link=1e11, link_seconds=0.0)
-P, p = guessed_size(8e9), guessed_size(1e9)
+FAST = Device("fast", bandwidth=1e12, flops=1e15, layer_seconds=0.0, pass_seconds=0.0, link=1e11)
+P, p = guess_size(8e9), guess_size(1e9)
 
 
 def test_one_token_waits_for_the_weights():
@@ -31,49 +39,33 @@ def test_twice_as_wide_numbers_take_twice_the_bytes_and_half_the_rate():
     assert wide[1] == pytest.approx(2 * narrow[1])
 
 
-def test_beginnings_are_added_and_paid_once_for_a_stacked_pair():
+def test_fixed_costs_are_added():
     slow = dataclasses.replace(FAST, layer_seconds=1e-3, pass_seconds=5e-3)
     work = Workload(context=0.0)
     assert pass_seconds(P, slow, work) == pytest.approx(0.016 + 5e-3 + P.layers * 1e-3)
-    stacked, two = (latency(P, p, slow, dataclasses.replace(work, stacked=value)).plain for value in (True, False))
-    assert two - stacked == pytest.approx(5e-3 + p.layers * 1e-3)
-    assert latency(P, p, slow, work).bound == "launches"
+    assert predict_latency(P, p, slow, work).bound == "launches"
 
 
 def test_plain_steering_without_context_costs_the_compute_increase_more_time():
-    found = latency(P, p, FAST, Workload(context=0.0))
+    found = predict_latency(P, p, FAST, Workload(context=0.0))
     assert found.plain / found.target == pytest.approx(1 + 2 / 8, rel=1e-3)  # and the rule's little
     assert found.bound == "bandwidth"
 
 
-def test_speculation_with_all_accepted_shares_the_targets_pass():
-    found = latency(P, p, FAST, Workload(context=0.0, acceptance=1.0, block=4))
-    # Five passes of q, one of the target and of p, for five tokens.
-    assert found.speculative == pytest.approx((5 * 0.002 + 0.016 + 0.002) / 5, rel=1e-2)
-
-
-@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 8))
-def test_more_acceptance_is_never_slower(one, other, block):
-    low, high = sorted((one, other))
-    times = [latency(P, p, FAST, Workload(acceptance=a, block=block)).speculative for a in (low, high)]
-    assert times[1] <= times[0] * (1 + 1e-9)
-
-
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 64), st.floats(1, 1e5))
-def test_apart_is_between_the_target_and_one_after_the_other(name, rows, context):
-    found = latency(P, p, DEVICES[name], Workload(rows=rows, context=context))
-    assert found.target <= found.apart
-    assert found.apart <= found.plain + 4 * P.vocabulary * rows / DEVICES[name].link + 1e-4
+def test_parallel_is_between_the_target_and_one_after_the_other(name, rows, context):
+    found = predict_latency(P, p, DEVICES[name], Workload(batch_size=rows, context=context))
+    assert found.target <= found.parallel
+    assert found.parallel <= found.plain + 4 * P.vocabulary * rows / DEVICES[name].link + 1e-4
 
 
-def test_no_link_no_prediction_apart():
-    assert latency(P, p, dataclasses.replace(FAST, link=None), Workload()).apart is None
+def test_without_a_link_parallel_is_not_predicted():
+    assert predict_latency(P, p, dataclasses.replace(FAST, link=None), Workload()).parallel is None
 
 
-@pytest.mark.parametrize("wrong", [{"acceptance": 1.1}, {"acceptance": -0.1}, {"block": 0}, {"rows": 0}])
-def test_what_cannot_be_decoded_is_refused(wrong):
-    with pytest.raises(UsageError, match="accepted"):
-        Workload(**wrong)
+def test_an_empty_batch_is_refused():
+    with pytest.raises(UsageError, match="batch_size is 0; accepted"):
+        Workload(batch_size=0)
 
 
 def test_every_device_says_where_its_figures_come_from():

@@ -1,0 +1,196 @@
+"""Estimate the cost of a deployment, and recommend steering, distillation or n-grams."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from divdec.costs import formulas
+from divdec.costs.formulas import Teacher
+from divdec.costs.latency import Device, Latency, Workload, find_device, predict_latency
+from divdec.costs.model_size import ModelSize, format_quantity, parse_quantity, read_size
+from divdec.costs.settings import WIDTHS, CostSettings
+
+Option = Literal["steer", "distil", "n-gram"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCost:
+    """FLOPs as a linear function of the volume."""
+
+    once: float
+    per_token: float
+
+    def at(self, tokens: float) -> float:
+        """FLOPs for a volume in tokens."""
+        return self.once + self.per_token * tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class CostEstimate:
+    """The result of `divdec cost`."""
+
+    target: ModelSize
+    auxiliary: ModelSize
+    N: float
+    n: float
+    increase: float
+    """2n/N."""
+    training: float
+    """FLOPs of training both auxiliaries."""
+    distillation: dict[Teacher, float]
+    """FLOPs by how the teacher is counted."""
+    break_even: dict[Teacher, float]
+    """Tokens by how the teacher is counted."""
+    options: dict[str, LinearCost]
+    """By option; 'target' is the unsteered model, 'speculate' exists only with an acceptance rate."""
+    memory: dict[str, float]
+    """Bytes."""
+    device: Device
+    latency: Latency
+    volume: float | None
+    choice: Option | None
+    reason: str
+    warnings: tuple[str, ...]
+    tokens_per_block: float | None
+    """Expected tokens per verified block, with an acceptance rate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as JSON values."""
+        volume = self.volume
+        return {
+            "target": self.target.to_dict(),
+            "auxiliary": self.auxiliary.to_dict(),
+            "N": self.N,
+            "n": self.n,
+            "compute_increase": self.increase,
+            "flops_per_token": {name: cost.per_token for name, cost in self.options.items()},
+            "flops_once": {name: cost.once for name, cost in self.options.items()},
+            "training_flops": self.training,
+            "distillation_flops": dict(self.distillation),
+            "break_even_tokens": dict(self.break_even),
+            "volume": volume,
+            "flops_at_volume": None if volume is None else {k: cost.at(volume) for k, cost in self.options.items()},
+            "memory_bytes": dict(self.memory),
+            "device": dataclasses.asdict(self.device),
+            "seconds_per_token": dataclasses.asdict(self.latency),
+            "tokens_per_block": self.tokens_per_block,
+            "choice": self.choice,
+            "reason": self.reason,
+            "warnings": list(self.warnings),
+        }
+
+
+def estimate_costs(settings: CostSettings) -> CostEstimate:
+    """Estimate compute, memory and time, and choose the cheapest option.
+
+    Raises:
+        UsageError: a model cannot be read, a value is not a number, or the device is unknown.
+    """
+    target, auxiliary = read_size(settings.target, "target"), read_size(settings.aux, "aux")
+    embeddings = settings.embeddings == "counted"
+    N, n = target.count(embeddings), auxiliary.count(embeddings)
+    forget = parse_quantity(settings.forget_tokens, "forget-tokens")
+    retain = parse_quantity(settings.retain_tokens, "retain-tokens")
+    volume = None if settings.volume is None else parse_quantity(settings.volume, "volume")
+    context = parse_quantity(settings.context, "context", least=1.0)
+    epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
+    training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
+    teachers: tuple[Teacher, ...] = ("paper", "live", "cached")
+    distillation: dict[Teacher, float] = {
+        teacher: formulas.distillation(N, n, epochs, forget, teacher) for teacher in teachers
+    }
+    break_even: dict[Teacher, float] = {
+        teacher: formulas.break_even(N, n, epochs, forget, teacher) for teacher in teachers
+    }
+    options = {
+        "target": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
+        "steer": LinearCost(training, formulas.inference(N, n, 1.0)),
+        "distil": LinearCost(training + distillation["paper"], formulas.inference(N, 0.0, 1.0)),
+        "n-gram": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
+    }
+    per_block = None
+    if settings.acceptance is not None:
+        per_block = formulas.tokens_per_block(settings.acceptance, settings.draft_length)
+        speculative = formulas.speculative_inference(N, n, 1.0, settings.acceptance, settings.draft_length)
+        options["speculate"] = LinearCost(training, speculative)
+    width = WIDTHS[settings.dtype]
+    device = find_device(settings.device, "bfloat16" if settings.dtype == "float8" else settings.dtype)
+    if settings.layer_microseconds is not None:
+        device = dataclasses.replace(device, layer_seconds=settings.layer_microseconds * 1e-6)
+    memory = _memory(target, auxiliary, width, settings.requests, context)
+    choice, reason = choose_option(volume, break_even, settings.verbatim)
+    return CostEstimate(
+        target, auxiliary, N, n, formulas.compute_increase(N, n), training, distillation, break_even, options, memory,
+        device, predict_latency(target, auxiliary, device, Workload(width, settings.requests, context)), volume,
+        choice, reason, tuple(_warnings(N, n, target, auxiliary, memory, device)), per_block,
+    )  # fmt: skip
+
+
+def choose_option(volume: float | None, break_even: dict[Teacher, float], verbatim: bool) -> tuple[Option | None, str]:
+    """Choose n-grams for verbatim text, distillation from the break-even volume on, and steering below it.
+
+    Args:
+        volume: tokens of inference, or None if unknown.
+        break_even: see `CostEstimate.break_even`.
+        verbatim: whether only verbatim text must be forgotten.
+
+    Returns:
+        The choice, or None without a volume, and the reason in one sentence.
+    """
+    if verbatim:
+        return "n-gram", "verbatim text needs no neural auxiliaries: counting n-grams costs next to nothing"
+    limit = break_even["paper"]
+    if volume is None:
+        return None, f"up to {format_quantity(limit)} tokens steering costs less than distilling; give --volume"
+    if volume >= limit:
+        note = ""
+        if volume < break_even["live"]:
+            note = (
+                " (with the target's own pass over the forget set, which the paper leaves out, it is "
+                f"{format_quantity(break_even['live'])})"
+            )
+        return "distil", (
+            f"{format_quantity(volume)} tokens are more than the break-even volume of {format_quantity(limit)}{note}; "
+            "each further request to forget must be distilled again"
+        )
+    return "steer", (
+        f"{format_quantity(volume)} tokens are fewer than the break-even volume of {format_quantity(limit)}"
+    )
+
+
+def _memory(target: ModelSize, auxiliary: ModelSize, width: int, requests: int, context: float) -> dict[str, float]:
+    target_cache, auxiliary_cache = (size.cache_bytes(context, width) for size in (target, auxiliary))
+    weights = width * (target.parameters + 2 * auxiliary.parameters)
+    memory = {
+        "target_weights": width * target.parameters,
+        "auxiliary_weights": 2 * width * auxiliary.parameters,
+        "target_cache_per_token": target.token_bytes(width),
+        "auxiliary_cache_per_token": 2 * auxiliary.token_bytes(width),
+        "target_cache_per_request": target_cache,
+        "auxiliary_cache_per_request": 2 * auxiliary_cache,
+        "all": weights + requests * (target_cache + 2 * auxiliary_cache),
+    }
+    return {name: float(number) for name, number in memory.items()}
+
+
+def _warnings(
+    N: float, n: float, target: ModelSize, auxiliary: ModelSize, memory: dict[str, float], device: Device
+) -> list[str]:
+    warnings = []
+    if 2 * n > N:
+        warnings.append(
+            f"the two auxiliaries hold more parameters ({format_quantity(2 * n)}) than the target "
+            f"({format_quantity(N)}): the paper's setting is 2n ≤ N; steering more than doubles the cost"
+        )
+    if device.memory is not None and memory["all"] > device.memory:
+        warnings.append(
+            f"{memory['all'] / 1e9:.3g} GB of weights and caches do not fit one {device.name} with "
+            f"{device.memory / 1e9:.3g} GB: the times assume a device that can hold them"
+        )
+    if target.vocabulary != auxiliary.vocabulary and not (target.guessed or auxiliary.guessed):
+        warnings.append(
+            f"the models give {target.vocabulary} and {auxiliary.vocabulary} logits: if that is more than padding, "
+            "their tokenizers differ and a bundle needs --bridge"
+        )
+    return warnings

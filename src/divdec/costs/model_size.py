@@ -1,0 +1,261 @@
+"""Model sizes: parameters, keys and values per token, and attention, from a configuration or from a number such as 8B."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LARGEST = 1e21  # no model and no volume is larger: the number is a typing error
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
+
+# A number of parameters alone gets the proportions of Llama 3.1 8B.
+GUESSED_ASPECT = 128  # hidden size divided by the number of layers
+GUESSED_KEY_VALUE_WIDTH = 8 * 128
+GUESSED_VOCABULARY = 128_256
+STATELESS = ("linear_attention", "mamba", "conv", "recurrent")  # layer types without keys and values
+
+
+def parse_quantity(value: float | int | str, name: str, least: float = 0.0) -> float:
+    """Read a number with an optional unit: K, M, B (or G), T.
+
+    Args:
+        value: such as '8B', '8e9' or 8e9.
+        name: the option's name, for the message.
+        least: the smallest accepted number.
+
+    Raises:
+        UsageError: the value is not a number, or not between `least` and `LARGEST`.
+    """
+    match = _NUMBER.fullmatch(str(value).strip())
+    number = float(match[1]) * UNITS[match[2].lower()] if match and match[2].lower() in UNITS else math.nan
+    if not least <= number <= LARGEST:
+        wanted = f"of at least {least:g} " if least else ""
+        limit = "" if least else ", not negative"
+        limit += f", at most {LARGEST:g}" if number > LARGEST else ""
+        raise UsageError(
+            f"{name} is {value!r}; accepted: a number {wanted}such as 8B, 1.5M or 8e9 (units K, M, B, T){limit}"
+        )
+    return number
+
+
+def is_quantity(value: float | int | str) -> bool:
+    """Whether a value is meant as a number: it begins as a number does and contains no path separator."""
+    text = str(value).strip()
+    return bool(re.match(r"[+-]?\.?\d", text)) and not re.search(r"[/\\]", text)
+
+
+def format_quantity(value: float | int) -> str:
+    """Format a number with three digits and a unit: 8.03B, 131K, 12."""
+    if value == 0:
+        return "0"
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.3g}{letter}" if scaled < 999.5 else f"{scaled:,.0f}{letter}"
+    return f"{value:.3g}"
+
+
+def format_bytes(value: float | int) -> str:
+    """Format a number of bytes in decimal units."""
+    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:.0f} B"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """The numbers that determine what a model costs."""
+
+    name: str
+    parameters: int
+    """All parameters; tied embeddings count once."""
+    embeddings: int
+    """Parameters of the input embedding and the output layer, part of `parameters`."""
+    lookup: int
+    """Parameters of an untied input embedding: a token reads one row and multiplies none."""
+    layers: int
+    vocabulary: int
+    attention_width: int
+    """Number of heads times head size."""
+    key_values: tuple[tuple[int, int | None], ...]
+    """For each layer with keys and values: numbers per token, and the attention window or None."""
+    experts: int = 0
+    """Parameters in mixtures of experts, part of `parameters`."""
+    expert_share: float = 1.0
+    """Share of the experts that one token uses."""
+    guessed: bool = False
+    """Whether everything except `parameters` is assumed."""
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token multiplies."""
+        return self.read(1)
+
+    def read(self, tokens: int) -> float:
+        """Parameters that a pass over `tokens` tokens reads, if each token chooses different experts."""
+        unread = self.experts * (1 - min(1.0, self.expert_share * tokens))
+        return self.parameters - self.lookup - unread
+
+    def count(self, embeddings: bool) -> float:
+        """N (or n) of the paper's formulas, with or without embeddings (Kaplan et al. 2020)."""
+        return float(self.parameters if embeddings else self.parameters - self.embeddings)
+
+    def token_bytes(self, width: int) -> int:
+        """Cache bytes per token: layers × key-value heads × head size × 2 × width."""
+        return width * sum(numbers for numbers, _ in self.key_values)
+
+    def cache_bytes(self, context: float, width: int) -> float:
+        """Cache bytes of a sequence of `context` tokens; a sliding window keeps one token less than its length."""
+        numbers = (
+            numbers * (context if window is None else min(context, window - 1)) for numbers, window in self.key_values
+        )
+        return float(width * sum(numbers))
+
+    def attention_flops(self, context: float) -> float:
+        """FLOPs of attention for one token after `context` tokens: 4 × attention width × tokens, summed over layers."""
+        seen = (context if window is None else min(context, window) for _, window in self.key_values)
+        return float(4 * self.attention_width * sum(seen))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The size as JSON values."""
+        return {
+            "name": self.name,
+            "parameters": self.parameters,
+            "without_embeddings": self.parameters - self.embeddings,
+            "active": round(self.active),
+            "layers": self.layers,
+            "vocabulary": self.vocabulary,
+            "guessed": self.guessed,
+        }
+
+
+def read_size(value: float | str, name: str) -> ModelSize:
+    """Read a model's size from a number such as 8B, a folder with config.json, a config.json, or a hub id.
+
+    Args:
+        value: a number or a path; a folder that is named like a number counts as a folder.
+        name: the option's name, for messages.
+
+    Raises:
+        UsageError: the value is none of these, or not a causal language model.
+    """
+    if is_quantity(value) and not Path(str(value)).is_dir():
+        return guess_size(parse_quantity(value, name, least=1.0))
+    return measure_size(_load_config(str(value), name), str(value), name)
+
+
+def guess_size(parameters: float) -> ModelSize:
+    """Assume the proportions of Llama 3.1 8B for a number of parameters.
+
+    The number of layers L follows from N ≈ 12·L·width² with width = 128·L: 34 for 8B, where Llama 3.1 has 32.
+    """
+    layers = max(1, round((parameters / (12 * GUESSED_ASPECT**2)) ** (1 / 3)))
+    return ModelSize(
+        name=f"a model of {format_quantity(parameters)}",
+        parameters=round(parameters),
+        embeddings=0,
+        lookup=0,
+        layers=layers,
+        vocabulary=GUESSED_VOCABULARY,
+        attention_width=GUESSED_ASPECT * layers,
+        key_values=((2 * GUESSED_KEY_VALUE_WIDTH, None),) * layers,
+        guessed=True,
+    )
+
+
+def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> ModelSize:
+    """Count the parameters of a configuration's model, which is built on the meta device without weights.
+
+    Args:
+        config: of a causal language model.
+        label: the name in the result.
+        name: the option's name, for messages.
+
+    Raises:
+        UsageError: transformers has no causal language model for the configuration.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # models of other kinds and broken configurations fail in many ways
+        raise UsageError(
+            f"{name} {label} gives no causal language model ({first_line(error)}); accepted: a number such as 8B, "
+            "or the folder of a causal language model's config.json"
+        ) from None
+    text = config.get_text_config(decoder=True)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    table = first.weight.numel()
+    tied = last is not None and last.weight is first.weight
+    head = 0 if last is None or tied else last.weight.numel()
+    counts = {key: parameter.numel() for key, parameter in model.named_parameters()}
+    experts = sum(count for key, count in counts.items() if ".experts." in key)
+    return ModelSize(
+        name=label,
+        parameters=sum(counts.values()),
+        embeddings=table + head,
+        lookup=0 if tied else table,
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        attention_width=text.num_attention_heads * _head_size(text),
+        key_values=_key_values(text),
+        experts=experts,
+        expert_share=_expert_share(text) if experts else 1.0,
+    )
+
+
+def _load_config(path_or_id: str, name: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    path = Path(path_or_id).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UsageError(f"{name} {path_or_id} has no config.json; give the folder of a model, or a number such as 8B")
+    try:
+        return AutoConfig.from_pretrained(str(path) if path.exists() else path_or_id, trust_remote_code=False)
+    except Exception as error:  # a missing repository, no network, a broken file
+        raise UsageError(
+            f"{name} {path_or_id} is neither a number nor a model whose config.json can be read "
+            f"({first_line(error)}); accepted: 8B, 8e9, a model's folder, or a hub id"
+        ) from None
+
+
+def _head_size(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _key_values(text: Any) -> tuple[tuple[int, int | None], ...]:
+    """Numbers per token and window of each layer, as transformers' caches keep them."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if getattr(text, "multi_query", False):
+        heads = 1
+    numbers = 2 * heads * _head_size(text)
+    if getattr(text, "kv_lora_rank", None):  # latent attention (DeepSeek V2 and V3) keeps the compressed vector
+        numbers = text.kv_lora_rank + text.qk_rope_head_dim
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False:
+        window = None
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        return ((numbers, window),) * text.num_hidden_layers
+    windows = {"sliding_attention": window, "chunked_attention": getattr(text, "attention_chunk_size", None)}
+    return tuple((numbers, windows.get(layer_type)) for layer_type in types if layer_type not in STATELESS)
+
+
+def _expert_share(text: Any) -> float:
+    for attribute in ("num_local_experts", "num_experts", "n_routed_experts"):
+        total = getattr(text, attribute, None)
+        if total:
+            return min(1.0, (getattr(text, "num_experts_per_tok", None) or total) / total)
+    return 1.0

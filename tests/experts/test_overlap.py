@@ -1,0 +1,104 @@
+"""Experts that run while the target runs: the same answers, and errors of either."""
+
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM
+from divdec.cli import main
+
+PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (["experts=nowhere"], "device 'nowhere' cannot be used"),
+        (["target=cpu"], "accepted: experts=DEVICE"),
+        (["experts"], "accepted: experts=DEVICE"),
+        (["retain_auxiliary=cpu"], "both auxiliaries"),
+        (["experts=cpu", "forget_auxiliary=cpu"], "both auxiliaries"),
+    ],
+)
+def test_devices_that_are_refused(bundle, place, words, capsys):
+    assert main(["generate", str(bundle), "--prompt", "a", "--place", *place]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_several_processes_are_refused(bundle, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["generate", str(bundle), "--prompt", "a"]) == 2
+    assert "2 processes were started" in capsys.readouterr().err
+
+
+def test_loading_with_overlap(bundle):
+    assert DivergenceForCausalLM.from_pretrained(bundle, overlap=True).overlap
+    assert not DivergenceForCausalLM.from_pretrained(bundle).overlap
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+class TestThread:
+    """Experts in a thread."""
+
+    def test_answers_are_the_same(self, steered):
+        def everything():
+            with torch.no_grad():
+                yield steered(input_ids=PROMPTS, use_cache=False).logits
+                yield steered.components(PROMPTS)[1]
+            for options in ({}, {"num_beams": 2}, {"speculative": 2}, {"cache_implementation": "static"}):
+                yield steered.generate(
+                    PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=6, do_sample=False,
+                    pad_token_id=1, eos_token_id=None, **options,
+                )  # fmt: skip
+
+        for setting in ("linear:1.5", "rank:20"):
+            steered.steering = setting
+            steered.overlap = False
+            expected = list(everything())
+            steered.overlap = True
+            assert steered.overlap
+            assert all(torch.equal(one, other) for one, other in zip(everything(), expected, strict=True))
+
+    def test_experts_run_while_the_target_does(self, steered):
+        import threading
+
+        steered.overlap = True
+        both = threading.Barrier(2)
+
+        def meet(*_):
+            both.wait(timeout=60)
+
+        hooks = [steered.target.register_forward_pre_hook(meet), steered.experts.forget.register_forward_hook(meet)]
+        with torch.no_grad():
+            steered(input_ids=PROMPTS, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        assert not both.broken
+
+    def test_errors_of_either_are_heard(self, steered):
+        steered.overlap = True
+        with torch.no_grad():
+            with pytest.raises(IndexError):
+                steered(input_ids=torch.tensor([[600]]))
+            steered.experts.forget.get_output_embeddings().weight[3] = float("nan")
+            with pytest.raises(RuntimeError, match="not finite"):
+                steered(input_ids=PROMPTS)
+            steered.experts.forget.forward = None
+            with pytest.raises(TypeError):
+                steered(input_ids=PROMPTS)
+
+    def test_gradients_reach_the_experts_as_ever(self, steered):
+        steered.overlap = True
+        steered(input_ids=PROMPTS).logits.sum().backward()
+        assert all(weight.grad is not None for weight in steered.experts.retain.lm_head.parameters())
+
+    def test_a_model_can_be_copied(self, steered):
+        import copy
+
+        steered.overlap = True
+        with torch.no_grad():
+            expected = steered(input_ids=PROMPTS).logits
+            other = copy.deepcopy(steered)
+            assert other.overlap
+            assert torch.equal(other(input_ids=PROMPTS).logits, expected)

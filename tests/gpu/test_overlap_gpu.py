@@ -1,0 +1,47 @@
+"""Experts that run while the target runs on GPUs give the same answers (make test-gpu)."""
+
+import pytest
+import torch
+
+from conftest import make_parts
+from divdec import DivergenceForCausalLM
+
+pytestmark = pytest.mark.gpu
+PROMPTS = torch.tensor([[1, 1, 5, 9, 200, 31], [77, 8, 300, 2, 45, 6]])
+MASK = (PROMPTS != 1).long()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def model_on(family, target, retain, forget):
+    parts = [part.to(device) for part, device in zip(make_parts(family), (target, retain, forget), strict=True)]
+    return DivergenceForCausalLM.from_parts(*parts, steering="linear:1.5")
+
+
+def everything(model):
+    ids, mask = PROMPTS.to("cuda:0"), MASK.to("cuda:0")
+    with torch.no_grad():
+        yield model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    options = {"do_sample": False, "pad_token_id": 1, "eos_token_id": None, "attention_mask": mask}
+    for more in ({}, {"num_beams": 3}, {"speculative": 3}, {"cache_implementation": "static"}):
+        yield model.generate(ids, max_new_tokens=24, **options, **more)
+
+
+@pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 1), (0, 1, 2)])
+def test_streams_give_the_same_answers(family, devices):
+    if max(devices) >= torch.cuda.device_count():
+        pytest.skip(f"{max(devices) + 1} GPUs are needed")
+    model = model_on(family, *(f"cuda:{number}" for number in devices))
+    for setting in ("linear:1.5", "rank:20"):
+        model.steering = setting
+        model.overlap = False
+        expected = list(everything(model))
+        model.overlap = True
+        for _ in range(3):  # what is read too early is not always wrong
+            for found, wanted in zip(everything(model), expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
