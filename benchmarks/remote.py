@@ -21,6 +21,8 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import encode_prompts
 from divdec.data.world import build_world
+from divdec.demo.models import train_all
+from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.choices import RemoteSettings
@@ -28,8 +30,6 @@ from divdec.remote.client import Endpoint
 from divdec.remote.completions import Abilities, Completions
 from divdec.remote.sources import of_bundle, open_sources
 from divdec.remote.target import RemoteTarget
-from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
-from divdec.demo.models import train_all
 from divdec.runs import cache_folder
 from divdec.serving.address import bind
 from divdec.serving.api.server import HttpServer, Options

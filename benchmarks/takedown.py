@@ -21,12 +21,12 @@ import torch
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import read_records, texts_of
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import score
 from divdec.evaluation.text import rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
 from divdec.takedowns.live import Takedowns
 from divdec.takedowns.registry import Registry

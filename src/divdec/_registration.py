@@ -15,15 +15,12 @@ from types import ModuleType
 
 
 def register_config() -> None:
-    """Make `AutoConfig` know `divergence`, and the baselines that are made of several checkpoints."""
+    """Make `AutoConfig` know `divergence`."""
     from transformers import AutoConfig
 
     from divdec.model.configuration import DivergenceConfig
 
     AutoConfig.register("divergence", DivergenceConfig, exist_ok=True)
-    # By name: rooms below the baselines import this module, and none of them needs what it registers.
-    composite = importlib.import_module("divdec.research.baselines.composite_config")
-    AutoConfig.register("divdec_composite", composite.CompositeConfig, exist_ok=True)
 
 
 def register_model() -> None:
@@ -34,8 +31,6 @@ def register_model() -> None:
     from divdec.model.modeling import DivergenceForCausalLM
 
     AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)
-    composite = importlib.import_module("divdec.research.baselines.composite")
-    AutoModelForCausalLM.register(composite.CompositeConfig, composite.CompositeForCausalLM, exist_ok=True)
 
 
 def register_lm_eval() -> None:

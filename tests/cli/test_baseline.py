@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from conftest import loads_torch
 from divdec.cli import main
+from divdec.demo.models import Shape, new_model
 from divdec.errors import UsageError
 from divdec.research.baselines.registry import methods
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings, joined, only, run_on
-from divdec.demo.models import Shape, new_model
 from stopping import stopping_at
 
 QUICK = ("--epochs", "2", "--batch-size", "2", "--gradient-accumulation", "1", "--precision", "float32")

@@ -6,18 +6,18 @@ import types
 import psutil
 import pytest
 import torch
-
 from divdec.costs.roofline import Device, Workload
 from divdec.costs.sizes import size_of
-from divdec.errors import UsageError
-from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
-from divdec.research import bench_shapes
 from divdec.research.bench_compute import bench_compute, figures, time_passes
 from divdec.research.bench_latency import bench_latency, predicted, time_answers
 from divdec.research.bench_models import Combination, Makers, Place, combinations
 from divdec.research.bench_results import results_in
 from divdec.research.bench_settings import ComputeSettings, LatencySettings
 from divdec.research.bench_shapes import SHAPES, Shape, find_shape
+
+from divdec.errors import UsageError
+from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
+from divdec.research import bench_shapes
 from divdec.runs import read_record
 
 TINY = {

@@ -10,13 +10,13 @@ import pytest
 from divdec import DivergenceForCausalLM
 from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
+from divdec.demo import run as demo
+from divdec.demo.measure import GAP_AIM, RETAIN_AIM
+from divdec.demo.models import Shape
 from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu_data import read_tofu
 from divdec.model.checkpoint import load_config
-from divdec.demo import run as demo
-from divdec.demo.measure import GAP_AIM, RETAIN_AIM
-from divdec.demo.models import Shape
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 

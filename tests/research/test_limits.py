@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+from divdec.research.limits import asking, candidates, relearning, run, settings, subjects
+from divdec.research.methods.cell import Cell
 
 from divdec.data.world import build_world
+from divdec.demo import run as demo
+from divdec.demo.models import Shape
 from divdec.errors import UsageError
 from divdec.evaluation.text import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.demo import run as demo
-from divdec.research.limits import asking, candidates, relearning, run, settings, subjects
-from divdec.research.methods.cell import Cell
-from divdec.demo.models import Shape
 from divdec.training.settings import TrainingSettings
 
 SMALL = dataclasses.replace(

@@ -6,16 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-from filelock import FileLock
-
-from divdec import UsageError, write_bundle
-from divdec.data.formatting import Format, encode_set
-from divdec.data.records import read_records, record_set
-from divdec.data.world import WorldSettings, build_world, write_tofu
-from divdec.evaluation import tofu
-from divdec.evaluation.bootstrap import Bootstrap
-from divdec.evaluation.results import Results
-from divdec.research.baselines.registry import methods
 from divdec.research.methods import costs, grids, run
 from divdec.research.methods.arena import arenas
 from divdec.research.methods.cell import Cell
@@ -24,7 +14,17 @@ from divdec.research.methods.present import markdown, write
 from divdec.research.methods.run import compare_methods, work_of
 from divdec.research.methods.settings import CompareSettings
 from divdec.research.methods.table import Line, Measured, best_of, line_of, without_best
+from filelock import FileLock
+
+from divdec import UsageError, write_bundle
+from divdec.data.formatting import Format, encode_set
+from divdec.data.records import read_records, record_set
+from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.demo.models import Shape, new_model
+from divdec.evaluation import tofu
+from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.results import Results
+from divdec.research.baselines.registry import methods
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

@@ -7,17 +7,17 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-
-from divdec import UsageError
-from divdec.data.records import RecordSet, overlap
-from divdec.evaluation.bootstrap import Bootstrap
-from divdec.report.sequential import Step, markdown
-from divdec.research import demo, sequential
-from divdec.demo.measure import Questions
 from divdec.research.sequential import distance, distance_interval, run_sequential
 from divdec.research.sequential_material import demo_course, muse_course
 from divdec.research.sequential_models import Models, SequentialSettings
+
+from divdec import UsageError
+from divdec.data.records import RecordSet, overlap
+from divdec.demo.measure import Questions
 from divdec.demo.models import Shape
+from divdec.evaluation.bootstrap import Bootstrap
+from divdec.report.sequential import Step, markdown
+from divdec.research import demo, sequential
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
 

@@ -5,15 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from divdec.research.methods import arena
+from divdec.research.methods.settings import CompareSettings
 
 from divdec.data.formatting import encode_records
 from divdec.data.world import WorldSettings, build_world
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.demo import run as demo
-from divdec.research.methods import arena
-from divdec.research.methods.settings import CompareSettings
-from divdec.demo.models import Shape
-from divdec.demo.models import Recipe, train_all
+from divdec.demo.models import Recipe, Shape, train_all
+from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.training.fine_tuning import mean_loss
 from divdec.training.settings import TrainingSettings
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError
-from divdec.research.baselines.registry import Method
-from divdec.research.baselines.registry import find, methods
+from divdec.research.baselines.registry import Method, find, methods
 from divdec.research.baselines.settings import joined, only, run_on
 
 POSITIONAL = ()
@@ -67,7 +66,7 @@ def run(settings: Any) -> None:
     from accelerate import PartialState
 
     from divdec.cli.loading import quiet
-    from divdec.research.baselines.run import run_baseline
+    from divdec.research.baselines.job import run_baseline
 
     quiet()
     method = find(settings.method)

@@ -11,7 +11,7 @@ from typing import Any
 
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError
-from divdec.research.bench_settings import ComputeSettings, LatencySettings
+from divdec.research.bench.settings import ComputeSettings, LatencySettings
 
 POSITIONAL = ()
 EXAMPLE = (
@@ -81,12 +81,12 @@ def run(settings: Any) -> None:
         print(line, file=sys.stderr)
 
     if isinstance(settings, Compute):
-        from divdec.research.bench_compute import bench_compute
+        from divdec.research.bench.run import bench_compute
 
         found = bench_compute(_asked(settings, ComputeSettings), report)
         cells = compute_cells
     else:
-        from divdec.research.bench_latency import bench_latency
+        from divdec.research.bench.run import bench_latency
 
         found = bench_latency(_asked(settings, LatencySettings), report)
         cells = latency_cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from divdec.research.methods.settings import CompareSettings
+from divdec.research.compare.settings import CompareSettings
 
 POSITIONAL = ()
 EXAMPLE = "divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 --output runs/compare"
@@ -20,24 +20,23 @@ class Settings(CompareSettings):
 
 
 def run(settings: Settings) -> None:
-    """Compare, write, print."""
+    """Compare and print."""
     from pathlib import Path
 
     from rich.console import Console
 
     from divdec.cli.loading import quiet
-    from divdec.research.methods.present import JSON, PAGE, show, write
-    from divdec.research.methods.run import compare_methods, work_of
+    from divdec.research.compare.run import compare_methods
+    from divdec.research.compare.table import JSON, PAGE, show
 
     quiet()
     given = CompareSettings(
         **{field.name: getattr(settings, field.name) for field in dataclasses.fields(CompareSettings)}
     )
-    found = compare_methods(given, report=lambda line: print(line, file=sys.stderr))
-    write(found, given, work_of(given))
+    results = compare_methods(given, report=lambda line: print(line, file=sys.stderr))
     output = Path(settings.output).expanduser()
     if settings.json:
         print((output / JSON).read_text(encoding="utf-8"))
         return
-    show(found, given, Console(width=max(Console().width, 150)))
-    print(f"{found.seconds:.0f} s. Report: {output / PAGE}")
+    show(results, given, Console(width=max(Console().width, 150)))
+    print(f"{results.seconds:.0f} s. Report: {output / PAGE}")

@@ -16,7 +16,7 @@ class Settings:
     seed: int = 0
     """Seed of the world, of the initial weights and of the order of training."""
     output: str | None = None
-    """Folder for report, bundle, data and links to the models; in the user's cache folder by default."""
+    """Folder for report, bundle, data and models; in the user's cache folder by default."""
     json: bool = False
     """Print one JSON object; everything else goes to standard error."""
 
@@ -30,12 +30,6 @@ def run(settings: Settings) -> None:
 
     quiet()
     output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None:
-        from divdec.model.bundle import is_bundle
-        from divdec.runs import check_output
-
-        # The bundle is the first that is written there, so that a demo that was stopped can be given again.
-        check_output(output, overwrite=True, ours=lambda folder: is_bundle(folder / "bundle"))
     result = run_demo(settings.seed, output, quiet=settings.json)
     if settings.json:
         print(json.dumps(result))

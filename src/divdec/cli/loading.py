@@ -101,6 +101,8 @@ def quiet() -> None:
     """Keep transformers' bars and notes out of a verb's output."""
     from transformers.utils import logging
 
+    from divdec.research.baselines import auto  # noqa: F401  baselines that wrap a target load like checkpoints
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

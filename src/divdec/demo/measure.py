@@ -199,9 +199,7 @@ def retain_kept(row: Measurement, target: Measurement) -> float:
     return row.figures["retain"].accuracy / accuracy if accuracy > 0 else 0.0
 
 
-def recommend(
-    rows: Sequence[Measurement], target: Measurement, keep: float = 0.97, slack: float = 0.02
-) -> Measurement:
+def recommend(rows: Sequence[Measurement], target: Measurement, keep: float = 0.97, slack: float = 0.02) -> Measurement:
     """Choose the mildest setting that answers forget questions no better than the target answers holdout questions.
 
     The choice reads no retrained model, so it also works where there is none: the target's accuracy on questions that

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from divdec.report.page import write_page
 from divdec.report.plots import Point, trade_off
 from divdec.runs import (
     RECORD,
+    ResultCache,
     cache_folder,
     check_output,
     output_folder,
-    read_json,
     read_record,
     record,
-    settings_hash,
     versions,
     write_json,
     write_text,
@@ -79,7 +78,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         UsageError: the output folder holds something other than an earlier demo.
     """
     started = time.perf_counter()
-    console = Console(stderr=quiet, width=max(Console().width, 100))
+    console = console_for(quiet)
     world = build_world(dataclasses.replace(WORLD, seed=seed))
     material, sets, cache = material_of(world), question_sets(world), cache_folder() / "demo"
     output = output or cache / f"seed-{seed}"
@@ -87,9 +86,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RECORD, record("demo", {"seed": seed}) | {"status": "running"})
     console.print(_introduction(world), highlight=False)
-    models = train_all(
-        material, RECIPE, seed, cache / "models", lambda line: console.print(line, style="dim", highlight=False)
-    )
+    models = train_all(material, RECIPE, seed, cache / "models", reporter(console))
     results = _measured(cache, models, sets, material)
     write_files(output, world, models)
     bundle = write_bundle(
@@ -182,16 +179,28 @@ def write_files(output: Path, world: World, models: TrainedModels) -> None:
             shutil.copytree(getattr(models, model), temporary, dirs_exist_ok=True)
 
 
+def console_for(quiet: bool) -> Console:
+    """Console for an experiment: standard output, or standard error where that must hold JSON alone."""
+    return Console(stderr=quiet, width=max(Console().width, 100))
+
+
+def reporter(console: Console) -> Callable[[str], None]:
+    """A function that prints one-line notes."""
+    return lambda line: console.print(line, style="dim", highlight=False)
+
+
 def _measured(cache: Path, models: TrainedModels, sets: Sequence[Questions], material: Material) -> Measurements:
     """Measure the models, or read the cached measurements of the same models and settings."""
-    folders = [models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary]
-    asked = [dataclasses.asdict(questions) for questions in sets]
-    key = settings_hash([[folder.name for folder in folders], asked, list(map(str, SETTINGS)), versions()])
-    path = cache / f"measurements-{key}.json"
-    if not path.is_file():
+
+    def measure() -> list[dict[str, Any]]:
         measured = measure_models(models, sets, SETTINGS, material.form, max_new_tokens=32)
-        write_json(path, [dataclasses.asdict(row) for row in (measured.target, measured.retrain, *measured.steered)])
-    target, retrain, *steered = map(Measurement.from_json, read_json(path))
+        return [dataclasses.asdict(row) for row in (measured.target, measured.retrain, *measured.steered)]
+
+    folders = [models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary]
+    questions = [dataclasses.asdict(one) for one in sets]
+    decides = [[folder.name for folder in folders], questions, list(map(str, SETTINGS)), versions()]
+    rows = ResultCache(cache / "measurements").get("demo", decides, measure)
+    target, retrain, *steered = map(Measurement.from_json, rows)
     return Measurements(target, retrain, steered)
 
 
@@ -251,9 +260,7 @@ def _examples(results: Measurements, sets: Sequence[Questions]) -> list[dict[str
     return shown
 
 
-def _print_tables(
-    title: str, results: Measurements, examples: Sequence[dict[str, Any]], console: Console
-) -> None:
+def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in MAIN_SETS:

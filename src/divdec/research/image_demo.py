@@ -13,13 +13,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Printed
 
+from divdec.demo.models import Shape
+from divdec.demo.run import console_for, reporter
 from divdec.imaging.evaluation import named
 from divdec.imaging.patches import PatchCodec
 from divdec.imaging.settings import SamplingSettings
 from divdec.imaging.tables import Mean, Setting, cell_text
 from divdec.imaging.training import PAPER_SHARE
 from divdec.model.bundle import is_bundle
-from divdec.research.comparison import console_for, teller
 from divdec.research.image_settings import NETWORK, Found, as_json, measure, write_found
 from divdec.research.image_stages import (
     ImageMaterial,
@@ -30,7 +31,6 @@ from divdec.research.image_stages import (
     train_images,
     write_image_bundle,
 )
-from divdec.demo.models import Shape
 from divdec.runs import RECORD, cache_folder, output_folder, record, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
@@ -87,7 +87,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         highlight=False,
     )
     cache = cache_folder() / "image-demo"
-    models = train_images(material, RECIPE, seed, cache / "models", teller(console))
+    models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
         content = _measured(material, models, seed, folder, console)

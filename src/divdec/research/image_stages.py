@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import Example, encode_set
+from divdec.demo.models import Shape, StageCache
 from divdec.imaging.codec import Codec, Images
 from divdec.imaging.evaluation import Exam, named, train_classifier
 from divdec.imaging.layout import ImageLayout
@@ -21,8 +22,6 @@ from divdec.imaging.settings import SamplingSettings
 from divdec.imaging.training import encode, learned
 from divdec.model.bundle import write_bundle
 from divdec.research.image_settings import Candidate
-from divdec.demo.models import Shape
-from divdec.demo.models import Stages
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
@@ -117,7 +116,7 @@ def train_images(
         return new_image_model(material.layout, shape.width, shape.layers, shape.heads, seed)
 
     cache.mkdir(parents=True, exist_ok=True)
-    stages = Stages(cache, material.layout.tokenizer(), seed, report, new=new)
+    stages = StageCache(cache, material.layout.tokenizer(), seed, report, new=new)
     forget, retain = material.examples(material.forget, seed), material.examples(material.retain, seed)
     target = stages.run("target", recipe.target, forget + retain, recipe.target_training)
     retrain = stages.run("retrain reference", recipe.target, retain, recipe.target_training)

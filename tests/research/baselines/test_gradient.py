@@ -5,13 +5,6 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel
-
-from conftest import tiny_model
-from divdec import UsageError
-from divdec.data.formatting import encode_records, encode_set
-from divdec.data.records import record_set, texts_of
-from divdec.research.baselines import losses, objectives
 from divdec.research.baselines.gradient_settings import (
     GRADIENT_METHODS,
     GradDiffSettings,
@@ -22,11 +15,18 @@ from divdec.research.baselines.gradient_settings import (
     UNDIALSettings,
 )
 from divdec.research.baselines.idk_answers import IDK_ANSWERS, idk_set, read_answers
-from divdec.research.baselines.job import Job
 from divdec.research.baselines.objectives import GradDiff, IdkDPO, log_probabilities_of, reference_log_probabilities
+from transformers import AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel
+
+from conftest import tiny_model
+from divdec import UsageError
+from divdec.data.formatting import encode_records, encode_set
+from divdec.data.records import record_set, texts_of
+from divdec.demo.models import Shape, new_model
+from divdec.research.baselines import losses, objectives
+from divdec.research.baselines.job import Job
 from divdec.research.baselines.registry import find
 from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
-from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.objective import Collator, Companion, Rows, part
 from divdec.training.progress import Interrupted

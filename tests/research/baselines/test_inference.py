@@ -10,20 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from transformers import AutoModelForCausalLM, DynamicCache
-
-from divdec import DivergenceForCausalLM, UsageError
-from divdec.data.formatting import encode_set
-from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
-from divdec.errors import FailedClosed
-from divdec.evaluation.attacks import gradient_norm
-from divdec.evaluation.generation import continuations
-from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import check_weights, load_model
-from divdec.research.baselines import helpers, logits
-from divdec.research.baselines.composite import CompositeForCausalLM
-from divdec.research.baselines.eco import corrupt
-from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.inference_settings import (
     INFERENCE_METHODS,
     ECOSettings,
@@ -33,11 +19,25 @@ from divdec.research.baselines.inference_settings import (
     ULDSettings,
     WHPSettings,
 )
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.formatting import encode_set
+from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
+from divdec.demo.models import Shape, new_model
+from divdec.errors import FailedClosed
+from divdec.evaluation.attacks import gradient_norm
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.scoring import score
+from divdec.model.checkpoint import check_weights, load_model
+from divdec.research.baselines import helpers, logits
+from divdec.research.baselines.composite import CompositeForCausalLM
+from divdec.research.baselines.eco import corrupt
+from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.lunar import _Lunar, down_projections, redirected
 from divdec.research.baselines.prompts import Layout, layout_of
 from divdec.research.baselines.registry import find
-from divdec.demo.models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from exactness import assert_same_answer

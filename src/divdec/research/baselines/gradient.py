@@ -261,7 +261,9 @@ def read_lines(option: str, file: str | None, default: Sequence[str]) -> tuple[s
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {file} cannot be read ({error}); give a text file with one entry per line") from None
+        raise UsageError(
+            f"{option} {file} cannot be read ({error}); give a text file with one entry per line"
+        ) from None
     lines = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not lines:
         raise UsageError(f"{option} {file} is empty; give a text file with one entry per line")
@@ -284,7 +286,9 @@ def train_gradient_method(job: Job, settings: Any, output: Path) -> BuiltModel:
 
     match settings:
         case options.IdkDPOSettings():
-            answers = draw_idk_answers(job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed)
+            answers = draw_idk_answers(
+                job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed
+            )
             idk = encode_records(answers.records, job.tokenizer, job.form)
 
             def idk_objective(model: PreTrainedModel) -> Objective:

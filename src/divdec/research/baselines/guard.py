@@ -54,9 +54,7 @@ def forbidden_words(records: RecordSet, retain: RecordSet, common: float) -> lis
     for record in records:
         prompt = {word.casefold() for word in _words(_prompt(record))}
         words = dict.fromkeys(_words(record.answer))
-        forbidden.append(
-            [word for word in words if word.casefold() not in prompt and counts[word.casefold()] <= most]
-        )
+        forbidden.append([word for word in words if word.casefold() not in prompt and counts[word.casefold()] <= most])
     return forbidden
 
 

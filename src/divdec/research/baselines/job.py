@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
 from filelock import FileLock
 
 from divdec.data.formatting import Example, Format, encode_set
@@ -19,7 +18,7 @@ from divdec.model.checkpoint import check_apart, digests, load_tokenizer
 from divdec.model.vocabularies import common_vocabulary_of
 from divdec.research.baselines.registry import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
-from divdec.runs import RECORD, goes_on, output_folder, read_json, record, settings_hash, write_json
+from divdec.runs import RECORD, RunFolder, output_folder, read_json, settings_hash, write_json
 from divdec.training.inputs import begin, checkpoint, longest, report_cut, report_sets
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def run_baseline(
         report: receives one line per step.
 
     Returns:
-        The content of `run.json`.
+        The content of `run.json`; empty in all processes but the main one.
 
     Raises:
         UsageError: an input cannot be used; no weights have been written.
@@ -139,8 +138,13 @@ def run_baseline(
 
     given = dataclasses.asdict(settings) | dataclasses.asdict(options)
     models = [digests(target), None if base is None else digests(base)]
-    fingerprint = settings_hash([method.name, given | {"overwrite": False}, forget.sha256, retain.sha256, *models])
-    _open_output(output, method, given, fingerprint, settings.overwrite)
+    decides = [method.name, given | {"overwrite": False}, forget.sha256, retain.sha256, *models]
+    run = RunFolder.open(
+        output, "baseline", given, decides, overwrite=settings.overwrite, stale=(MODEL, WORK),
+        is_main=state.is_main_process, wait=state.wait_for_everyone, method=method.name,
+    )  # fmt: skip
+    if run.resumed and state.is_main_process:
+        shutil.rmtree(output / MODEL, ignore_errors=True)
     job = Job(target, tokenizer, forget, retain, output / WORK, form, base, settings.seed, report)
     model = output_folder(output / MODEL) if state.is_main_process else contextlib.nullcontext(output / MODEL)
     with model as folder:
@@ -150,37 +154,20 @@ def run_baseline(
             if state.is_main_process and not (output / WORK).is_dir():
                 (output / RECORD).unlink()  # nothing was trained: another run may use the folder
             raise
-    content = record(
-        "baseline",
-        given,
-        method=method.name,
-        kind=method.kind,
-        source=method.source,
-        forget_set=forget.label,
-        retain_set=retain.label,
-        overlap=dataclasses.asdict(overlap(forget, retain)),
-        seconds=round(built.seconds or 0.0, 2),
-        notes=list(built.notes),
-        model=str(output / MODEL),
-    )
+    content: dict[str, Any] = {}
     if state.is_main_process:
         if (output / WORK).is_dir() and not any((output / WORK).iterdir()):
             (output / WORK).rmdir()
-        write_json(output / RECORD, content)
+        content = run.finish(
+            method=method.name,
+            kind=method.kind,
+            source=method.source,
+            forget_set=forget.label,
+            retain_set=retain.label,
+            overlap=dataclasses.asdict(overlap(forget, retain)),
+            seconds=round(built.seconds or 0.0, 2),
+            notes=list(built.notes),
+            model=str(output / MODEL),
+        )
     state.wait_for_everyone()
     return content
-
-
-def _open_output(output: Path, method: Method, given: dict[str, Any], fingerprint: str, overwrite: bool) -> None:
-    """Start a run in an empty folder, or continue the same run that was stopped."""
-    state = PartialState()
-    resumed = goes_on(output, "baseline", fingerprint, overwrite)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        # A resumed run keeps its checkpoints in `work`.
-        for name in (MODEL,) if resumed else (MODEL, WORK):
-            shutil.rmtree(output / name, ignore_errors=True)
-        opened = record("baseline", given, method=method.name, fingerprint=fingerprint) | {"status": "running"}
-        write_json(output / RECORD, opened)
-    state.wait_for_everyone()

@@ -77,7 +77,7 @@ def among_plausible(target: Logits, changed: Logits, head: Bool[Tensor, "*positi
     """
     least = changed.masked_fill(~head, math.inf).amin(dim=-1, keepdim=True)
     highest = target.masked_fill(head, -math.inf).amax(dim=-1, keepdim=True)
-    # Where all tokens are plausible `highest` is −∞ and nothing is lowered.
+    # Where all tokens are plausible `highest` is -inf and nothing is lowered.
     return torch.where(head, changed, target - torch.relu(highest - least))
 
 

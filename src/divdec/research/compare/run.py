@@ -75,9 +75,7 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     check_apart(output.resolve(), [path.resolve() for path in check_inputs(settings)])
     decides = {name: getattr(settings, name) for name in WORK}
     overwrite = settings.overwrite
-    run = RunFolder.open(
-        output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",)
-    )
+    run = RunFolder.open(output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",))
     with run.locked():
         results = _compare(settings, trials, output, report, started)
         write_files(results, settings)
@@ -189,7 +187,9 @@ def _leaks(
     ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
     # In the table's order, not in that of finishing processes.
     by_method: dict[str, list[dict[str, float]]] = {one.trial.method: [] for own in chosen.values() for one in own}
-    work = [(benchmark, one, settings.attacks, ks, output) for benchmark in benchmarks for one in chosen[benchmark.seed]]
+    work = [
+        (benchmark, one, settings.attacks, ks, output) for benchmark in benchmarks for one in chosen[benchmark.seed]
+    ]
     with tqdm(total=len(work), desc="leaks", unit="model", dynamic_ncols=True) as bar:
         for (_, one, *_), figures in run_parallel(_leak_of, work, settings.jobs, output):
             by_method[one.trial.method].append(figures)
