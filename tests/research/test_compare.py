@@ -6,14 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-from divdec.research.methods import costs, grids, run
-from divdec.research.methods.arena import arenas
-from divdec.research.methods.cell import Cell
-from divdec.research.methods.grids import GRIDS, cells_of, titles
-from divdec.research.methods.present import markdown, write
-from divdec.research.methods.run import compare_methods, work_of
-from divdec.research.methods.settings import CompareSettings
-from divdec.research.methods.table import Line, Measured, best_of, line_of, without_best
 from filelock import FileLock
 
 from divdec import UsageError, write_bundle
@@ -25,6 +17,20 @@ from divdec.evaluation import tofu
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import Results
 from divdec.research.baselines.registry import methods
+from divdec.research.compare import run, trials
+from divdec.research.compare.benchmark import load_benchmarks
+from divdec.research.compare.run import compare_methods
+from divdec.research.compare.settings import CompareSettings
+from divdec.research.compare.table import (
+    BenchmarkResults,
+    SeedResult,
+    TrialSummary,
+    best_of,
+    markdown,
+    summarize,
+    without_best,
+)
+from divdec.research.compare.trials import GRIDS, Trial, titles, trials_of
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
@@ -96,8 +102,8 @@ def settings_of(place, output, **options):
 def few(monkeypatch):
     """One or two settings of few methods, one of which breaks; short answers."""
     monkeypatch.setattr(tofu, "NEW_TOKENS", 16)
-    monkeypatch.setattr(costs, "NEW_TOKENS", 4)
-    monkeypatch.setattr(costs, "ROUNDS", 1)
+    monkeypatch.setattr(run, "TIMED_TOKENS", 4)
+    monkeypatch.setattr(run, "TIMED_ROUNDS", 1)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (2.0,)}
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
@@ -108,7 +114,7 @@ def few(monkeypatch):
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},
         "offset": {"learning_rate": (1e-3,), "epochs": (1.0,)},
     }
-    monkeypatch.setitem(grids.GRIDS, "small", grid)
+    monkeypatch.setitem(trials.GRIDS, "small", grid)
     return tuple(grid)
 
 
@@ -117,22 +123,21 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
     settings = settings_of(place, output, methods=few)
     told = []
     found = compare_methods(settings, report=told.append)
-    write(found, settings, work_of(settings))
-    by_setting = {(line.method, line.setting): line for line in found.lines}
+    by_setting = {(line.method, line.setting): line for line in found.trials}
 
     # What holds by definition: the target's utility is 1, the retrained model's privacy 1, a strength of 0 the target.
     target = by_setting["target", ""]
     assert target.values["utility"] == pytest.approx(1)
     assert by_setting["retrain", ""].values["priv"] == pytest.approx(1)
     assert target.values["mem"] < by_setting["retrain", ""].values["mem"]
-    whp = next(line for line in found.lines if line.method == "whp")
+    whp = next(line for line in found.trials if line.method == "whp")
     for line in (by_setting["linear", "linear:0"], whp):
         assert {name: line.values[name] for name in line.values} == pytest.approx(target.values, abs=1e-6)
     assert by_setting["linear", "linear:1"].values["mem"] > target.values["mem"]
     assert found.best["linear"].setting == "linear:1"
 
     # A method that breaks is a line of the table, and the others are not lost.
-    broken = next(line for line in found.lines if line.method == "grad-ascent")
+    broken = next(line for line in found.trials if line.method == "grad-ascent")
     assert "probability 0 or NaN" in broken.failed
     assert any("grad-ascent" in line for line in told)
     assert set(found.best) == {"target", "retrain", *few}
@@ -141,10 +146,10 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
     assert set(found.times) == set(few) - {"grad-ascent"}
 
     # Costs: a gradient method has no more weights, steering has two small models more.
-    sizes = {line.method: line.extra_bytes for line in found.lines}
+    sizes = {line.method: line.extra_bytes for line in found.trials}
     assert sizes["npo"] == sizes["distill"] == 0
     assert sizes["linear"] == sizes["rank"] == sizes["offset"] > 0
-    assert all(line.seconds is None or line.seconds >= 0 for line in found.lines)
+    assert all(line.seconds is None or line.seconds >= 0 for line in found.trials)
 
     for name in ("run.json", "comparison.json", "table.md", "report.html"):
         assert (output / name).stat().st_size > 500
@@ -152,39 +157,39 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path)
     assert page.count("<svg") == 2
     assert all(title in page for name, title in titles().items() if name in few)
     kept = {path.parent.relative_to(output / "seed-0") for path in output.rglob("model") if path.is_dir()}
-    assert Cell("linear", steering="linear:1").folder in kept
-    assert Cell("linear", steering="linear:0").folder not in kept
+    assert Trial("linear", steering="linear:1").folder in kept
+    assert Trial("linear", steering="linear:0").folder not in kept
 
     # The same call again makes nothing anew but what failed.
     told.clear()
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("cell.json")}
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("trial.json")}
     again = compare_methods(settings, report=told.append)
     changed = {path for path in before if path.stat().st_mtime_ns != before[path]}
     assert {path.parents[1].name for path in changed} == {"grad-ascent"}
-    assert f"{len(before) - 1} of {len(before)} cells are there already" in told
-    assert [dataclasses.replace(line) for line in again.lines] == found.lines
+    assert f"{len(before) - 1} of {len(before)} trials are there already" in told
+    assert [dataclasses.replace(line) for line in again.trials] == found.trials
     assert again.leaks == found.leaks
     # A model that was not the best before, and now is, is made again where it is needed.
-    shutil.rmtree(output / "seed-0" / Cell("linear", steering="linear:1").folder / "model")
-    shutil.rmtree(output / "seed-0" / Cell("linear", steering="linear:1").folder / "leaks")
+    shutil.rmtree(output / "seed-0" / Trial("linear", steering="linear:1").folder / "model")
+    shutil.rmtree(output / "seed-0" / Trial("linear", steering="linear:1").folder / "leaks")
     assert compare_methods(settings, report=told.append).leaks == found.leaks
-    with FileLock(output / ".lock"), pytest.raises(UsageError, match="another comparison is running"):
+    with FileLock(output / ".lock"), pytest.raises(UsageError, match="another `divdec compare` is running"):
         compare_methods(settings, report=told.append)
-    with pytest.raises(UsageError, match=r"comparison on other work \(limit differ\)"):
+    with pytest.raises(UsageError, match=r"run with other settings or data \(limit differ\)"):
         compare_methods(settings_of(place, output, methods=few, limit=5), report=told.append)
 
 
 def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(place, few, tmp_path, monkeypatch):
     def twice(settings, report):
         # Models of one's own have one seed; the same models stand for another.
-        return [dataclasses.replace(arena, seed=seed) for arena in arenas(settings, report) for seed in (0, 1)]
+        return [dataclasses.replace(one, seed=seed) for one in load_benchmarks(settings, report) for seed in (0, 1)]
 
-    monkeypatch.setattr(run, "arenas", twice)
+    monkeypatch.setattr(run, "load_benchmarks", twice)
     settings = settings_of(
         place, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
     found = compare_methods(settings, report=lambda line: None)
-    seeds = {(line.method, line.setting): set(line.seeds) for line in found.lines}
+    seeds = {(line.method, line.setting): set(line.seeds) for line in found.trials}
     assert seeds["linear", "linear:0"] == {0}
     assert seeds["linear", "linear:1"] == seeds["rank", "rank:5"] == seeds["target", ""] == {0, 1}
     assert found.best["linear"].setting == "linear:1"
@@ -202,7 +207,7 @@ def test_several_jobs_give_what_one_gives(place, tmp_path):
         )
         for jobs in (1, 2)
     ]
-    for one, other in zip(found[0].lines, found[1].lines, strict=True):
+    for one, other in zip(found[0].trials, found[1].trials, strict=True):
         assert (one.method, one.setting) == (other.method, other.setting)
         assert one.values == pytest.approx(other.values, abs=1e-5)
 
@@ -222,21 +227,21 @@ def result(value, seed=0):
 
 def test_a_line_is_the_mean_over_the_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
-    found = {0: Measured(result(0.4), 10.0, 4), 1: Measured(result(0.6), 20.0, 4)}
-    line = line_of("npo", "lr 1", found, references, "paper", Bootstrap(draws=50), {})
+    found = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
+    line = summarize("npo", "lr 1", found, references, "paper", Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = line_of("npo", "lr 1", {0: found[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
+    alone = summarize("npo", "lr 1", {0: found[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
 
 def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     def line(method, setting, agg, failed=None):
-        return Line(method, setting, {"agg": agg}, {}, {}, None, None, failed)
+        return TrialSummary(method, setting, {"agg": agg}, {}, {}, None, None, failed)
 
     lines = [
         line("npo", "a", 0.3),
@@ -251,7 +256,7 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
 def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
     def line(method, setting, agg, failed=None):
         values = {"agg": agg, "mem": agg, "priv": agg, "utility": agg}
-        return Line(method, setting, values, {}, {0: {}}, None, None, failed)
+        return TrialSummary(method, setting, values, {}, {0: {}}, None, None, failed)
 
     lines = [
         line("target", "", 0.0),
@@ -261,7 +266,7 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
-    found = run.Comparison(lines, best_of(lines), {}, {}, 1.0)
+    found = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
     table = markdown(found, CompareSettings("out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
@@ -273,19 +278,19 @@ def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
     from divdec.training.distillation_settings import DistillationSettings
 
     known = methods()
-    cells = cells_of(("all",), grid)
-    assert {cell.method for cell in cells} == set(titles()) - {"target", "retrain"}
-    assert len({cell.folder for cell in cells}) == len(cells)
-    for cell in cells:
-        if cell.method in known:
-            known[cell.method].settings(**cell.settings)
-        elif cell.method == "distill":
-            DistillationSettings(bundle="b", forget="f", retain="r", output="o", **cell.settings)
+    grid_trials = trials_of(("all",), grid)
+    assert {trial.method for trial in grid_trials} == set(titles()) - {"target", "retrain"}
+    assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
+    for trial in grid_trials:
+        if trial.method in known:
+            known[trial.method].settings(**trial.settings)
+        elif trial.method == "distill":
+            DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
 
 
 def test_bad_input_is_one_line(place, tmp_path):
     with pytest.raises(UsageError, match=r"'nop' is not known; there are: all, linear, rank, distill, grad-ascent"):
-        cells_of(("nop",), "small")
+        trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):
         CompareSettings(output="o", data="tofu-small")
     with pytest.raises(UsageError, match=r"needs --bundle and --retrain"):

@@ -1,12 +1,12 @@
 import pytest
 
-from divdec.demo.measure import Figures, Row, gap_closed, recommend, retain_kept
+from divdec.demo.measure import Figures, Measurement, gap_closed, recommend, retain_kept
 
 
 def row(forget, retain, setting=None, model="linear", holdout=0.1):
     accuracies = {"forget": forget, "retain": retain, "holdout": holdout}
     figures = {name: Figures(0.0, accuracy, 0.0) for name, accuracy in accuracies.items()}
-    return Row(model, setting, figures, {})
+    return Measurement(model, setting, figures, {})
 
 
 TARGET, RETRAIN = row(0.9, 0.8, model="target"), row(0.1, 0.8, model="retrain")

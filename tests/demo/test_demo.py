@@ -91,13 +91,13 @@ def assert_one_file(page, result):
 
 def test_a_demo_that_was_stopped_in_its_folder_can_be_given_again(quick, tmp_path, monkeypatch):
     from divdec.cli import main
-    from divdec.research import comparison
+    from divdec.demo import run
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(comparison, "write_page", stop)
+        patched.setattr(run, "write_page", stop)
         assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 130
     assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
 

@@ -7,32 +7,32 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from divdec.research.sequential import distance, distance_interval, run_sequential
-from divdec.research.sequential_material import demo_course, muse_course
-from divdec.research.sequential_models import Models, SequentialSettings
 
+import sequential
 from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
+from divdec.demo import run as demo
 from divdec.demo.measure import Questions
-from divdec.demo.models import Shape
+from divdec.demo.models import Recipe, Shape
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.report.sequential import Step, markdown
-from divdec.research import demo, sequential
 from divdec.training.progress import Interrupted
 from divdec.training.settings import TrainingSettings
+from sequential import SequentialSettings, distance, distance_interval, run_sequential, train_models
+from sequential_data import demo_sequence, muse_sequence
 
 WORLD = dataclasses.replace(
     demo.WORLD, forget_authors=2, retain_authors=1, holdout_authors=1, public_authors=4, passing_authors=4
 )
 
 
-def tiny_course(steps=2, seed=0):
+def tiny_sequence(steps=2, seed=0):
     brief = TrainingSettings(epochs=0.2, learning_rate=1e-3, batch_size=32)
-    stages = [field.name for field in dataclasses.fields(demo.Recipe) if field.type == "TrainingSettings"]
-    recipe = demo.Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(stages, brief))
-    course = demo_course(steps, seed, WORLD, recipe)
-    asked = tuple(Questions(of.name, of.records[:6], of.facts[:6]) for of in course.asked)
-    return dataclasses.replace(course, asked=asked, max_new_tokens=4)
+    stages = [field.name for field in dataclasses.fields(Recipe) if field.type == "TrainingSettings"]
+    recipe = Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(stages, brief))
+    sequence = demo_sequence(steps, seed, WORLD, recipe)
+    asked = tuple(Questions(of.name, of.records[:6], of.facts[:6]) for of in sequence.questions)
+    return dataclasses.replace(sequence, questions=asked, max_new_tokens=4)
 
 
 SETTINGS = SequentialSettings(epochs=1.0)
@@ -47,7 +47,7 @@ def cache(tmp_path_factory):
 def finished(cache, tmp_path_factory):
     """A run that was stopped before its second student and then went on: its folder, its result, and what was said."""
     output = tmp_path_factory.mktemp("runs") / "run"
-    distil, lines = sequential.distil_step, []
+    distil, lines = sequential.distill_step, []
     gc.freeze()  # accelerate collects garbage after every training, and looks at all that the suite has loaded
 
     def stops(folder, *arguments):
@@ -56,28 +56,28 @@ def finished(cache, tmp_path_factory):
         return distil(folder, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequential, "distil_step", stops)
+        patch.setattr(sequential, "distill_step", stops)
         with pytest.raises(Interrupted):
-            run_sequential(tiny_course(), SETTINGS, output, cache, report=lines.append)
+            run_sequential(tiny_sequence(), SETTINGS, output, cache, report=lines.append)
     assert json.loads((output / "run.json").read_text())["status"] == "running"
     with pytest.raises(UsageError, match="unfinished run with other settings"):
-        run_sequential(tiny_course(), dataclasses.replace(SETTINGS, epochs=2.0), output, cache)
+        run_sequential(tiny_sequence(), dataclasses.replace(SETTINGS, epochs=2.0), output, cache)
     lines.clear()
-    yield output, run_sequential(tiny_course(), SETTINGS, output, cache, report=lines.append), lines
+    yield output, run_sequential(tiny_sequence(), SETTINGS, output, cache, report=lines.append), lines
     gc.unfreeze()
 
 
 def test_the_authors_are_split_into_requests():
     for steps in (2, 4, 6):
-        course = demo_course(steps, seed=1)
-        names = [questions.name for questions in course.asked]
+        sequence = demo_sequence(steps, seed=1)
+        names = [questions.name for questions in sequence.questions]
         assert names == [*(f"request {step}" for step in range(1, steps + 1)), "retain", "holdout"]
-        sizes = [len(request) for request in course.requests]
+        sizes = [len(request) for request in sequence.requests]
         assert sum(sizes) == 6 * 30
         assert max(sizes) - min(sizes) <= 30  # an author more or less
-        for one, other in itertools.combinations([*course.requests, course.retain], 2):
+        for one, other in itertools.combinations([*sequence.requests, sequence.retain], 2):
             assert overlap(one, other).prompts == 0
-        for request, questions in zip(course.requests, course.asked, strict=False):
+        for request, questions in zip(sequence.requests, sequence.questions, strict=False):
             assert questions.records == request.records
             assert all(fact in r.answer for fact, r in zip(questions.facts, questions.records, strict=True))
 
@@ -86,38 +86,41 @@ def test_models_are_those_of_the_demo(world):
     """The same texts, in the same order: what the demo has trained is not trained again."""
     from divdec.data.world import build_world
 
-    course, material = demo_course(3, seed=0), demo.material_of(build_world(dataclasses.replace(demo.WORLD, seed=0)))
-    assert course.texts == material.texts
-    assert [record for request in course.requests for record in request] == list(material.forget)
-    assert course.retain == material.retain
+    sequence, material = (
+        demo_sequence(3, seed=0),
+        demo.material_of(build_world(dataclasses.replace(demo.WORLD, seed=0))),
+    )
+    assert sequence.texts == material.texts
+    assert [record for request in sequence.requests for record in request] == list(material.forget)
+    assert sequence.retain == material.retain
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_as_many_requests_as_there_are_groups(steps):
     with pytest.raises(UsageError, match=f"{steps} requests of 6 authors to forget; accepted: 2 to 6"):
-        demo_course(steps, seed=0)
+        demo_sequence(steps, seed=0)
 
 
 def test_muse_news_cut_to_size(shared):
-    course = muse_course(shared / "data/muse_news", 4, articles=30, corpus=200)
-    assert [len(request) for request in course.requests] == [130, 30, 30, 30]
-    assert (len(course.retain), len(course.corpus)) == (130, 220)
-    corpus = RecordSet("corpus", "prompt/completion", tuple(course.corpus))
-    for one, other in itertools.combinations([*course.requests, course.retain, corpus], 2):
+    sequence = muse_sequence(shared / "data/muse_news", 4, articles=30, corpus=200)
+    assert [len(request) for request in sequence.requests] == [130, 30, 30, 30]
+    assert (len(sequence.retain), len(sequence.corpus)) == (130, 220)
+    corpus = RecordSet("corpus", "prompt/completion", tuple(sequence.corpus))
+    for one, other in itertools.combinations([*sequence.requests, sequence.retain, corpus], 2):
         assert overlap(one, other).records == 0
-    first, retain = course.asked[0], course.asked[4]
+    first, retain = sequence.questions[0], sequence.questions[4]
     assert (first.name, len(first.records), retain.name, len(retain.records)) == ("request 1", 100, "retain", 100)
     question = first.records[0]
     assert question.prompt.startswith("Question: ")
     assert question.prompt.endswith("\nAnswer:")
     assert question.answer.startswith(" ")
     with pytest.raises(UsageError, match="5 requests of 4 sustainability folds"):
-        muse_course(shared / "data/muse_news", 5)
+        muse_sequence(shared / "data/muse_news", 5)
 
 
 def test_without_muse_it_says_where_muse_comes_from(tmp_path):
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/muse-bench/MUSE-News.*--data"):
-        muse_course(tmp_path, 2)
+        muse_sequence(tmp_path, 2)
 
 
 def test_distance_by_hand():
@@ -202,7 +205,7 @@ def test_figures_are_those_of_the_items(finished):
         assert row["scores"] == pytest.approx({name: sum(values) / len(values) for name, values in own.items()})
         assert row["distance"] == pytest.approx(distance(own, first))
         assert row["distance_to_retrained"] == pytest.approx(distance(own, scores("retrained")))
-    facts = {questions.name: questions.facts for questions in tiny_course().asked}
+    facts = {questions.name: questions.facts for questions in tiny_sequence().questions}
     for item in items:
         assert item["score"] == float(facts[item["asked"]][item["index"]] in item["answer"])
 
@@ -233,7 +236,7 @@ def test_students_and_pairs_begin_where_they_should(finished, cache):
     assert scaled[1] == one[1]  # q has seen the retain set alone, whatever is to be forgotten
     assert onwards[1] != one[1]  # but goes on with it beside p, so that neither knows it better
     assert len({one[2], onwards[2], scaled[2]}) == 3
-    anew = Models.trained(tiny_course(), dataclasses.replace(SETTINGS, auxiliaries="anew"), cache, lambda line: None)
+    anew = train_models(tiny_sequence(), dataclasses.replace(SETTINGS, auxiliaries="anew"), cache, lambda line: None)
     assert anew.pairs["sustainability", 2] == anew.pairs["scaling", 2]
 
 
@@ -246,16 +249,16 @@ def test_a_stopped_run_does_nothing_twice(finished):
 
 @pytest.mark.slow
 def test_a_stopped_run_ends_as_an_unbroken_one(finished, tmp_path):
-    result = run_sequential(tiny_course(), SETTINGS, tmp_path / "run", tmp_path / "cache", report=lambda line: None)
+    result = run_sequential(tiny_sequence(), SETTINGS, tmp_path / "run", tmp_path / "cache", report=lambda line: None)
     assert result | {"seconds": 0} == finished[1] | {"seconds": 0}
 
 
 def test_an_output_that_holds_something_is_refused(finished, cache, tmp_path):
     with pytest.raises(UsageError, match="not empty"):
-        run_sequential(tiny_course(), SETTINGS, finished[0], cache)
+        run_sequential(tiny_sequence(), SETTINGS, finished[0], cache)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="not an earlier result"):
-        run_sequential(tiny_course(), SETTINGS, tmp_path, cache, overwrite=True)
+        run_sequential(tiny_sequence(), SETTINGS, tmp_path, cache, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 

@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-from divdec.research.methods import arena
-from divdec.research.methods.settings import CompareSettings
 
 from divdec.data.formatting import encode_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
 from divdec.demo.models import Recipe, Shape, train_all
 from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.research.compare import benchmark
+from divdec.research.compare.settings import CompareSettings
 from divdec.training.fine_tuning import mean_loss
 from divdec.training.settings import TrainingSettings
 
@@ -52,10 +52,10 @@ def test_the_comparison_rehearses_all_that_its_suite_asks_besides_the_authors(da
         seen.append(material)
         raise Stop
 
-    monkeypatch.setattr(arena, "train_all", stop)
+    monkeypatch.setattr(benchmark, "train_all", stop)
     tofu = str(request.getfixturevalue("shared") / "data/tofu") if data == "tofu-small" else None
     with pytest.raises(Stop):
-        arena.arenas(CompareSettings("out", data=data, tofu=tofu, limit=1), print)
+        benchmark.load_benchmarks(CompareSettings("out", data=data, tofu=tofu, limit=1), print)
     asked = {(record.messages[0].content, record.answer) for record in seen[0].general}
     folder = tmp_path / "demo" / "seed-0" / "tofu" if tofu is None else Path(tofu)
     rows = [

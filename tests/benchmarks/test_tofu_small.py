@@ -1,8 +1,8 @@
 import pytest
-from divdec.research.tofu_small import tofu_material
 
 from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
+from tofu_small import tofu_material
 
 
 def test_the_parts_of_tofu_do_not_overlap(shared):
