@@ -22,7 +22,7 @@ from divdec.research.bench.run import (
     time_passes,
 )
 from divdec.research.bench.settings import SHAPES, ComputeSettings, DecoderShape, LatencySettings, find_shape
-from divdec.runs import read_record
+from divdec.runs import RunFolder, read_record
 
 TINY = {
     "tiny": DecoderShape("tiny", 32, 128, 16, 2, 2, 1),
