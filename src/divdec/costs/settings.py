@@ -34,7 +34,7 @@ class CostSettings:
     distill_epochs: float | None = None
     """Epochs of distillation, if different."""
     recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
-    """Recipe of `divdec train`. The paper's formula counts 'forget-retain'; 'full-retain' reads the retain set twice."""
+    """Recipe of `divdec train`: the formula counts 'forget-retain'; 'full-retain' reads the retain set twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"
     """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False
@@ -73,8 +73,9 @@ class CostSettings:
                 )
         for name in ("requests", "draft_length"):
             if not 1 <= getattr(self, name) <= MOST:
+                option = name.replace("_", "-")
                 raise UsageError(
-                    f"{name.replace('_', '-')} is {getattr(self, name)}; accepted: a whole number of at least 1, at most {MOST:,}"
+                    f"{option} is {getattr(self, name)}; accepted: a whole number of at least 1, at most {MOST:,}"
                 )
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise UsageError(f"acceptance is {self.acceptance:g}; accepted: a probability from 0 to 1")
