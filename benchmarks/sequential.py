@@ -46,8 +46,8 @@ from divdec.report.sequential import Step, distance_plot, markdown
 from divdec.runs import ResultCache, RunFolder, cache_folder, read_record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
-from divdec.training.distillation_settings import DistillationSettings
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted
+from divdec.training.settings import DistillationSettings
 from sequential_data import RETAIN, RequestSequence, demo_sequence, muse_sequence, request_name
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from divdec.demo.measure import Questions
 from divdec.demo.models import Recipe, Shape
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.report.sequential import Step, markdown
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
 from sequential import SequentialSettings, distance, distance_interval, run_sequential, train_models
 from sequential_data import demo_sequence, muse_sequence

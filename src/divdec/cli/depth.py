@@ -6,14 +6,14 @@ import dataclasses
 import json
 import sys
 
-from divdec.training.depth_settings import DepthSettings
+from divdec.training.settings import GradientDepthSettings
 
 POSITIONAL = ("bundle",)
 EXAMPLE = "divdec depth bundle --forget forget.jsonl --retain retain.jsonl --output runs/depth"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(DepthSettings):
+class Settings(GradientDepthSettings):
     """Options of `divdec depth`."""
 
     json: bool = False
@@ -33,7 +33,7 @@ def run(settings: Settings) -> None:
     from divdec.evaluation.bootstrap import Bootstrap
     from divdec.report.depth import depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
-    from divdec.training.depth import check_teacher, chosen, decoder_parts, gradient_depth
+    from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
 
     def ours(folder: Path) -> bool:
         return (read_record(folder) or {}).get("verb") == "depth"
@@ -52,7 +52,7 @@ def run(settings: Settings) -> None:
     longest = settings.max_length if positions is None else min(settings.max_length, positions)
     form = Format(system_prompt=settings.system_prompt, max_length=longest)
     examples = {
-        name: chosen(encode_set(records, tokenizer, form), settings.samples, settings.seed)
+        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
         for name, records in sets.items()
     }
     for name, some in examples.items():
@@ -77,7 +77,7 @@ def run(settings: Settings) -> None:
         "sets": {name: records.label for name, records in sets.items()},
         "peak_layers": {f"{row.set} {row.part}": row.layer for row in peaks(found)},
     }
-    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(DepthSettings)}
+    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(GradientDepthSettings)}
     with output_folder(output, settings.overwrite, ours) as folder:
         content = write_depth(folder, found, about, bootstrap.level)
         write_json(folder / RECORD, record("depth", given, **about))

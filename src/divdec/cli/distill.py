@@ -7,7 +7,7 @@ import json
 import sys
 
 from divdec.errors import NOT_REACHED
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.settings import DistillationSettings
 
 POSITIONAL = ("bundle",)
 LEAST_CLOSED = 0.5  # of the distance to the teacher on the forget set

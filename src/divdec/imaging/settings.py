@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.training.settings import at_least, positive
+from divdec.training.settings import check_at_least, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class SamplingSettings:
     """Of chance; the same seed, classes and batch size give the same images."""
 
     def __post_init__(self) -> None:
-        positive("temperature", self.temperature)
+        check_positive("temperature", self.temperature)
         for name, least in (("top_k", 1), ("batch_size", 1), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+            check_at_least(name, getattr(self, name), least)
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p:g}; accepted: above 0, at most 1")
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
@@ -91,11 +91,11 @@ class ImageTrainSettings:
     def __post_init__(self) -> None:
         if not 0 < self.forget_share < 1:
             raise UsageError(f"forget_share is {self.forget_share:g}; accepted: between 0 and 1")
-        positive("epochs", self.epochs)
+        check_positive("epochs", self.epochs)
         if self.base_lr is not None:
-            positive("base_lr", self.base_lr)
+            check_positive("base_lr", self.base_lr)
         for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("encode_batch", 1), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+            check_at_least(name, getattr(self, name), least)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class ImageSampleSettings(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("count", self.count, 1)
+        check_at_least("count", self.count, 1)
         if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):
             raise UsageError(f"speculative is {self.speculative!r}; accepted: 'auto', or a number of at least 1")
 
@@ -212,7 +212,7 @@ class ImageEvalSettings(SamplingSettings):
             raise UsageError("content_judge and quality_judges are models at an endpoint: give its --judge-url")
         if self.judge_url is not None and self.content_judge is None and not self.quality_judges:
             raise UsageError("judge_url is given, but no model there: give --content-judge or --quality-judges")
-        at_least("count", self.count, 2)
+        check_at_least("count", self.count, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,4 +225,4 @@ class ImageDemoSettings:
     """Folder for report, grids and bundle; in the user's cache folder by default."""
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        check_at_least("seed", self.seed, 0)

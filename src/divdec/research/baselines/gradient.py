@@ -28,8 +28,8 @@ from divdec.research.baselines import settings as options
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.registry import BuiltModel, method_of
 from divdec.runs import write_text
-from divdec.training.fine_tuning import CHECKPOINTS, fine_tune, uses_bfloat16
-from divdec.training.objective import INDEX, Collator, Companion, Objective, part
+from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune, uses_bfloat16
+from divdec.training.inputs import INDEX, Collator, Companion, model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class GradAscent:
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
         """See `Objective.loss`."""
-        return losses.gradient_ascent(logits_of(model, part(batch)), batch["labels"], labelled)
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"], labelled)
 
 
 class GradDiff:
@@ -103,12 +103,12 @@ class GradDiff:
         """See `Objective.loss`."""
         loss = self.settings.gamma * self.forget_loss(model, batch)
         if self.settings.alpha:
-            loss = loss + self.settings.alpha * self.retain_loss(model, part(batch, RETAIN))
+            loss = loss + self.settings.alpha * self.retain_loss(model, model_inputs(batch, RETAIN))
         return loss
 
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """The forget term."""
-        return losses.gradient_ascent(logits_of(model, part(batch)), batch["labels"])
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"])
 
     def retain_loss(self, model: PreTrainedModel, retain: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """The retain term."""
@@ -144,7 +144,7 @@ class NPO(GradDiff):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.npo`."""
         reference = self.forget_reference[batch[INDEX]]
-        return losses.npo(log_probabilities_of(model, part(batch)), reference, self.settings.beta)
+        return losses.npo(log_probabilities_of(model, model_inputs(batch)), reference, self.settings.beta)
 
 
 class IdkDPO(NPO):
@@ -168,8 +168,8 @@ class IdkDPO(NPO):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.idk_dpo`."""
         return losses.idk_dpo(
-            chosen=log_probabilities_of(model, part(batch, IDK)),
-            rejected=log_probabilities_of(model, part(batch)),
+            chosen=log_probabilities_of(model, model_inputs(batch, IDK)),
+            rejected=log_probabilities_of(model, model_inputs(batch)),
             chosen_reference=self.idk_reference[batch[INDEX]],
             rejected_reference=self.forget_reference[batch[INDEX]],
             beta=self.settings.beta,
@@ -182,7 +182,9 @@ class SimNPO(GradDiff):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.simnpo`."""
         lengths = losses.predicted(batch["labels"]).sum(-1)
-        return losses.simnpo(log_probabilities_of(model, part(batch)), lengths, self.settings.beta, self.settings.delta)
+        return losses.simnpo(
+            log_probabilities_of(model, model_inputs(batch)), lengths, self.settings.beta, self.settings.delta
+        )
 
 
 class UNDIAL(GradDiff):
@@ -190,7 +192,7 @@ class UNDIAL(GradDiff):
 
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.undial`."""
-        forget = part(batch)
+        forget = model_inputs(batch)
         teacher = self.reference_logits(forget)
         return losses.undial(logits_of(model, forget), teacher, forget["labels"], self.settings.beta)
 

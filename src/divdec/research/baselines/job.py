@@ -19,7 +19,7 @@ from divdec.model.vocabularies import common_vocabulary_of
 from divdec.research.baselines.registry import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, settings_hash, write_json
-from divdec.training.inputs import begin, checkpoint, longest, report_cut, report_sets
+from divdec.training.inputs import join_processes, limit_length, report_cut, report_sets, resolve_trainable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -118,21 +118,21 @@ def run_baseline(
         Interrupted: on Ctrl-C; the same call continues.
         Diverged: a loss is not finite.
     """
-    state, report = begin(report)
+    state, report = join_processes(report)
     if method.kind == "inference" and state.num_processes > 1:
         raise UsageError(f"{method.name} runs in one process, not in {state.num_processes}")
     output = Path(settings.output).expanduser()
-    target = checkpoint(settings.target, "target")
+    target = resolve_trainable(settings.target, "target")
     tokenizer = load_tokenizer(target)
     base = None
     if isinstance(settings, HelpedSettings) and settings.base is not None:
-        base = checkpoint(settings.base, "base")
+        base = resolve_trainable(settings.base, "base")
         common_vocabulary_of({"target": target, "base": base})
     inputs = [Path(settings.forget).expanduser(), Path(settings.retain).expanduser(), target, *([base] if base else [])]
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "a method is told to forget and to keep them", report)
-    form = Format(system_prompt=settings.system_prompt, max_length=longest(settings.max_length, target, report))
+    form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, target, report))
     for records in (forget, retain):
         report_cut(records, tokenizer, form, report)
 

@@ -22,7 +22,7 @@ from divdec.research.baselines.gradient import RETAIN, frozen_target, unlearn
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.registry import BuiltModel
 from divdec.research.baselines.settings import RMUSettings
-from divdec.training.objective import part
+from divdec.training.inputs import model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ class RMU:
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
         """See `Objective.loss`."""
-        forget, retain = part(batch), part(batch, RETAIN)
+        forget, retain = model_inputs(batch), model_inputs(batch, RETAIN)
         steered = self._hidden(model, forget)
         loss = losses.misdirection(steered, self.control.view(1, 1, -1), forget["labels"])
         if self.settings.alpha:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from divdec.errors import UsageError
 from divdec.research.baselines.registry import Method
-from divdec.training.settings import TrainingSettings, at_least, positive
+from divdec.training.settings import TrainingSettings, check_at_least, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class BaselineSettings:
     """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
-        at_least("max_length", self.max_length, 2)
-        at_least("seed", self.seed, 0)
+        check_at_least("max_length", self.max_length, 2)
+        check_at_least("seed", self.seed, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class GradDiffSettings(GradAscentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("gamma", self.gamma)
+        check_positive("gamma", self.gamma)
         check_range("alpha", self.alpha, 0.0)
 
 
@@ -163,7 +163,7 @@ class NPOSettings(GradDiffSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class UNDIALSettings(GradDiffSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +224,8 @@ class RMUSettings(GradAscentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("layer", self.layer, 0)
-        positive("coefficient", self.coefficient)
+        check_at_least("layer", self.layer, 0)
+        check_positive("coefficient", self.coefficient)
         check_range("alpha", self.alpha, 0.0)
         if self.lora_rank and self.trainable != "all":
             raise UsageError(
@@ -314,8 +314,8 @@ class ClassifierSettings:
 
     def __post_init__(self) -> None:
         check_range("threshold", self.threshold, 0.0, 1.0)
-        at_least("classifier_width", self.classifier_width, 0)
-        at_least("window", self.window, 1)
+        check_at_least("classifier_width", self.classifier_width, 0)
+        check_at_least("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +358,7 @@ class ECOSettings(ClassifierSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("strength", self.strength, 0.0)
-        at_least("dims", self.dims, 1)
+        check_at_least("dims", self.dims, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +379,7 @@ class LUNARSettings:
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            at_least("layer", self.layer, 0)
+            check_at_least("layer", self.layer, 0)
         check_range("coefficient", self.coefficient)
         check_range("ridge", self.ridge, 1e-12)
-        at_least("batch_size", self.batch_size, 1)
+        check_at_least("batch_size", self.batch_size, 1)

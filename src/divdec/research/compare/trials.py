@@ -31,7 +31,7 @@ from divdec.research.compare.benchmark import Benchmark
 from divdec.runs import output_folder, read_json, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.distillation import distill
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.settings import DistillationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from divdec.report.collect import FILES, setting_of
 from divdec.report.sequential import Step
 from divdec.research.figures.drawn import Asked, Drawn, Source, files_called, nothing
 from divdec.runs import read_json
-from divdec.training.depth import LayerDepth
+from divdec.training.gradient_depth import LayerDepth
 
 RESULT = "result.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}

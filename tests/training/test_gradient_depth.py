@@ -16,7 +16,7 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged
 from divdec.evaluation.bootstrap import Bootstrap, mean_interval
 from divdec.report.depth import depth_table, peaks
-from divdec.training.depth import chosen, decoder_parts, gradient_depth
+from divdec.training.gradient_depth import decoder_parts, draw_examples, gradient_depth
 
 # Three examples of different lengths; the first two begin with a prompt.
 EXAMPLES = [
@@ -235,14 +235,14 @@ def test_a_gradient_that_is_not_finite_names_its_example(tokenizer):
 
 def test_examples_are_drawn_by_seed_and_keep_their_order():
     many = [Example([place, 1], [place, 1]) for place in range(50)]
-    some = chosen(many, 10, 1)
+    some = draw_examples(many, 10, 1)
     places = [example.input_ids[0] for example in some]
     assert len(places) == 10
     assert places == sorted(set(places))
-    assert chosen(many, 10, 1) == some
-    assert chosen(many, 10, 2) != some
-    assert chosen(many, 0, 1) is many
-    assert chosen(many, 50, 1) is many
+    assert draw_examples(many, 10, 1) == some
+    assert draw_examples(many, 10, 2) != some
+    assert draw_examples(many, 0, 1) == many
+    assert draw_examples(many, 50, 1) == many
 
 
 @pytest.fixture
