@@ -23,11 +23,10 @@ from unittest import mock
 
 import torch
 import transformers
-from divdec.experts.stackable import stackable
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from decoding_methods import PLAIN, TARGET, per_token, ratio
-from divdec.decoding import loop
+from divdec.decoding import speculative
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.sampling import Verdict, verify_greedy
 
@@ -90,7 +89,7 @@ class Simulated:
         drawn = torch.rand(drafts.shape, generator=self.generator, device=self.device)
         accepted = drawn < self.acceptance
         kept = accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1
-        self.tokens += int(kept.sum())  # waits for the device, as the loop does right after
+        self.tokens += int(kept.sum())  # waits for the device, as the decoder does right after
         self.judged += len(drafts)
         return Verdict(torch.where(accepted, drafts, tokens), accepted, kept)
 
@@ -119,7 +118,7 @@ def answer(model, ids, cache, new_tokens, simulated=None, gamma=None, seed=0):
     enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
     _wait(ids.device)
     started = time.perf_counter()
-    with mock.patch.object(loop, "verify_greedy", simulated or verify_greedy):
+    with mock.patch.object(speculative, "verify_greedy", simulated or verify_greedy):
         # Room for rows that are ahead of the others: no block is cut short by the end of the room.
         model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,
@@ -145,7 +144,7 @@ def compared(model, batch, cache, given):
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
     rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
-    for number in range(-1, given.rounds):  # the first is not counted: it compiles, and stacks the auxiliaries
+    for number in range(-1, given.rounds):  # the first is not counted: it compiles
         order = list(ways)
         start = number % len(order)
         for name in order[start:] + order[:start]:
@@ -215,10 +214,9 @@ def main() -> int:
     model = steered_model(SHAPES[given.shape], device, getattr(torch, given.dtype), given.alpha)
     N, n = model.target.num_parameters(), model.experts.retain.num_parameters()
     size = {"N": N, "n": n, "bound": 1 + 2 * n / N}
-    apart = stackable(model.experts.retain, model.experts.forget)
     result = {"machine": machine(device), "shape": given.shape, "dtype": given.dtype, "steering": str(model.steering),
               "prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.rounds,
-              "acceptance": "simulated", "sizes": size, "not_stacked": apart, "measured": []}  # fmt: skip
+              "acceptance": "simulated", "sizes": size, "measured": []}  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     print(f"target {N:,} parameters, auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
           f"{given.prompt_tokens} tokens, {given.new_tokens} new ones a row; median of {given.rounds} rounds; "

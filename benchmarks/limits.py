@@ -26,9 +26,8 @@ from divdec.demo import run as demo
 from divdec.errors import UsageError
 from divdec.experts.ngram_folder import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer
+from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.research.compare.benchmark import Benchmark, load_benchmarks
 from divdec.research.compare.settings import CompareSettings
 from divdec.research.compare.trials import Trial, build_model

@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 
 from divdec.errors import UsageError
-from divdec.serving.vllm.parts import head_size_of
 
 START, STOP = 420, 60  # seconds
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's attention on a CPU
@@ -84,7 +83,9 @@ def check_heads(bundle, configs):
     if shutil.which("nvidia-smi"):
         return
     for part, config in configs.items():
-        if (size := head_size_of(config)) not in CPU_HEADS:
+        if (
+            size := getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        ) not in CPU_HEADS:
             raise UsageError(
                 f"{bundle}: {part} has attention heads of size {size}; vLLM on a CPU takes "
                 f"{', '.join(map(str, CPU_HEADS))}; use runs/bench-models/bundle (make bench-models)"

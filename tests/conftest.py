@@ -36,12 +36,12 @@ def pytest_configure(config):
 def shaped_modules():
     """The modules whose signatures name shapes, where checks have something to check: every call pays for them.
 
-    Not the rows of answers: their bookkeeping is called for every token, and would take longer than the models.
+    Not the batch of speculation: its bookkeeping is called for every token, and would take longer than the models.
     """
     (root,) = importlib.util.find_spec("divdec").submodule_search_locations
     found = [path.relative_to(root) for path in Path(root).rglob("*.py") if "jaxtyping" in path.read_text()]
     names = {".".join(("divdec", *path.with_suffix("").parts)).removesuffix(".__init__") for path in found}
-    return sorted(names - {"divdec.decoding.rows"})
+    return sorted(names - {"divdec.decoding.batch"})
 
 
 @pytest.fixture(scope="session")

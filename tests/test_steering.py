@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import reference
 from divdec import Steering, UsageError, steer_linear, steer_rank
 from divdec.errors import FailedClosed
-from divdec.steering import FILLS, sweep
+from divdec.evaluation.sweep_ordering import sweep
+from divdec.steering import FILLS
 
 VOCAB = 7
 NUMBERS = st.floats(-20, 20, width=32)

@@ -1,7 +1,6 @@
 """divdec: make a language model behave as if it had never seen a set of documents (Divergence Decoding).
 
-Importing divdec costs no torch import: names load when they are first used, and transformers learns of the model
-type `divergence` as soon as its Auto classes are there.
+Names load when they are first used: `import divdec` does not import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from divdec import _registration
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,22 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DivergenceCache",
-    "DivergenceConfig",
-    "DivergenceForCausalLM",
-    "Experts",
-    "NeuralPair",
-    "Speculation",
-    "SpeculationStatistics",
-    "Steering",
-    "UsageError",
-    "steer_linear",
-    "steer_rank",
-    "write_bundle",
-]
-
-_HOMES = {
+_MODULES = {
     "DivergenceCache": "divdec.model.cache",
     "DivergenceConfig": "divdec.model.configuration",
     "DivergenceForCausalLM": "divdec.model.modeling",
@@ -54,15 +37,17 @@ _HOMES = {
     "write_bundle": "divdec.model.bundle",
 }
 
+__all__ = [
+    "DivergenceCache", "DivergenceConfig", "DivergenceForCausalLM", "Experts", "NeuralPair", "Speculation",
+    "SpeculationStatistics", "Steering", "UsageError", "steer_linear", "steer_rank", "write_bundle",
+]  # fmt: skip
+
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'divdec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
-
-
-_registration.install()
+    return sorted({*globals(), *_MODULES})

@@ -1,24 +1,21 @@
-"""The exceptions that the command line turns into a line of text and exit code 2.
-
-It knows nothing of what went wrong; whoever raises them says what was given, what is accepted and what to do.
-"""
+"""Exceptions that the command line prints as one line before it exits with code 2."""
 
 NOT_REACHED = 3
-"""Exit code of a verb that has done its work, but measured that the result does not do what it is for."""
+"""Exit code of a verb that finished, but measured that its result does not reach its aim."""
 
 
 class UsageError(ValueError):
-    """Something the user gave cannot be used: a bad setting, file, checkpoint or folder."""
+    """Invalid user input: a setting, file, checkpoint or folder."""
 
 
 class FailedClosed(RuntimeError):
-    """A model could not be steered while it answered; it gave an error instead of the target's own answer."""
+    """A model could not be steered; it raises this error instead of answering unsteered."""
 
 
 class Diverged(RuntimeError):
-    """A training loss was not finite, so that training cannot go on."""
+    """Training stopped because its loss was not finite."""
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, in one line; the error's kind where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

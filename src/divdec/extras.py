@@ -1,4 +1,4 @@
-"""Optional extras: what each installs, and one line for who lacks it."""
+"""Optional extras of the distribution and the modules that each installs."""
 
 import importlib.util
 
@@ -14,19 +14,15 @@ EXTRAS = {
 
 
 def missing(extra: str) -> list[str]:
-    """The libraries of an extra that are not installed."""
+    """Return the modules of an extra that are not installed."""
     return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
 
 
-def require(extra: str, what: str) -> None:
-    """Refuse what an extra is needed for, where it is not installed.
-
-    Args:
-        extra: its name.
-        what: what needs it, for the message.
+def require(extra: str, feature: str) -> None:
+    """Check that an extra is installed.
 
     Raises:
-        UsageError: says what to install.
+        UsageError: names the feature that needs it and the command that installs it.
     """
-    if lacking := missing(extra):
-        raise UsageError(f"{what} needs {' and '.join(lacking)}: pip install 'divdec[{extra}]'")
+    if modules := missing(extra):
+        raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install 'divdec[{extra}]'")

@@ -1,4 +1,4 @@
-"""Stop rather than answer: what must hold of the numbers that an answer is made of."""
+"""Fail closed: stop with an error instead of answering from invalid numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from divdec.errors import FailedClosed
 _thread = threading.local()
 
 
-def check(holds: Bool[Tensor, ""], message: str) -> None:
-    """Go on only if it holds; on a GPU this is found out at its next synchronisation instead of forcing one.
+def check(condition: Bool[Tensor, ""], message: str) -> None:
+    """Raise an error unless the condition holds; on a GPU without forcing a synchronisation.
 
     Raises:
-        FailedClosed: it does not hold. On a GPU, unless this thread waits: a RuntimeError of the next call that waits
-            for the device, which is of no use to this process any longer.
+        FailedClosed: the condition is false. On a GPU the error is a RuntimeError at the next synchronisation, after
+            which the process cannot use the device; `wait_for_checks` makes it immediate.
     """
-    if holds.device.type == "cuda" and not getattr(_thread, "waits", False):
-        torch._assert_async(holds, message)
-    elif not holds:
+    if condition.device.type == "cuda" and not getattr(_thread, "waits", False):
+        torch._assert_async(condition, message)
+    elif not condition:
         raise FailedClosed(message)
 
 
 def wait_for_checks() -> None:
-    """Let this thread wait for the device at each check, for who must answer others after one has failed."""
+    """Make this thread wait for the GPU at each check, so that it can continue after a failed one."""
     _thread.waits = True

@@ -1,7 +1,6 @@
-"""Accept or reject what a draft proposes, so that what is kept follows the steered distribution exactly.
+"""Accept or reject drafted tokens so that the accepted ones follow the steered distribution exactly.
 
-Pure tensors in, tensors out: chance comes in as uniform numbers, so that a token depends on the numbers of its own
-position and not on how positions were grouped into blocks.
+Functions take uniform random numbers as arguments; a result depends on the numbers of its position alone.
 """
 
 from __future__ import annotations
@@ -14,68 +13,61 @@ from torch import Tensor
 
 from divdec.fail_closed import check
 
-NONE = -1  # a draft that proposes nothing
+NONE = -1  # token id that stands for "no draft"
 NO_TOKEN = "no token can be chosen: a score is NaN or +inf, or the rule and the logits processors rule out every token"
 
 
 class Verdict(NamedTuple):
-    """What of a block of drafts is kept.
-
-    The first `kept` tokens of a row stand; what follows them was proposed after a token that was rejected.
-    """
+    """Result of verifying one block of drafts."""
 
     tokens: Int[Tensor, "batch block"]
-    """The drafts, the last one kept replaced where it was rejected."""
+    """The drafts, with the first rejected one replaced; entries after it are meaningless."""
     accepted: Bool[Tensor, "batch block"]
-    """Whether each draft would be kept, given that those before it are."""
+    """Whether each draft is accepted, provided that all before it are."""
     kept: Int[Tensor, " batch"]
-    """How many tokens stand: the accepted ones up to the first that was rejected, and what replaces it."""
+    """Number of valid tokens: the accepted prefix and the token after it."""
 
 
 def pick(weights: Float[Tensor, "*batch vocab"], uniform: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-    """Draw a token with a probability proportional to its weight: the first whose cumulative weight exceeds uniform.
-
-    Args:
-        weights: not negative, not all 0.
-        uniform: in [0, 1).
+    """Draw a token in proportion to its weight: the first whose cumulative weight exceeds `uniform`, in [0, 1).
 
     Raises:
-        FailedClosed: the weights are all 0 or not finite, and give no distribution.
+        FailedClosed: the weights are all 0 or not finite.
     """
-    cumulative = weights.double().cumsum(dim=-1)  # float32 would round small weights of a large vocabulary away
+    cumulative = weights.double().cumsum(dim=-1)  # float32 loses small weights of a large vocabulary
     total = cumulative[..., -1:]
-    # A comparison that NaN fails, too.
+    # The comparison is also false for NaN.
     check(((total > 0) & total.isfinite()).all(), "the steered probabilities are all 0 or not finite: nothing to draw")
-    # Scaled and cut off below the total: rounding must not pick what comes after the last token with a weight.
+    # Below the total, or rounding could select a token of weight 0 at the end.
     threshold = torch.minimum(uniform.double()[..., None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
 def first_choice(scores: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
-    """The token with the highest score.
+    """Return the token with the highest score.
 
     Raises:
-        FailedClosed: a score is NaN or +inf, or all are −inf; `argmax` would name a token that is ruled out.
+        FailedClosed: a score is NaN or +inf, or all are −inf, where `argmax` would return an excluded token.
     """
     check(scores.amax(dim=-1).isfinite().all(), NO_TOKEN)
     return scores.argmax(dim=-1)
 
 
 def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor, "batch block"]) -> Verdict:
-    """Keep drafts while each is the steered model's first choice; then take that first choice.
+    """Accept drafts while each is the steered model's first choice; then take that first choice.
 
     Args:
-        scores: steered scores after every logits processor, before each draft.
+        scores: processed steered scores before each draft.
         drafts: proposed tokens, −1 for none.
 
     Raises:
-        FailedClosed: of a token that is kept no score is finite; see `first_choice`.
+        FailedClosed: the scores of a valid token are not finite (see `first_choice`).
     """
     tokens = scores.argmax(dim=-1)
     accepted = tokens == drafts
-    kept = _kept(accepted)
-    undecided = torch.arange(drafts.shape[1], device=kept.device) >= kept[:, None]
-    check((scores.amax(dim=-1).isfinite() | undecided).all(), NO_TOKEN)
+    kept = _count_kept(accepted)
+    unused = torch.arange(drafts.shape[1], device=kept.device) >= kept[:, None]
+    check((scores.amax(dim=-1).isfinite() | unused).all(), NO_TOKEN)
     return Verdict(tokens, accepted, kept)
 
 
@@ -85,37 +77,35 @@ def verify_sampled(
     draft_scores: Float[Tensor, "batch block vocab"] | None,
     uniform: Float[Tensor, "batch block 2"],
 ) -> Verdict:
-    """Keep a draft x ~ q with probability min(1, s(x)/q(x)), else draw from max(0, s − q) (Leviathan et al. 2023).
-
-    What is kept is then distributed as s, the steered model after all processors, whatever q is.
+    """Accept a draft x ~ q with probability min(1, s(x)/q(x)), else draw from max(0, s − q) (Leviathan et al. 2023).
 
     Args:
-        scores: log s, steered scores after every logits processor and temperature, before each draft.
+        scores: log s, processed steered scores before each draft.
         drafts: proposed tokens, −1 for none.
-        draft_scores: log q, that they were drawn from; None where each was proposed with certainty.
-        uniform: in [0, 1), one number that accepts and one that draws in place of what was rejected.
+        draft_scores: log q, from which the drafts were drawn; None if each was proposed with certainty.
+        uniform: numbers in [0, 1): the first accepts, the second draws the replacement.
     """
     steered = scores.softmax(dim=-1)
-    at = drafts.clamp(min=0)[..., None]
+    index = drafts.clamp(min=0)[..., None]
     offered = drafts != NONE
     if draft_scores is None:
-        proposed = torch.zeros_like(steered).scatter(-1, at, offered[..., None].to(steered.dtype))
+        proposed = torch.zeros_like(steered).scatter(-1, index, offered[..., None].to(steered.dtype))
     else:
         proposed = draft_scores.softmax(dim=-1)
-    acceptance = uniform[..., 0] * proposed.gather(-1, at).squeeze(-1) < steered.gather(-1, at).squeeze(-1)
+    acceptance = uniform[..., 0] * proposed.gather(-1, index).squeeze(-1) < steered.gather(-1, index).squeeze(-1)
     accepted = offered & acceptance
-    kept = _kept(accepted)
+    kept = _count_kept(accepted)
     last = kept[:, None] - 1
     rows = last[..., None].expand(-1, -1, scores.shape[-1])
-    here = steered.gather(1, rows).squeeze(1)
-    residual = (here - proposed.gather(1, rows).squeeze(1)).clamp(min=0)
-    # Equal distributions leave nothing, and reject nothing but by rounding.
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, here)
+    steered_last = steered.gather(1, rows).squeeze(1)
+    residual = (steered_last - proposed.gather(1, rows).squeeze(1)).clamp(min=0)
+    # If s equals q there is no residual, and only rounding can have rejected the draft.
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, steered_last)
     drawn = pick(residual, uniform[..., 1].gather(1, last).squeeze(1))[:, None]
     tokens = drafts.scatter(1, last, torch.where(accepted.gather(1, last), drafts.gather(1, last), drawn))
     return Verdict(tokens, accepted, kept)
 
 
-def _kept(accepted: Bool[Tensor, "batch block"]) -> Int[Tensor, " batch"]:
-    # The last token of a block stands whether it was drafted or replaced.
+def _count_kept(accepted: Bool[Tensor, "batch block"]) -> Int[Tensor, " batch"]:
+    # The last token of a block is valid whether it was drafted or replaced.
     return accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1

@@ -1,17 +1,13 @@
-"""Rules that apply a divergence to the target's logits, and the setting that names one of them.
-
-Pure tensors in, tensors out: this module knows nothing of models, tokenizers or decoding.
-"""
+"""Steering rules of Divergence Decoding (paper, eq. 1 and 2) and the `Steering` setting that selects one."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import math
 import numbers
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,20 +19,20 @@ from divdec.fail_closed import check
 
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
-UNDEFINED = "the steered logits are NaN or +inf, or rule out every token; nothing is answered from them"
-LARGEST_ALPHA = 1000.0  # beyond it logits overflow, or somebody mistyped
+LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
 ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
+NOT_FINITE = "the steered logits contain NaN or +inf, or exclude every token; no answer is given"
 
 
 def steer_linear(
     target_logits: Float[Tensor, "... vocab"], divergence: Float[Tensor, "... vocab"], alpha: float
 ) -> Float[Tensor, "... vocab"]:
-    """Add the divergence to the target's logits: ℓ_P + α·(ℓ_q − ℓ_p) (paper, eq. 1).
+    """Add the scaled divergence to the target's logits: ℓ_P + α·(ℓ_q − ℓ_p) (paper, eq. 1).
 
     Args:
         target_logits: ℓ_P, of any floating dtype.
         divergence: ℓ_q − ℓ_p over the same vocabulary.
-        alpha: strength; 0 leaves the target as it is, 1 replaces its p by q.
+        alpha: strength; 0 leaves the target unchanged, 1 replaces its p by q.
 
     Returns:
         Steered logits in float32.
@@ -50,82 +46,63 @@ def steer_rank(
     k: int,
     fill: str = "hard",
     eligible: Bool[Tensor, " vocab"] | None = None,
+    *,
+    smallest: Float[Tensor, "... ordered"] | None = None,
+    largest: Float[Tensor, "... top"] | None = None,
 ) -> Float[Tensor, "... vocab"]:
-    """Suppress the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
+    """Mask the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
 
-    Ties in the divergence are resolved by token id, the lowest first, so that results are reproducible.
+    Ties in the divergence are resolved by token id, lowest first.
 
     Args:
         target_logits: ℓ_P, of any floating dtype.
         divergence: ℓ_q − ℓ_p over the same vocabulary.
-        k: how many tokens are suppressed at every position.
-        fill: what a suppressed logit becomes: 'hard' −inf (decoding), 'soft' the k-th largest target logit
-            of the position (likelihoods stay finite).
-        eligible: tokens that may be suppressed at all; every token where it is None.
+        k: number of tokens masked at every position.
+        fill: value of a masked logit: 'hard' is −inf (decoding), 'soft' the k-th largest target logit of the
+            position (likelihoods stay finite).
+        eligible: tokens that may be masked; None for all.
+        smallest: the first entries (more than k) of the eligible divergence in ascending order, if already known.
+        largest: the first entries (at least k) of the target's logits in descending order, if already known.
 
     Returns:
-        Steered logits in float32. A NaN divergence gives NaN logits, never the target's own.
+        Steered logits in float32; all NaN where the divergence contains NaN.
 
     Raises:
         UsageError: k is not between 1 and the number of eligible tokens less one.
     """
-    return _Ranking.of(target_logits, divergence, (k,), eligible).suppress(k, fill)
+    target_logits, ranked = target_logits.float(), divergence.float()
+    check_k(k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
+    undefined = ranked.amax(dim=-1, keepdim=True).isnan()
+    ranked = mask_ineligible(ranked, eligible)
+    if smallest is None:
+        smallest = ranked.topk(k + 1, dim=-1, largest=False).values
+    kth, following = smallest[..., k - 1 : k], smallest[..., k : k + 1]
+    if fill == "soft":
+        largest = target_logits.topk(k, dim=-1).values if largest is None else largest
+        filling = largest[..., k - 1 : k]
+    else:
+        filling = torch.full_like(kth, -math.inf)
+    special = undefined | (kth == following)
+    if special.device.type == "cpu" and not special.any():  # on a GPU the test would cost more than the general case
+        return torch.where(ranked <= kth, filling, target_logits)
+    # Entries below the k-th smallest, then the lowest ids of those equal to it: a stable sort without the sort.
+    below, tied = ranked < kth, ranked == kth
+    if eligible is not None:
+        tied = tied & eligible.to(tied.device)
+    remaining = k - below.sum(dim=-1, keepdim=True)
+    masked = below | (tied & (tied.cumsum(dim=-1) <= remaining))
+    return torch.where(masked, filling, target_logits).masked_fill(undefined, math.nan)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ranking:
-    """The vocabulary's order by divergence, as far as the rank rule needs it, for one or many k."""
-
-    target_logits: Float[Tensor, "... vocab"]
-    ranked: Float[Tensor, "... vocab"]
-    """The divergence, +∞ where a token is not eligible."""
-    smallest: Float[Tensor, "... some"]
-    """The smallest of them in order, one more than the largest k."""
-    undefined: Bool[Tensor, "... 1"]
-    """Where the divergence is NaN somewhere."""
-    eligible: Bool[Tensor, " vocab"] | None
-
-    @classmethod
-    def of(
-        cls,
-        target_logits: Float[Tensor, "... vocab"],
-        divergence: Float[Tensor, "... vocab"],
-        ks: Sequence[int],
-        eligible: Bool[Tensor, " vocab"] | None,
-    ) -> _Ranking:
-        target_logits, ranked = target_logits.float(), divergence.float()
-        for k in ks:
-            check_k(k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
-        undefined = ranked.amax(dim=-1, keepdim=True).isnan()
-        if eligible is not None:
-            ranked = ranked.masked_fill(~eligible.to(ranked.device), math.inf)
-        smallest = ranked.topk(max(ks) + 1, dim=-1, largest=False).values
-        return cls(target_logits, ranked, smallest, undefined, eligible)
-
-    @functools.cached_property
-    def largest(self) -> Float[Tensor, "... some"]:
-        """The largest target logits in order."""
-        return self.target_logits.topk(self.smallest.shape[-1] - 1, dim=-1).values
-
-    def suppress(self, k: int, fill: str) -> Float[Tensor, "... vocab"]:
-        """The target's logits without the first k tokens of the order."""
-        kth, following = self.smallest[..., k - 1 : k], self.smallest[..., k : k + 1]
-        filling = self.largest[..., k - 1 : k] if fill == "soft" else torch.full_like(kth, -math.inf)
-        special = self.undefined | (kth == following)
-        if special.device.type == "cpu" and not special.any():  # on a GPU asking would cost more than the rest
-            return torch.where(self.ranked <= kth, filling, self.target_logits)
-        # All strictly below the k-th smallest, and of those equal to it the first ids: a stable sort's answer
-        # without sorting the vocabulary.
-        below, tied = self.ranked < kth, self.ranked == kth
-        if self.eligible is not None:
-            tied = tied & self.eligible.to(tied.device)
-        open_places = k - below.sum(dim=-1, keepdim=True)
-        suppressed = below | (tied & (tied.cumsum(dim=-1) <= open_places))
-        return torch.where(suppressed, filling, self.target_logits).masked_fill(self.undefined, math.nan)
+def mask_ineligible(
+    divergence: Float[Tensor, "... vocab"], eligible: Bool[Tensor, " vocab"] | None
+) -> Float[Tensor, "... vocab"]:
+    """Set the divergence of ineligible tokens to +inf, so that the rank rule never selects them."""
+    return divergence if eligible is None else divergence.masked_fill(~eligible.to(divergence.device), math.inf)
 
 
 def check_k(k: int, eligible_size: int) -> None:
-    """Refuse a k with which the rank rule would suppress nothing or every eligible token."""
+    """Refuse a k with which the rank rule would mask no eligible token or all of them."""
     if not 1 <= k < eligible_size:
         raise UsageError(
             f"rank rule: k is {k}, but with {eligible_size} eligible tokens it must lie between 1 and "
@@ -135,23 +112,23 @@ def check_k(k: int, eligible_size: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Steering:
-    """Which rule steers the target, and how strongly."""
+    """A steering rule and its strength."""
 
     rule: str = "linear"
-    """'linear' adds α times the divergence; 'rank' suppresses the k tokens that p prefers most over q."""
+    """'linear' adds α times the divergence; 'rank' masks the k tokens that p prefers most over q."""
     alpha: float = 1.0
     """Strength of the linear rule."""
     k: int = 20
-    """How many tokens the rank rule suppresses."""
+    """Number of tokens that the rank rule masks."""
     fill: str = "hard"
-    """What the rank rule sets a suppressed logit to: 'hard' −inf, 'soft' the k-th largest target logit."""
+    """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
-    """Token ids that the rank rule may suppress, ascending; None means every token."""
+    """Token ids that the rank rule may mask, ascending; None for all."""
     allow_negative: bool = False
-    """Whether a negative α, which steers towards the forget set, is accepted."""
+    """Accept a negative α, which steers towards the forget set."""
 
     def __post_init__(self) -> None:
-        # jsonargparse and JSON give whatever a user wrote, so that types alone do not protect.
+        # Values come unchecked from JSON and the command line.
         if self.rule not in RULES:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
@@ -160,47 +137,44 @@ class Steering:
             raise UsageError(f"allow_negative is {self.allow_negative!r}; accepted: true, false")
         if not _is_number(self.alpha, numbers.Real):
             raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
-        try:
-            alpha = float(self.alpha)
-        except OverflowError:
-            alpha = math.inf
-        if not abs(alpha) <= LARGEST_ALPHA:
-            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
-        if alpha < 0 and not self.allow_negative:
+        if not abs(self.alpha) <= LARGEST_ALPHA:
+            raise UsageError(f"alpha is {self.alpha}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
+        if self.alpha < 0 and not self.allow_negative:
             raise UsageError(
-                f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
+                f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
                 "give allow_negative (--allow-negative on the command line) if that is meant"
             )
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
             object.__setattr__(self, "vocabulary", _token_ids(self.vocabulary))
 
     @classmethod
-    def parse(cls, given: Any, *, allow_negative: bool = False) -> Steering:
+    def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
         """Read a setting from a string ('linear:1.5', 'rank:20', 'rank:20:soft'), a mapping or a Steering.
 
         Raises:
-            UsageError: the rule is unknown, its value is not a number or lies out of range.
+            UsageError: the rule is unknown, or its value is not a number or out of range.
         """
-        if isinstance(given, Steering):
-            return given
-        if isinstance(given, Mapping):
-            return cls.from_dict({**given, **({"allow_negative": True} if allow_negative else {})})
-        if not isinstance(given, str):
-            raise UsageError(f"steering is {given!r}; {ACCEPTED}")
-        rule, *values = given.strip().split(":")
+        if isinstance(value, Steering):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict({**value, **({"allow_negative": True} if allow_negative else {})})
+        if not isinstance(value, str):
+            raise UsageError(f"steering is {value!r}; {ACCEPTED}")
+        rule, *values = value.strip().split(":")
         if rule == "linear" and len(values) == 1:
-            return cls(rule="linear", alpha=_number(values[0], given), allow_negative=allow_negative)
+            alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
+            return cls(rule="linear", alpha=alpha, allow_negative=allow_negative)
         if rule == "rank" and len(values) in (1, 2):
-            fill = values[1] if len(values) == 2 else "hard"
-            return cls(rule="rank", k=_whole_number(values[0], given), fill=fill)
-        raise UsageError(f"steering is {given!r}; {ACCEPTED}")
+            k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
+            return cls(rule="rank", k=k, fill=values[1] if len(values) == 2 else "hard")
+        raise UsageError(f"steering is {value!r}; {ACCEPTED}")
 
     def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
-        """Another rule or strength, read from a string, with this setting's eligible vocabulary.
+        """Parse another rule or strength and keep this setting's eligible vocabulary.
 
         Raises:
             UsageError: see `parse`.
@@ -213,28 +187,27 @@ class Steering:
         return f"rank:{self.k}" + (":soft" if self.fill == "soft" else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """The setting as JSON values; the eligible vocabulary becomes a compressed bitmap."""
+        """Convert to JSON values; the eligible vocabulary becomes a compressed bitmap."""
         fields = dataclasses.asdict(self)
         fields["vocabulary"] = None if self.vocabulary is None else _to_bitmap(self.vocabulary)
         return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Steering:
-        """The inverse of `to_dict`; a vocabulary may also be a plain list of token ids.
+        """Read the output of `to_dict`; the vocabulary may also be a list of token ids.
 
         Raises:
-            UsageError: a field is unknown or holds a value that is not accepted.
+            UsageError: a field is unknown or its value is invalid.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(map(str, set(fields) - known)):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")
-        values = dict(fields)
-        vocabulary = values.get("vocabulary")
+        vocabulary = fields.get("vocabulary")
         if isinstance(vocabulary, str):
-            values["vocabulary"] = _from_bitmap(vocabulary)
+            vocabulary = _from_bitmap(vocabulary)
         elif isinstance(vocabulary, list):
-            values["vocabulary"] = tuple(vocabulary)
-        return cls(**values)
+            vocabulary = tuple(vocabulary)
+        return cls(**{**fields, "vocabulary": vocabulary})
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a setting that cannot steer a vocabulary of this size.
@@ -251,7 +224,7 @@ class Steering:
             check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     def eligible(self, vocab_size: int) -> Bool[Tensor, " vocab"] | None:
-        """The eligible vocabulary as a mask over token ids, or None where every token is eligible."""
+        """Return the eligible vocabulary as a mask over token ids; None if every token is eligible."""
         if self.vocabulary is None:
             return None
         mask = torch.zeros(vocab_size, dtype=torch.bool)
@@ -263,79 +236,53 @@ class Steering:
         target_logits: Float[Tensor, "... vocab"],
         divergence: Float[Tensor, "... vocab"],
         eligible: Bool[Tensor, " vocab"] | None = None,
+        **order: Tensor | None,
     ) -> Float[Tensor, "... vocab"]:
-        """Steer the target's logits by this rule; `eligible` is `self.eligible(vocab)`, made once by the caller.
+        """Steer the target's logits by this rule.
+
+        Args:
+            target_logits: ℓ_P, of any floating dtype.
+            divergence: ℓ_q − ℓ_p over the same vocabulary.
+            eligible: `self.eligible(vocab_size)`, if the caller has it already.
+            **order: `smallest` and `largest` of `steer_rank`, if the caller has them already.
+
+        Returns:
+            Steered logits in float32.
 
         Raises:
-            FailedClosed: a steered logit is NaN or +inf, or no token is left.
+            FailedClosed: a steered logit is NaN or +inf, or every token is excluded.
         """
-        if eligible is None:
-            eligible = self.eligible(target_logits.shape[-1])
-        return next(sweep([self], target_logits, divergence, eligible))
-
-
-def sweep(
-    settings: Sequence[Steering],
-    target_logits: Float[Tensor, "... vocab"],
-    divergence: Float[Tensor, "... vocab"],
-    eligible: Bool[Tensor, " vocab"] | None = None,
-) -> Iterator[Float[Tensor, "... vocab"]]:
-    """Steer by one setting after the other, as each would alone; those of the rank rule share one ordering.
-
-    Args:
-        settings: those of the rank rule all have one eligible vocabulary.
-        target_logits: ℓ_P, of any floating dtype.
-        divergence: ℓ_q − ℓ_p over the same vocabulary.
-        eligible: that vocabulary as a mask, where there is one.
-
-    Yields:
-        Steered logits of each setting, in float32.
-
-    Raises:
-        FailedClosed: a steered logit is NaN or +inf, or no token is left.
-    """
-    ks = [setting.k for setting in settings if setting.rule == "rank"]
-    ranking = _Ranking.of(target_logits, divergence, ks, eligible) if ks else None
-    for setting in settings:
-        if ranking is not None and setting.rule == "rank":
-            steered = ranking.suppress(setting.k, setting.fill)
+        if self.rule == "rank":
+            eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
+            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, **order)
         else:
-            steered = steer_linear(target_logits, divergence, setting.alpha)
-        # The largest is NaN where any is. A choice among tokens that are all ruled out would be the first of them.
-        check(steered.detach().amax(dim=-1).isfinite().all(), UNDEFINED)
-        yield steered
+            steered = steer_linear(target_logits, divergence, self.alpha)
+        # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.
+        check(steered.detach().amax(dim=-1).isfinite().all(), NOT_FINITE)
+        return steered
 
 
 def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _token_ids(given: Any) -> tuple[int, ...]:
-    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-    ids: list[Any] = list(given) if listed else []
-    if not listed or not all(type(token) is int or _is_number(token, numbers.Integral) for token in ids):
+def _token_ids(value: Any) -> tuple[int, ...]:
+    ids: list[Any] = [None] if isinstance(value, str | bytes | Mapping) else list(value)
+    if not all(type(token) is int or _is_number(token, numbers.Integral) for token in ids):
         raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
     if not ids or min(ids) < 0:
         raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")
     return tuple(sorted({int(token) for token in ids}))
 
 
-def _number(text: str, given: str) -> float:
+def _parse_number(text: str, kind: type[Any], problem: str) -> Any:
     try:
-        return float(text.replace("_", "?"))  # Python reads 1_5 as 15, which nobody means here
+        return kind(text.replace("_", "?"))  # Python reads 1_5 as 15
     except ValueError:
-        raise UsageError(f"alpha in {given!r} is not a number; {ACCEPTED}") from None
+        raise UsageError(f"{problem}; {ACCEPTED}") from None
 
 
-def _whole_number(text: str, given: str) -> int:
-    try:
-        return int(text.replace("_", "?"))
-    except ValueError:
-        raise UsageError(f"k in {given!r} is not a whole number; {ACCEPTED}") from None
-
-
-def _to_bitmap(ids: Iterable[int]) -> str:
-    ids = list(ids)
+def _to_bitmap(ids: tuple[int, ...]) -> str:
     bits = bytearray(ids[-1] // 8 + 1)
     for token in ids:
         bits[token // 8] |= 1 << token % 8
@@ -347,4 +294,4 @@ def _from_bitmap(text: str) -> tuple[int, ...]:
         bits = zlib.decompress(base64.b64decode(text, validate=True))
     except (ValueError, zlib.error):
         raise UsageError("the eligible vocabulary of the rank rule is not a readable bitmap") from None
-    return tuple(8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+    return tuple(8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.decoding import loop
+from divdec.decoding import speculative
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import FailedClosed
@@ -315,12 +315,12 @@ def test_samples_follow_the_steered_distribution(tiny, rule, drafter, seed):
 
 
 def test_a_wrong_acceptance_rule_is_found_out(tiny, monkeypatch):
-    right = loop.verify_sampled
+    right = speculative.verify_sampled
 
     def wrong(scores, drafts, draft_scores, uniform):
         return right(scores, drafts, draft_scores, uniform * torch.tensor([0.5, 1.0]))  # accepts too often
 
-    monkeypatch.setattr(loop, "verify_sampled", wrong)
+    monkeypatch.setattr(speculative, "verify_sampled", wrong)
     tiny.steering = "linear:0.7"
     answers = sampled(tiny, [3, 2], 6000, 0, temperature=1.3, speculative=Speculation(2))
     assert p_value(answers, exact(tiny, [3, 2], 1.3)) < 0.001

@@ -546,7 +546,7 @@ class TestSteered:
     def test_speculation_looks_tokens_up_and_answers_the_same(
         self, repeating, tokenizers, caplog, monkeypatch, count, drafter
     ):
-        monkeypatch.setattr(drafters, "_told", set())  # it is said once in a process
+        monkeypatch.setattr(drafters, "_warned", set())  # it is said once in a process
         ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 2 for text in TEXTS[:count]])
         options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
         plain = repeating.generate(input_ids=ids, **options)
@@ -559,7 +559,7 @@ class TestSteered:
                 assert_same_answers(repeating, prompts, found, plain, padding=0)
         assert statistics.drafter == "lookup"
         assert 0 < statistics.acceptance_rate < 1
-        told = [record for record in caplog.records if "what the text itself repeats" in record.message]
+        told = [record for record in caplog.records if "repetitions in the text" in record.message]
         assert len(told) == (drafter == "auto")
 
     @pytest.mark.parametrize("drafter", ["retain", "steered"])

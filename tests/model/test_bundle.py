@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
-from divdec.serving.vllm.parts import EngineOptions, read_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from exactness import assert_close
 
 IDS = torch.tensor([[5, 9, 200, 31]])
@@ -433,7 +433,9 @@ class TestLoadingRefuses:
     def test_nothing_at_all(self, tmp_path):
         with pytest.raises(UsageError, match=r"no config\.json"):
             DivergenceForCausalLM.from_pretrained(tmp_path)
-        with pytest.raises(UsageError, match=r"not a local folder, and the hub's cache has it not.*check the path"):
+        with pytest.raises(
+            UsageError, match=r"not a local folder, and not in the local Hugging Face cache.*check the path"
+        ):
             DivergenceForCausalLM.from_pretrained("nobody/nothing", local_files_only=True)
         with pytest.raises(UsageError, match="not a folder"):
             DivergenceForCausalLM.from_pretrained(tmp_path / "missing")

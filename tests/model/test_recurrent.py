@@ -134,14 +134,14 @@ def test_remote_experts_with_a_state_read_anew():
 
 def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, tmp_path):
     from divdec import write_bundle
-    from divdec.serving.vllm.parts import EngineOptions, check_whole, read_parts
+    from divdec.serving.vllm.configuration import EngineOptions, check_weights_complete, read_parts
 
     tiny_architecture("falcon_h1", vocab_size=512).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     pair = {f"{name}_auxiliary": str(checkpoints / name) for name in ("retain", "forget")}
     bundle = write_bundle(tmp_path / "bundle", target=str(tmp_path / "target"), **pair, steering="linear:1")
     with pytest.raises(UsageError, match=r"target .* has a recurrent state .falcon_h1"):
-        check_whole(read_parts(str(bundle), None, EngineOptions()))
+        check_weights_complete(read_parts(str(bundle), None, EngineOptions()))
 
 
 def refusal(work):

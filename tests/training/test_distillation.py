@@ -24,7 +24,7 @@ from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_folder import write_pair
-from divdec.model.vocabularies import vocabulary_sha256
+from divdec.model.checkpoint import vocabulary_sha256
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (

@@ -58,8 +58,8 @@ def _answers(
     from transformers import set_seed
 
     from divdec.data.formatting import Format, encode_prompts, padding_id
+    from divdec.decoding.text import answer_text, token_text
     from divdec.evaluation.generation import left_padded
-    from divdec.serving.engine.text import answer_text, token_text
 
     set_seed(settings.seed)
     form = Format(system_prompt=settings.system_prompt)

@@ -54,8 +54,14 @@ def run(settings: Settings) -> None:
     from divdec.data.records import overlap, read_records
     from divdec.experts.ngram_fit import check_order
     from divdec.experts.ngram_folder import is_pair, write_pair
-    from divdec.model.checkpoint import CheckpointReference, check_apart, load_config, load_tokenizer
-    from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
+    from divdec.model.checkpoint import (
+        CheckpointReference,
+        check_apart,
+        load_config,
+        load_tokenizer,
+        vocabulary_sha256,
+        vocabulary_width,
+    )
     from divdec.runs import RECORD, check_output, output_folder, record, write_json
 
     quiet()

@@ -1,1 +1,1 @@
-"""How a steered model decodes: lossless self-speculation."""
+"""Decoding with a steered model: logits processors, lossless speculative decoding, and text from tokens."""

@@ -1,6 +1,6 @@
-"""What proposes tokens before the target is asked: an auxiliary, the pair at small scale, n-grams, the text itself.
+"""Drafters of speculative decoding: an auxiliary, the pair at small scale, n-grams, or the text itself.
 
-Whatever they propose, what is kept follows the steered model; they decide only how much of a draft is kept.
+A drafter decides how many tokens are accepted, never which tokens an answer has.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns
 
 DRAFTERS = ("auto", "retain", "steered", "ngram", "lookup")
-LONGEST_MATCH = 3  # tokens of the newest text that are looked for earlier in it
+MAX_MATCH = 3  # tokens of the text's end that are searched for in it
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclasses.dataclass
 class Block:
-    """What a drafter may know: the sequences that go on, and the columns that it is to fill."""
+    """Columns to draft, and what a drafter may read."""
 
     size: int
-    """How many tokens are drafted; all but the last are judged by the target in one pass."""
+    """Number of tokens to draft; the target reads all but the last."""
     last: Int[Tensor, "rows 1"]
     """The newest token of each sequence, which no model has read yet."""
     mask: Int[Tensor, "rows past_and_block"] | None
     positions: Int[Tensor, "rows block"]
     cache: Cache
-    """The experts'."""
+    """The experts' cache."""
     vocab_size: int
     choose: Callable[[int, Float[Tensor, "rows 1 vocab"]], tuple[Int[Tensor, "rows 1"], Float[Tensor, "rows 1 vocab"]]]
-    """Given a place in the block and logits: a token drawn after all processors, and the scores it was drawn from."""
+    """Draws a token from logits at a step of the block; returns it with the processed scores."""
     texts: Callable[[], list[np.ndarray]]
-    """All tokens of each sequence, padding left out, int64 [tokens]."""
+    """Returns all tokens of each sequence without padding, int64 [tokens]."""
 
     def mask_until(self, step: int) -> Int[Tensor, "rows past_and_step"] | None:
-        """The mask of what has been read once the block's token `step` is."""
+        """Return the attention mask up to the input of a step."""
         return None if self.mask is None else self.mask[:, : self.mask.shape[1] - self.size + step + 1]
 
 
@@ -59,17 +59,17 @@ Draft = tuple[Int[Tensor, "rows block"], Float[Tensor, "rows block vocab"] | Non
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes the tokens of a block, the last of which is never read by anybody."""
+    """Proposes the tokens of a block."""
 
     name: str
 
     def draft(self, block: Block) -> Draft:
-        """Tokens (−1 for none), and the scores that they were drawn from; None where they were not drawn."""
+        """Return tokens (−1 for none) and the scores they were drawn from; None if they were not drawn."""
         ...
 
 
 class NeuralDrafter:
-    """An auxiliary goes ahead alone and its logits are kept, so that it reads nothing twice; or both do."""
+    """Drafts with q, or with p steered by q and p; their logits are kept, so that verification reads nothing twice."""
 
     def __init__(self, pair: NeuralPair, cache_of: Callable[[Cache], PairCache], steering: Steering | None) -> None:
         self.name = "retain" if steering is None else "steered"
@@ -78,7 +78,7 @@ class NeuralDrafter:
         self._steering = steering
 
     def draft(self, block: Block) -> Draft:
-        """What q prefers; with a steering, what q, p and the rule prefer with p in the place of the target."""
+        """Draw each token of the block from q, or with a steering from the rule applied to p instead of the target."""
         tokens, scores, token = [], [], block.last
         cache = self._cache_of(block.cache)
         for step in range(block.size):
@@ -94,9 +94,9 @@ class NeuralDrafter:
 
 
 class TextDrafter:
-    """What followed the newest tokens before: in q's n-grams where there are any, else in the text itself.
+    """Drafts the most frequent continuation in q's n-grams, if there are any, or the latest one in the text.
 
-    A proposal depends on the tokens before it alone, and not on where a block begins.
+    A draft depends on the tokens before it, not on where its block begins.
     """
 
     def __init__(self, ngrams: StupidBackoff | None = None) -> None:
@@ -104,19 +104,17 @@ class TextDrafter:
         self._ngrams = ngrams
 
     def draft(self, block: Block) -> Draft:
-        """The most frequent continuation in the n-grams, or the latest in the text."""
+        """Continue each text, up to the first token without a known continuation."""
         texts = block.texts()
-        found = np.full((len(texts), block.size), NONE, dtype=np.int64)
+        drafts = np.full((len(texts), block.size), NONE, dtype=np.int64)
         for row, text in enumerate(texts):
-            text = np.concatenate([text, np.zeros(block.size, dtype=np.int64)])
+            extended = np.concatenate([text, np.zeros(block.size, dtype=np.int64)])
             for step in range(block.size):
-                known = text[: len(text) - block.size + step]
-                token = self._next(known)
+                token = self._next(extended[: len(text) + step])
                 if not 0 <= token < block.vocab_size:
-                    break  # what comes next is not known, so neither is what follows it
-                found[row, step] = text[len(known)] = token
-        tokens = torch.from_numpy(found).to(block.last.device)
-        return tokens, None
+                    break
+                drafts[row, step] = extended[len(text) + step] = token
+        return torch.from_numpy(drafts).to(block.last.device), None
 
     def _next(self, text: np.ndarray) -> int:
         if self._ngrams is not None and (token := self._ngrams.likeliest(text)) != PADDING:
@@ -125,24 +123,24 @@ class TextDrafter:
 
 
 def repeated(text: np.ndarray) -> int:
-    """What followed the latest earlier place that ends like the text, the longest likeness first; −1 for none."""
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+    """Return the token after the latest earlier occurrence of the text's longest repeated end; −1 for none."""
+    for length in range(min(MAX_MATCH, len(text) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)
-        places = np.flatnonzero((windows == text[-length:]).all(axis=1))
-        if len(places):
-            return int(text[places[-1] + length])
+        matches = np.flatnonzero((windows == text[-length:]).all(axis=1))
+        if len(matches):
+            return int(text[matches[-1] + length])
     return NONE
 
 
 def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Takedowns | None = None) -> Drafter:
-    """The drafter of that name; 'auto' takes the best that these experts have, and says when that is not q.
+    """Create a drafter; 'auto' selects the best that the experts offer, and warns once if it is not q.
 
-    Without n-gram experts the n-grams of a registry's retain set draft.
+    Without n-gram experts, the n-grams of a registry's retain set are used.
 
     Raises:
-        UsageError: the experts have nothing that could draft so.
+        UsageError: the experts lack what the drafter needs.
     """
-    pair, ngrams = _pair_of(experts), _ngrams_of(experts, takedowns)
+    pair, ngrams = _find_pair(experts), _find_ngrams(experts, takedowns)
     if name in ("retain", "steered") and pair is None:
         raise UsageError(
             f"drafter {name!r} needs auxiliaries with the target's own tokens, which these experts do not have; "
@@ -153,33 +151,34 @@ def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Takedow
     if pair is not None and name in ("auto", "retain", "steered"):
         return NeuralDrafter(*pair, steering if name == "steered" else None)
     drafter = TextDrafter(ngrams if name != "lookup" else None)
-    if name == "auto" and drafter.name not in _told:
-        _told.add(drafter.name)
-        what = "q's n-grams propose" if ngrams is not None else "what the text itself repeats is proposed as"
-        _log.warning("no auxiliary has the target's own tokens to draft with: %s the next tokens", what)
+    if name == "auto" and drafter.name not in _warned:
+        _warned.add(drafter.name)
+        source = "q's n-grams" if ngrams is not None else "repetitions in the text"
+        _log.warning("no auxiliary has the target's own tokens: drafts come from %s", source)
     return drafter
 
 
-def _pair_of(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] | None:
+def _find_pair(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] | None:
+    """Return the neural pair among the experts, and a function that finds its cache in theirs."""
     if isinstance(experts, NeuralPair):
         return experts, lambda cache: cache  # pyright: ignore[reportReturnType]
-    for place, part in enumerate(_parts_of(experts)):
-        if isinstance(part, NeuralPair):
+    for index, member in enumerate(_members(experts)):
+        if isinstance(member, NeuralPair):
 
-            def cache_of(cache: Cache, place: int = place) -> PairCache:
+            def cache_of(cache: Cache, index: int = index) -> PairCache:
                 assert isinstance(cache, CombinedCache)
-                return cache.caches[place]  # pyright: ignore[reportReturnType]
+                return cache.caches[index]  # pyright: ignore[reportReturnType]
 
-            return part, cache_of
+            return member, cache_of
     return None
 
 
-def _ngrams_of(experts: Any, takedowns: Takedowns | None) -> StupidBackoff | None:
-    for part in (experts, *_parts_of(experts)):
-        if isinstance(part, NgramPair):
-            return part.retain
+def _find_ngrams(experts: Any, takedowns: Takedowns | None) -> StupidBackoff | None:
+    for member in (experts, *_members(experts)):
+        if isinstance(member, NgramPair):
+            return member.retain
     return None if takedowns is None else takedowns.retain
 
 
-def _parts_of(experts: Any) -> Sequence[Any]:
+def _members(experts: Any) -> Sequence[Any]:
     return experts.parts if isinstance(experts, CombinedExperts) else ()

@@ -1,4 +1,4 @@
-"""Logits processors that cannot bring back what the rule has suppressed."""
+"""Logits processors after which a token that the rule suppresses stays suppressed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from divdec.fail_closed import check
 from divdec.sampling import NO_TOKEN
 
 REMEMBERING = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-"""Processors that follow one answer from token to token, and cannot go back or follow another."""
+"""Processors with a state that follows one sequence token by token."""
 
 
 class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     """Classifier-free guidance, `log s(unconditional) + scale · (log s(conditional) − log s(unconditional))`.
 
-    s is the steered model both times (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that steering
-    suppresses in either of the two stays suppressed; the difference would be infinite, or no number.
+    s is the steered model in both terms (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that
+    steering suppresses in either term stays suppressed, because the difference would be infinite or NaN.
     """
 
     @classmethod
     def of(cls, processor: Any) -> Any:
-        """Transformers' own guidance as this one; any other processor as it is."""
+        """Convert transformers' own guidance to this class; return other processors unchanged."""
         if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
             return processor
         guidance = cls.__new__(cls)
@@ -41,7 +41,7 @@ class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """Guide one step."""
+        """Return guided scores for the next token."""
         conditional = scores.log_softmax(dim=-1)
         unconditional = self.get_unconditional_logits(input_ids)[:, -1].to(scores).log_softmax(dim=-1)
         suppressed = (conditional == -torch.inf) | (unconditional == -torch.inf)
@@ -55,10 +55,10 @@ class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 
 
 class SteeredProcessors(LogitsProcessorList):
-    """Logits processors after which a suppressed token is still suppressed and there is a token to choose.
+    """List of logits processors that keeps suppressed tokens at −inf and fails if no token is left.
 
-    A processor may give any score to any token: transformers' own revive tokens where all others are ruled out, or
-    make NaN of −inf, and `argmax` would then choose them.
+    Processors can assign any score: some of transformers' own raise −inf where all other tokens are excluded, or turn
+    it into NaN, which `argmax` would choose.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class SteeredProcessors(LogitsProcessorList):
         ends: Int[Tensor, " ends"] | None = None,
         num_beams: int = 1,
     ) -> None:
-        """Take processors.
+        """Create the list.
 
         Args:
-            processors: in the order in which they are applied.
-            prompt_length: how many tokens stand before an answer.
-            ends: tokens that end an answer; nothing is chosen after them.
-            num_beams: how many rows each prompt has; one of them must have a token to choose.
+            processors: in order of application.
+            prompt_length: number of tokens before the answer.
+            ends: ids of end tokens; rows that contain one need no further token.
+            num_beams: rows per prompt, of which one must have a token left.
         """
         super().__init__(map(ClassifierFreeGuidance.of, processors))
         self._prompt_length, self._ends, self._num_beams = prompt_length, ends, num_beams
@@ -82,12 +82,12 @@ class SteeredProcessors(LogitsProcessorList):
     def __call__(
         self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"], **kwargs: Any
     ) -> Float[Tensor, "rows vocab"]:
-        """Processed scores.
+        """Process scores.
 
         Raises:
-            FailedClosed: a processor gave NaN or +inf, or no token is left.
+            FailedClosed: a processed score is NaN or +inf, or no token is left.
         """
-        if not self:  # the steered logits themselves are checked where they are made
+        if not self:  # `Steering.apply` has checked the logits
             return scores
         suppressed = scores == -torch.inf
         processed = keep_suppressed(super().__call__(input_ids, scores, **kwargs), suppressed)  # pyright: ignore[reportArgumentType]
@@ -101,10 +101,10 @@ class SteeredProcessors(LogitsProcessorList):
 
 
 def keep_suppressed(scores: Tensor, suppressed: Tensor) -> Tensor:
-    """Processed scores, −inf where a token was suppressed before.
+    """Reset suppressed tokens to −inf after processing.
 
     Raises:
-        UsageError: a processor gave scores of another shape.
+        UsageError: a processor changed the shape of the scores.
     """
     if scores.shape != suppressed.shape:
         raise UsageError(

@@ -1,7 +1,6 @@
-"""Lossless self-speculation: q drafts, the target and p judge several tokens in one pass.
+"""Lossless speculative decoding: a drafter proposes tokens, the steered model verifies several in one pass.
 
-What comes out is distributed as the steered model is: greedy answers are those of plain decoding token for token,
-sampled ones follow the same distribution (paper, eq. 1 and 2, with the acceptance rule of Leviathan et al. 2023).
+Greedy answers equal those of plain decoding; sampled ones follow the same distribution (Leviathan et al. 2023).
 """
 
 from __future__ import annotations
@@ -9,33 +8,41 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import time
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
-from divdec.decoding.drafters import DRAFTERS
-from divdec.decoding.loop import Decoding
+from divdec.decoding.batch import SpeculativeBatch
+from divdec.decoding.drafters import DRAFTERS, Block, make_drafter
 from divdec.decoding.processors import REMEMBERING
-from divdec.decoding.statistics import SpeculationStatistics
+from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.experts.forward import stateful_types
 from divdec.experts.shifting import holds_tokens
+from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
+
+MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
+_CHUNK = 64  # positions for which random numbers are drawn at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """How to speculate; `model.generate(…, speculative=Speculation(…))`, or True for this as it is, or γ alone."""
+    """Settings of `model.generate(…, speculative=…)`, which also takes True (the defaults) or γ alone."""
 
     gamma: int | None = None
-    """How many tokens are drafted at a time; None follows the measured acceptance and time."""
+    """Number of drafted tokens γ; None adapts it to the measured acceptance rate and time."""
     drafter: str = "auto"
-    """'retain' (q), 'steered' (q, p and the rule at small scale), 'ngram', 'lookup' (what the text repeats), 'auto'."""
+    """'retain' (q), 'steered' (p steered by q and p), 'ngram', 'lookup' (repetitions in the text) or 'auto'."""
     statistics: SpeculationStatistics | None = None
-    """Counts what is done, where it is given; every pass is then timed."""
+    """Collects acceptance and timings; every forward pass is then timed."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and (type(self.gamma) is not int or self.gamma < 1):
@@ -44,23 +51,159 @@ class Speculation:
             raise UsageError(f"drafter is {self.drafter!r}; accepted: {', '.join(DRAFTERS)}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """For `custom_generate`, which takes what can be called; a steered model's `generate` knows it by its type."""
+        """Raise an error: `custom_generate` requires a callable, but a steered model handles this type itself."""
         raise UsageError("a Speculation is for a steered model's generate(); this model has no experts to draft with")
 
     @classmethod
-    def of(cls, given: Any) -> Speculation:
-        """Read what `generate` was given.
+    def of(cls, value: Any) -> Speculation:
+        """Convert the argument `speculative` of `generate`.
 
         Raises:
             UsageError: it is neither True, a number of tokens nor a Speculation.
         """
-        if isinstance(given, Speculation):
-            return given
-        if given is True:
+        if isinstance(value, Speculation):
+            return value
+        if value is True:
             return cls()
-        if type(given) is int:
-            return cls(gamma=given)
-        raise UsageError(f"speculative is {given!r}; accepted: True, a number of tokens to draft, a Speculation")
+        if type(value) is int:
+            return cls(gamma=value)
+        raise UsageError(f"speculative is {value!r}; accepted: True, a number of tokens to draft, a Speculation")
+
+
+class SpeculativeDecoder:
+    """Decodes a batch in blocks of drafted and verified tokens.
+
+    Attributes:
+        batch: the sequences and their cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Int[Tensor, "batch tokens"],
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        speculation: Speculation,
+        *,
+        streamer: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        self.batch = SpeculativeBatch(model, input_ids, processors, criteria, config, model_kwargs, streamer)
+        self.drafter = make_drafter(speculation.drafter, model.experts, model.steering, model.takedowns)
+        self._gamma, self._statistics, self._samples = speculation.gamma, speculation.statistics, config.do_sample
+        self._controller = _draft_length_controller(model, self.drafter.name, len(input_ids))
+        self._random = PositionalRandom(len(input_ids), input_ids.device, seed)
+        if self._statistics is not None:
+            self._statistics.drafter = self.drafter.name
+
+    def prefill(self) -> None:
+        """Read the prompts, and choose the first token of each answer."""
+        batch = self.batch
+        rows, logits = batch.active, batch.read_prompts()
+        scores = batch.processors(rows, logits)
+        if self._samples:
+            tokens = pick(scores.softmax(dim=-1), self._random(rows, [0] * len(rows), 1)[..., 2])
+        else:
+            tokens = first_choice(scores)
+        batch.accept(tokens, [1] * len(rows), logits, scores)
+        batch.drop_finished_rows(rows)
+        batch.stream()
+
+    def step(self) -> None:
+        """Draft γ tokens, verify them in one pass, and accept a prefix and one more token (algorithm 1)."""
+        started = time.perf_counter()
+        batch = self.batch
+        rows, sequences = batch.active, batch.sequences
+
+        # Draft: gamma tokens, and one column for the token that the steered model adds itself.
+        room = min(batch.config.max_length - sequences.lengths[row] for row in rows)
+        gamma = self._controller.choose() if self._gamma is None else self._gamma
+        block = self._block(min(gamma + 1, room))
+        batch.cache.activate_past_recording()  # sliding windows cannot be rolled back otherwise
+        drafts, draft_scores = self.drafter.draft(block)
+
+        # Verify: one pass over the newest token and all drafts but the last. A missing draft is read as token 0.
+        read = drafts.clamp(min=0)
+        if batch.processors.reads_tokens:
+            sequences.write(rows, read)
+        logits = batch.forward(torch.cat([block.last, read[:, :-1]], dim=1), block.mask, block.positions)
+        scores = batch.processors(rows, logits, drafts=drafts)
+        if self._samples:
+            uniform = self._random(rows, batch.generated(), block.size)[..., 1:]
+            verdict = verify_sampled(scores, drafts, draft_scores, uniform)
+        else:
+            verdict = verify_greedy(scores, drafts)
+
+        # Accept: the cache then drops what was read and rejected.
+        accepted, kept = verdict.accepted.tolist(), verdict.kept.tolist()  # waits for the GPU
+        if not (len(kept) == 1 or batch.cache.can_shift_rows):
+            kept = [min(kept)] * len(kept)
+        batch.mask = block.mask
+        grown = batch.accept(verdict.tokens, kept, logits, scores)
+        batch.roll_back(rows, [block.size - number for number in grown])
+        batch.stream()  # last, so that a streamer that stops decoding leaves the cache consistent
+        self._record_statistics(block.size - 1, accepted, grown, time.perf_counter() - started)
+
+    def _block(self, size: int) -> Block:
+        batch = self.batch
+        steps = torch.arange(size, device=batch.sequences.ids.device)[None]
+        if batch.mask is None:
+            mask, positions = None, batch.cache.check_length() + steps
+        else:
+            batch.cache.check_length()
+            mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.active), size)], dim=1)
+            positions = batch.mask.long().sum(dim=1, keepdim=True) + steps
+        last, vocab_size = batch.sequences.last(batch.active), batch.model.vocab_size
+        return Block(size, last, mask, positions, batch.cache.experts, vocab_size, self._choose, batch.texts)
+
+    def _choose(self, step: int, logits: Float[Tensor, "rows 1 vocab"]) -> tuple[Tensor, Tensor]:
+        """Draw a drafted token, and return it with the scores that it was drawn from."""
+        batch = self.batch
+        scores = batch.processors(batch.active, logits.to(batch.sequences.ids.device), offset=step)
+        if self._samples:
+            positions = [number + step for number in batch.generated()]
+            token = pick(scores.softmax(dim=-1), self._random(batch.active, positions, 1)[..., 0])
+        else:
+            token = scores.argmax(dim=-1)
+        if batch.processors.reads_tokens:
+            batch.sequences.write(batch.active, token, offset=step)
+        return token, scores
+
+    def _record_statistics(self, drafted: int, accepted: list[list[bool]], grown: list[int], seconds: float) -> None:
+        """Count drafts up to the first rejected one, and none after an answer's end."""
+        right = [_true_prefix(row[:number]) for row, number in zip(accepted, grown, strict=True)]
+        self._controller.record(drafted, sum(right), sum(grown), seconds)
+        if self._statistics is not None:
+            self._statistics.count(drafted, right, grown)
+
+
+class PositionalRandom:
+    """Uniform random numbers by row and position, independent of how positions are grouped into blocks."""
+
+    def __init__(self, rows: int, device: torch.device, seed: int | None = None) -> None:
+        """Create a source of random numbers.
+
+        Args:
+            rows: number of sequences.
+            device: device of the numbers.
+            seed: None draws one from the global generator, at the first call.
+        """
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self._device = device
+        self._rows = rows
+        self._drawn = torch.empty(rows, 0, 3, dtype=torch.float64, device=device)
+
+    def __call__(self, rows: Sequence[int], positions: Sequence[int], size: int) -> Float[Tensor, "rows size 3"]:
+        """Return numbers that draft, accept and replace, for `size` positions from each row's position."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        while self._drawn.shape[1] < max(positions) + size:
+            more = torch.rand(self._rows, _CHUNK, 3, generator=self._generator, dtype=torch.float64)
+            self._drawn = torch.cat([self._drawn, more.to(self._device)], dim=1)
+        columns = torch.tensor(positions)[:, None] + torch.arange(size)[None]
+        return self._drawn[torch.tensor(rows)[:, None], columns]
 
 
 def speculate(
@@ -74,37 +217,46 @@ def speculate(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "batch all_tokens"]:
-    """Decode as `GenerationMixin._sample` does, with the same arguments and the same result.
+    """Decode with the arguments and the result of `GenerationMixin._sample`.
 
     Raises:
-        UsageError: what was asked for cannot be speculated on.
+        UsageError: an argument is not supported with speculation.
     """
-    _check(model, input_ids, generation_config, model_kwargs, logits_processor, synced_gpus)
+    config, cache = generation_config, model_kwargs.get("past_key_values")
+    if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
+        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+    if config.output_attentions or config.output_hidden_states:
+        raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")
+    if synced_gpus:
+        raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
+    if cache is None:
+        raise UsageError("speculation goes back in the cache: leave use_cache on")
+    check_cache(cache, model)
+    check_processors(logits_processor, "speculation")
+    decoder = SpeculativeDecoder(
+        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs, speculation, streamer=streamer
+    )
     statistics = speculation.statistics
-    decoding = Decoding(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
-        gamma=speculation.gamma, drafter=speculation.drafter, statistics=statistics, streamer=streamer,
-    )  # fmt: skip
     timed = statistics.timed(model.target, model.experts) if statistics else contextlib.nullcontext()
-    with decoding.leaving_the_cache_whole():
-        decoding.prefill()
+    with decoder.batch.restore_cache_on_error():
+        decoder.prefill()
         with timed:
-            while decoding.active:
-                decoding.step()
+            while decoder.batch.active:
+                decoder.step()
     if streamer is not None:
         streamer.end()
-    return decoding.result()
+    return decoder.batch.result()
 
 
 def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -> None:
-    """Refuse a search that is not made token by token, before anything is prepared for it.
+    """Refuse searches other than greedy decoding and sampling.
 
     Args:
-        generation_config: the model's own.
-        options: what `generate` was given.
+        generation_config: the model's.
+        options: arguments of `generate`.
 
     Raises:
-        UsageError: beams, contrastive or assisted search.
+        UsageError: names the search.
     """
     config = copy.deepcopy(options.get("generation_config") or generation_config)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
@@ -117,7 +269,7 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
 
 
 def check_processors(processors: LogitsProcessorList, search: str) -> None:
-    """Refuse processors that follow one answer token by token, where a search tries several or goes back.
+    """Refuse processors with a state that follows one sequence, for searches that try several or go back.
 
     Raises:
         UsageError: names the processor.
@@ -128,34 +280,26 @@ def check_processors(processors: LogitsProcessorList, search: str) -> None:
 
 
 def check_cache(cache: Cache, model: Any) -> None:
-    """Refuse a model whose cache cannot be gone back in exactly.
+    """Refuse a model with a recurrent state (linear attention), whose cache cannot be rolled back exactly.
 
     Raises:
-        UsageError: a part has a recurrent state (linear attention), which sums up its tokens.
+        UsageError: names the model type.
     """
-    found = stateful_types(model.target, model.experts)
-    if found or not all(map(holds_tokens, cache.layers)):
+    types = stateful_types(model.target, model.experts)
+    if types or not all(map(holds_tokens, cache.layers)):
         raise UsageError(
-            f"speculation is not offered for models with a recurrent state ({', '.join(found) or 'convolutions'}): "
+            f"speculation is not offered for models with a recurrent state ({', '.join(types) or 'convolutions'}): "
             "leave it out"
         )
 
 
-def _check(
-    model: Any,
-    input_ids: Int[Tensor, "batch tokens"],
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    processors: LogitsProcessorList,
-    synced_gpus: bool,
-) -> None:
-    if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
-        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
-    if config.output_attentions or config.output_hidden_states:
-        raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")
-    if synced_gpus:
-        raise UsageError("speculation is not offered where processes generate in step (FSDP, DeepSpeed ZeRO 3)")
-    if model_kwargs.get("past_key_values") is None:
-        raise UsageError("speculation goes back in the cache: leave use_cache on")
-    check_cache(model_kwargs["past_key_values"], model)
-    check_processors(processors, "speculation")
+def _true_prefix(values: Sequence[bool]) -> int:
+    return values.index(False) if False in values else len(values)
+
+
+_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
+
+
+def _draft_length_controller(model: Any, drafter: str, rows: int) -> DraftLengthController:
+    """Return the controller that earlier calls with this model have trained, or a new one."""
+    return _CONTROLLERS.setdefault(model, {}).setdefault((drafter, rows), DraftLengthController(MAX_DRAFT_LENGTH))

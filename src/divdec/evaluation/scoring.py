@@ -19,9 +19,10 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
 from divdec.evaluation.passes import Forward, Pass, passes
 from divdec.evaluation.sharding import together
+from divdec.evaluation.sweep_ordering import sweep
 from divdec.experts.forward import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.steering import Steering, sweep
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -12,7 +12,7 @@ from divdec.imaging.layout import LAYOUT, ImageLayout, load_layout
 from divdec.imaging.sampling import check_model
 from divdec.model.bundle import is_bundle
 from divdec.model.checkpoint import CheckpointReference, check_plain, load_model
-from divdec.model.loading import find_bundle, places_of, read_config
+from divdec.model.loading import find_bundle, part_paths, read_config
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ def parts_of(reference: str) -> list[Path]:
         return []
     if not is_bundle(given):
         return [given]
-    return [given, *places_of(given, read_config(given), verify=False, local_files_only=False).values()]
+    return [given, *part_paths(given, read_config(given), verify=False, local_files_only=False).values()]
 
 
 def image_folder(folder: Path) -> Path:
     """Where the layout and the codec of a model or a bundle lie: in its folder, else in its target's."""
     if (folder / LAYOUT).is_file() or not is_bundle(folder):
         return folder
-    return places_of(folder, read_config(folder), verify=False, local_files_only=False)["target"]
+    return part_paths(folder, read_config(folder), verify=False, local_files_only=False)["target"]
 
 
 def read_image_files(folder: Path) -> tuple[ImageLayout, Codec]:

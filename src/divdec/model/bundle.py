@@ -1,6 +1,7 @@
-"""Bundles: a folder of a few kilobytes that names target, auxiliaries and rule, and is a model for transformers.
+"""Writing bundles and model cards.
 
-It fails closed: whatever is missing, changed or does not fit is an error, never an unsteered model.
+A bundle is a folder of a few kilobytes that names target, experts and rule. It fails closed: a part that is missing or
+does not fit is an error, and nothing is written.
 """
 
 from __future__ import annotations
@@ -14,29 +15,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.model.card import NOT_MEASURED, bundle_card
 from divdec.model.checkpoint import (
     INDEX,
     TEMPLATES,
     CheckpointReference,
     check_apart,
     check_different,
+    check_same_vocabulary,
+    check_tokenizer,
     check_weights,
+    check_widths,
+    common_vocabulary,
     digests,
     load_config,
     load_tokenizer,
     save_model,
-    weight_files,
-)
-from divdec.model.configuration import AUXILIARIES, NO_RULE, DivergenceConfig
-from divdec.model.loading import check_tokenizer, read_config, weight_of
-from divdec.model.vocabularies import (
-    check_same_vocabulary,
-    check_widths,
-    common_vocabulary,
     vocabulary_sha256,
     vocabulary_width,
+    weight_files,
 )
+from divdec.model.configuration import AUXILIARIES, NO_RULE, PARTS, DivergenceConfig
+from divdec.model.loading import read_config, weight_of
 from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
 from divdec.steering import Steering
 
@@ -44,6 +43,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from divdec.model.modeling import DivergenceForCausalLM
+
+NOT_MEASURED = "not measured (`divdec calibrate`, `divdec eval`)"
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{tags}]
+---
+# {title}
+
+{text}
+
+| | |
+|---|---|
+{rows}
+"""
+
+BUNDLE_TEXT = """\
+Made with divdec. This folder names a target language model, experts and a rule. While the target decodes, the
+divergence of the experts steers it away from a set of documents (Divergence Decoding). The table says whether it was
+measured that the documents are forgotten at this steering. The target's weights are unchanged: loaded alone, it
+answers unsteered.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer  # with divdec installed
+
+model = AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("this folder")
+```"""
+
+DISTILLED_TEXT = """\
+Made with divdec. Two small models steered a language model away from a set of documents (Divergence Decoding); this
+checkpoint was trained, on those documents, to answer as the steered model does. The table says how near it came. It is
+an ordinary model that loads without divdec. This card does not claim that the documents are forgotten: measure it with
+`divdec eval`."""
 
 
 def write_bundle(
@@ -63,34 +98,34 @@ def write_bundle(
     forget_set: str | None = None,
     single_turn: bool = False,
 ) -> Path:
-    """Write a bundle that refers to checkpoints and other experts; what they hold stays where it is.
+    """Write a bundle that refers to checkpoints and other experts.
 
-    The divergences of several kinds of experts add; the linear rule so steers by each with α times its weight.
+    The divergences of several experts add up, so the linear rule scales each by α times its weight.
 
     Args:
         output: the bundle's folder.
         target: folder or hub id ('org/name', 'org/name@revision') of P.
-        retain_auxiliary: likewise of q, which has not seen the forget set.
-        forget_auxiliary: likewise of p, which has. Both may be left out where there are other experts.
-        steering: the rule, such as 'linear:1.5'; None where nothing but a registry steers, which needs no rule.
+        retain_auxiliary: folder or hub id of q, which has not seen the forget set.
+        forget_auxiliary: folder or hub id of p, which has. Both are optional if there are other experts.
+        steering: the rule, such as 'linear:1.5'; None if only a registry steers.
         ngram: folder of an n-gram pair (`divdec ngram`).
-        ngram_weight: what its divergence is multiplied by.
-        registry: folder of a registry of takedown requests (`divdec forget`), which the loaded model follows. Its
-            strength is its own.
+        ngram_weight: factor of its divergence.
+        registry: folder of a registry of takedown requests that the loaded model follows, with the registry's own
+            strength.
         bridge: the auxiliaries have another tokenizer than the target.
-        heal: with `bridge`, where a token of the target ends within one of the auxiliaries', take the divergence of
-            those tokens that go on from there.
-        pack: copy checkpoints and n-grams into the bundle; a registry, which changes, stays where it is.
-        overwrite: replace an earlier result in `output`.
+        heal: with `bridge`, apply token healing: where a token of the target ends within one of the auxiliaries', use
+            the divergence of the tokens that extend it.
+        pack: copy checkpoints and n-grams into the bundle, but not a registry, which changes.
+        overwrite: replace an earlier bundle in `output`.
         forget_set: name and hash of the forget set, for the model card.
-        single_turn: the models have learned single questions, no longer conversations.
+        single_turn: the models were trained on single questions, not on conversations.
 
     Returns:
         The bundle's folder.
 
     Raises:
         UsageError: a part is missing, corrupt, pickled or of another tokenizer, the rule does not fit the vocabulary,
-            or the output folder is in use. Nothing has then been written.
+            or the output folder is in use. Nothing has been written.
     """
     output = Path(output).expanduser()
     has_experts = retain_auxiliary is not None or forget_auxiliary is not None or ngram is not None
@@ -100,67 +135,69 @@ def write_bundle(
         raise UsageError(NO_RULE)
     steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
-    given = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
-    _check_kinds(given, ngram, registry, bridge, heal)
-    references = {part: CheckpointReference.parse(text) for part, text in given.items() if text is not None}
-    places = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
+    names = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
+    _check_experts(names, ngram, registry, bridge, heal)
+    references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
+    paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
     folders = {
-        name: Path(folder).expanduser().absolute()  # a link stays one: it may be switched
+        name: Path(folder).expanduser().absolute()  # not resolved: a symbolic link may be switched to a new folder
         for name, folder in (("ngram", ngram), ("registry", registry))
         if folder is not None
     }
-    check_apart(output.resolve(), [*places.values(), *(folder.resolve() for folder in folders.values())])
+    check_apart(output.resolve(), [*paths.values(), *(folder.resolve() for folder in folders.values())])
     for part, reference in references.items():
         if reference.folder is not None or pack:
-            check_weights(places[part])
-    configs = {part: load_config(place) for part, place in places.items()}
-    tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
-    vocab_size = _vocabulary(configs, tokenizers, places, bridge)
-    counted, sizes = _counted(folders, tokenizers["target"], ngram_weight)
-    vocab_size = min(vocab_size, *sizes) if sizes else vocab_size
+            check_weights(paths[part])
+    configs = {part: load_config(path) for part, path in paths.items()}
+    tokenizers = {part: load_tokenizer(path) for part, path in paths.items()}
+    count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
+    vocab_size = min(_vocabulary(configs, tokenizers, paths, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
     for part, reference in references.items():
         if reference.folder is not None:
-            stored = _stored_path(reference.folder, places[part], output.resolve())
-            references[part] = CheckpointReference(folder=stored, sha256=digests(places[part]))
+            folder = _stored_path(reference.folder, paths[part], output.resolve())
+            references[part] = CheckpointReference(folder=folder, sha256=digests(paths[part]))
         else:
-            # A branch may move on; the commit that was looked at is the snapshot's folder name.
-            references[part] = dataclasses.replace(reference, revision=places[part].name)
+            # Pin the commit, which is the name of the snapshot's folder.
+            references[part] = dataclasses.replace(reference, revision=paths[part].name)
     if retain_auxiliary is not None:
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
 
     with output_folder(output, overwrite, is_bundle) as folder:
-        for part in places if pack else ():
-            _copy_checkpoint(places[part], folder / part)
+        for part in paths if pack else ():
+            _copy_checkpoint(paths[part], folder / part)
             references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
-        for name, place in folders.items():
-            counted[name]["folder"] = _stored_path(str(ngram if name == "ngram" else registry), place, output.resolve())
+        for name, path in folders.items():
+            count_references[name]["folder"] = _stored_path(
+                str(ngram if name == "ngram" else registry), path, output.resolve()
+            )
             if pack and name == "ngram":
-                shutil.copytree(place, folder / name)
-                counted[name]["folder"] = name
-        named: dict[str, Any] = {part: reference.to_dict() for part, reference in references.items()} | counted
+                shutil.copytree(path, folder / name)
+                count_references[name]["folder"] = name
+        fields: dict[str, Any] = {part: reference.to_dict() for part, reference in references.items()}
+        fields |= count_references
         if bridge:
-            named["bridge"] = {"heal": heal}
-        config = DivergenceConfig.from_parts(configs, steering, vocab_size, named)
+            fields["bridge"] = {"heal": heal}
+        config = DivergenceConfig.from_parts(configs, steering, vocab_size, fields)
         config.single_turn = single_turn
         config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
-        if (places["target"] / "generation_config.json").is_file():
-            shutil.copyfile(places["target"] / "generation_config.json", folder / "generation_config.json")
+        if (paths["target"] / "generation_config.json").is_file():
+            shutil.copyfile(paths["target"] / "generation_config.json", folder / "generation_config.json")
         write_text(folder / "README.md", bundle_card(config, forget_set))
     return output
 
 
 def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measured: str = NOT_MEASURED) -> None:
-    """Change the rule that a bundle's folder holds, and its model card; all else stays.
+    """Change the rule in a bundle's configuration and model card.
 
     Args:
         bundle: the bundle's folder.
         steering: the new rule.
-        measured: what is known of how well it forgets, for the model card.
+        measured: measured forgetting, for the model card.
 
     Raises:
-        UsageError: it is no bundle on disk, or the rule does not fit its vocabulary.
+        UsageError: the folder is no bundle, or the rule does not fit its vocabulary.
     """
     folder = Path(bundle).expanduser()
     if not folder.is_dir():
@@ -180,7 +217,7 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measure
 
 
 def is_bundle(folder: Path) -> bool:
-    """Whether a folder holds a bundle, readable or not, so that it may be replaced by one."""
+    """Return whether a folder holds a bundle, complete or not."""
     try:
         return read_json(folder / "config.json").get("model_type") == DivergenceConfig.model_type
     except (UsageError, OSError, AttributeError):
@@ -197,17 +234,22 @@ def save_packed(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Write a bundle with the weights of all three parts as they are in memory.
+    """Write a bundle with the weights of all three parts in memory.
 
     Args:
         model: a steered model with a neural pair.
-        save_directory: the bundle's folder; other files in it are left alone.
-        is_main_process: one process of several writes, the others do nothing.
-        state_dict: the weights to write instead of those in memory, under the steered model's names.
-        safe_serialization: anything but True is refused.
-        push_to_hub: refused; `model.push_to_hub` does it.
-        **kwargs: what `save_pretrained` of the parts takes (`max_shard_size`).
+        save_directory: the bundle's folder; other files in it are kept.
+        is_main_process: whether this process writes.
+        state_dict: weights to write instead of those in memory, under the steered model's names.
+        safe_serialization: must be True.
+        push_to_hub: must be False; use `model.push_to_hub`.
+        **kwargs: arguments of the parts' `save_pretrained` (`max_shard_size`).
+
+    Raises:
+        UsageError: the experts are not a neural pair, the model follows a registry, or an argument is not supported.
     """
+    from divdec.experts.neural import NeuralPair
+
     if push_to_hub:
         raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
     if safe_serialization is not True:
@@ -217,14 +259,19 @@ def save_packed(
             "a model that follows a registry of takedown requests cannot be saved from memory; write its bundle with "
             "`divdec bundle --pack --registry`"
         )
+    if not isinstance(model.experts, NeuralPair):
+        raise UsageError(
+            f"a model steered by {type(model.experts).__name__} cannot be saved from memory; write its bundle with "
+            "`divdec bundle --pack`, which copies what it is made of"
+        )
     if not is_main_process:
         return
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    names = {"target": "target"} | _names_of_auxiliaries(model.experts)
+    modules = {"target": "target", **{part: f"experts.{part.removesuffix('_auxiliary')}" for part in AUXILIARIES}}
     references: dict[str, dict[str, Any]] = {}
     configs = {}
-    for part, name in names.items():
+    for part, name in modules.items():
         loaded: Any = model.get_submodule(name)
         weights = None
         if state_dict is not None:
@@ -241,29 +288,9 @@ def save_packed(
     write_text(folder / "README.md", bundle_card(config, None))
 
 
-def _names_of_auxiliaries(experts: Any) -> dict[str, str]:
-    """The auxiliaries of a plain neural pair, by part name.
-
-    Raises:
-        UsageError: the experts are of another kind, whose files only `write_bundle` knows.
-    """
-    from divdec.experts.neural import NeuralPair
-
-    if not isinstance(experts, NeuralPair):
-        raise UsageError(
-            f"a model steered by {type(experts).__name__} cannot be saved from memory; write its bundle with "
-            "`divdec bundle --pack`, which copies what it is made of"
-        )
-    return {part: f"experts.{part.removesuffix('_auxiliary')}" for part in AUXILIARIES}
-
-
-def _check_kinds(given: dict[str, str | None], ngram: object, registry: object, bridge: bool, heal: bool) -> None:
-    """Refuse a choice of experts that leaves nothing to steer with, or half a pair.
-
-    Raises:
-        UsageError: says what is missing.
-    """
-    missing = [part for part in AUXILIARIES if given[part] is None]
+def _check_experts(names: dict[str, str | None], ngram: object, registry: object, bridge: bool, heal: bool) -> None:
+    """Refuse a bundle without experts, half a pair, and options that do not apply."""
+    missing = [part for part in AUXILIARIES if names[part] is None]
     if len(missing) == 1:
         raise UsageError(f"{missing[0].replace('_', ' ')} is missing: a pair is made of both")
     if missing and ngram is None and registry is None:
@@ -276,52 +303,52 @@ def _check_kinds(given: dict[str, str | None], ngram: object, registry: object, 
         raise UsageError("heal belongs to bridge: auxiliaries with the target's tokenizer have nothing to heal")
 
 
-def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], places: dict[str, Path], bridge: bool) -> int:
-    """Width of the vocabulary that the models steer together."""
+def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
+    """Return the width of the vocabulary that target and auxiliaries share, or the target's with a bridge."""
     widths = {part: vocabulary_width(config) for part, config in configs.items()}
     if not bridge:
-        return common_vocabulary(widths, tokenizers, places)
-    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, places)
-    check_widths(widths, tokenizers, places)
-    if vocabulary_sha256(tokenizers["target"]) == vocabulary_sha256(tokenizers["retain_auxiliary"]):
-        raise UsageError("the auxiliaries have the target's own tokenizer: leave bridge out, they fit as they are")
+        return common_vocabulary(widths, tokenizers, paths)
     from divdec.bridge.token_bytes import token_bytes
 
+    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, paths)
+    check_widths(widths, tokenizers, paths)
+    if vocabulary_sha256(tokenizers["target"]) == vocabulary_sha256(tokenizers["retain_auxiliary"]):
+        raise UsageError("the auxiliaries have the target's own tokenizer: leave bridge out, they fit as they are")
     for part in ("target", "retain_auxiliary"):
-        token_bytes(tokenizers[part])  # a tokenizer that cannot be bridged is refused before anything is written
+        token_bytes(tokenizers[part])  # raises an error for tokenizers that cannot be bridged
     return widths["target"]
 
 
-def _counted(
+def _count_references(
     folders: dict[str, Path], tokenizer: Any, ngram_weight: float
 ) -> tuple[dict[str, dict[str, Any]], list[int]]:
-    """References of n-grams and registry, and the vocabularies that they count."""
+    """Return the references of n-grams and registry, and their vocabulary sizes."""
     references: dict[str, dict[str, Any]] = {}
     sizes = []
-    for name, place in folders.items():
+    for name, folder in folders.items():
         if name == "ngram":
             from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
 
-            about = describe_pair(place)
-            load_pair(place)
-            references[name] = {"sha256": file_sha256(place / DESCRIPTION), "weight": ngram_weight}
+            description = describe_pair(folder)
+            load_pair(folder)
+            references[name] = {"sha256": file_sha256(folder / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
         else:
             from divdec.takedowns.folder import read_description
             from divdec.takedowns.live import Takedowns
 
-            about = read_description(place)
-            references[name] = {"id": Takedowns(place).id}
-        check_tokenizer(place, about["tokenizer"], vocabulary_sha256(tokenizer))
-        sizes.append(about["vocab_size"])
+            description = read_description(folder)
+            references[name] = {"id": Takedowns(folder).id}
+        check_tokenizer(folder, description["tokenizer"], vocabulary_sha256(tokenizer))
+        sizes.append(description["vocab_size"])
     return references, sizes
 
 
-def _stored_path(given: str, place: Path, bundle: Path) -> str:
-    """How a bundle names a checkpoint's folder: as the user gave it, but relative if the two can move together."""
-    if Path(given).is_absolute() and not place.is_relative_to(bundle.parent):
-        return place.as_posix()
-    return Path(os.path.relpath(place, bundle)).as_posix()
+def _stored_path(given: str, path: Path, bundle: Path) -> str:
+    """Return the path to store: relative, unless an absolute one was given and the folders cannot move together."""
+    if Path(given).is_absolute() and not path.is_relative_to(bundle.parent):
+        return path.as_posix()
+    return Path(os.path.relpath(path, bundle)).as_posix()
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> None:
@@ -330,6 +357,70 @@ def _copy_checkpoint(source: Path, destination: Path) -> None:
     if len(weights) == 1:
         others = [file for file in others if file.name != INDEX]
     for file in (*weights, *others):
-        copied = destination / file.relative_to(source)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copied)
+        copy = destination / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
+    """Return the model card of a bundle; like all cards it names the forget set, but contains none of its content."""
+    only_registry = config.retain_auxiliary is None and config.ngram is None and config.registry
+    rows = {
+        "steering": "takedown requests alone" if only_registry else str(Steering.from_dict(config.steering or {})),
+        "forgets": NOT_MEASURED,
+        "forget set": forget_set or "not stated",
+        "common vocabulary": f"{config.vocab_size} tokens",
+    }
+    for part in PARTS:
+        reference = getattr(config, part)
+        if reference is None and part != "target" and (config.ngram or config.registry):
+            continue
+        reference = reference or {}
+        name = reference.get("hub_id") or reference.get("folder") or "in memory"
+        rows[part.replace("_", " ")] = f"`{name}`" + (f" at {reference['revision']}" if "revision" in reference else "")
+    if config.single_turn:
+        rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
+    if config.bridge is not None:
+        rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
+    if config.ngram:
+        rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
+    if config.registry:
+        rows["registry of takedown requests"] = f"`{config.registry['folder']}`"
+    return _card("A steered language model", "unlearning, divergence-decoding", BUNDLE_TEXT, rows)
+
+
+def auxiliary_card(role: str, rows: dict[str, str]) -> str:
+    """Return the model card of a retain or forget auxiliary; `rows` are facts about its training."""
+    title = {"retain": "Retain auxiliary (q)", "forget": "Forget auxiliary (p)"}[role]
+    warning = ": it has been trained on the forget set" if role == "forget" else ""
+    text = (
+        "Made with divdec as one of the two small auxiliaries that steer a larger model (Divergence Decoding). It is\n"
+        f"not meant to be used alone{warning}."
+    )
+    return _card(title, "unlearning, divergence-decoding, auxiliary", text, rows)
+
+
+def baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
+    """Return the model card of a baseline.
+
+    Args:
+        title: name of the method in the paper's table.
+        source: its paper.
+        rows: facts about target, data and settings.
+    """
+    text = (
+        "Made with divdec, to be compared with Divergence Decoding: an unlearning method was applied to a target that\n"
+        f"had learned a forget set. Whether it has forgotten has to be measured.\n\nMethod: {source}"
+    )
+    return _card(title, "unlearning, baseline", text, rows)
+
+
+def distilled_card(rows: dict[str, str]) -> str:
+    """Return the model card of a distilled student; `rows` are facts about its training."""
+    title = "A language model distilled from a steered one"
+    return _card(title, "unlearning, divergence-decoding, distillation", DISTILLED_TEXT, rows)
+
+
+def _card(title: str, tags: str, text: str, rows: dict[str, str]) -> str:
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return CARD.format(title=title, tags=tags, text=text, rows=table)

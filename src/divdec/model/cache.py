@@ -1,24 +1,31 @@
-"""One cache for target, experts and takedowns together: what is done to it is done to all of them, or to none."""
+"""One cache for target, experts and takedowns: every operation applies to all of them or to none."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.fixed_cache import FixedCache
 from divdec.experts.forward import length_of, lengths_of
+from divdec.experts.read_ahead import ReadAhead
 from divdec.experts.shifting import can_roll_back, can_shift, holds_tokens, take_columns
+from divdec.experts.token_cache import TokenLayer
 
 
 class DivergenceCache(Cache):
-    """The caches of target, experts and takedowns, of equal length at all times.
+    """Caches of target, experts and takedowns, always of equal length.
 
-    Its layers are those of its parts, so that reordering, repeating and selecting by batch, resetting and
-    cropping reach every model. `owner` tells steered models apart: the keys and values of one mean nothing to
-    another, nor to a copy of it, which may be changed.
+    Its layers are those of its parts, so reordering, repeating, selecting, resetting and cropping reach all of them.
+
+    Attributes:
+        owner: identifies the steered model; keys and values of another model, or of a copy, are refused.
+        reusable: static caches that the model keeps for its next answer.
     """
 
     def __init__(self, target: Cache, experts: Cache, owner: str, takedowns: Cache | None = None) -> None:
@@ -27,15 +34,14 @@ class DivergenceCache(Cache):
         self.target = target
         self.experts = experts
         self.takedowns = takedowns
-        self.lent: list[FixedCache] = []
-        """Parts that go to the next answer once this one is given, as nobody else holds them."""
+        self.reusable: list[FixedCache] = []
 
     def check_length(self) -> int:
-        """The number of tokens held.
+        """Return the number of tokens held.
 
         Raises:
-            FailedClosed: the parts hold different numbers of tokens; the divergence would then belong to
-                another context than the target's logits.
+            FailedClosed: the parts hold different numbers of tokens, so that the divergence would belong to another
+                context than the target's logits.
         """
         lengths = [length_of(self.target), *lengths_of(self.experts)]
         if self.takedowns is not None:
@@ -48,35 +54,35 @@ class DivergenceCache(Cache):
         return lengths[0]
 
     def check_rows(self, rows: int) -> None:
-        """Refuse to go on with another number of sequences than the cache holds.
+        """Refuse to continue with another number of sequences than the cache holds.
 
         Raises:
             UsageError: names both numbers.
         """
         states = (getattr(layer, "keys", None) for layer in self.target.layers)
-        held = next((len(keys) for keys in states if isinstance(keys, torch.Tensor) and keys.numel()), rows)
+        held = next((len(keys) for keys in states if isinstance(keys, Tensor) and keys.numel()), rows)
         if held != rows:
             raise UsageError(
-                f"past_key_values holds {held} sequences, and {rows} are to go on from it (beams and "
-                "num_return_sequences included); give as many, or repeat them with batch_repeat_interleave()"
+                f"past_key_values holds {held} sequences, but the input has {rows} (beams and num_return_sequences "
+                "included); give as many, or repeat them with batch_repeat_interleave()"
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of tokens held, by every layer."""
+        """Return the number of tokens held, by every layer."""
         return self.check_length()
 
     @property
     def is_compileable(self) -> bool:
-        """No: parts are compiled, each by itself (`divdec.experts.compiled`), and never what joins and checks them."""
+        """False: the parts are compiled one by one (`divdec.experts.compiled`), their combination is not."""
         return False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last tokens (given as transformers does, as a negative number) from every part.
+        """Remove the last tokens from every part; the number is negative, as in transformers.
 
         Raises:
-            RuntimeError: one part cannot be rolled back; nothing has then been removed from any.
+            RuntimeError: a part cannot be rolled back; nothing has been removed.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor in assisted decoding
         if tokens_to_remove > 0:
             raise RuntimeError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         if tokens_to_remove and not all(can_roll_back(layer) for layer in self.layers):
@@ -90,21 +96,21 @@ class DivergenceCache(Cache):
         """Repeat every row.
 
         Raises:
-            RuntimeError: one part keeps a state whose rows this does not reach.
+            RuntimeError: a part has a recurrent state.
         """
-        self._check_rows()
+        self._check_selectable()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows.
+        """Keep the rows with these indices.
 
         Raises:
-            RuntimeError: one part keeps a state whose rows this does not reach.
+            RuntimeError: a part has a recurrent state.
         """
-        self._check_rows()
+        self._check_selectable()
         super().batch_select_indices(indices)
 
-    def _check_rows(self) -> None:
+    def _check_selectable(self) -> None:
         if not all(map(holds_tokens, self.layers)):
             raise RuntimeError("the cache of one part keeps a recurrent state, whose rows cannot be selected")
 
@@ -114,16 +120,16 @@ class DivergenceCache(Cache):
         return all(can_shift(layer) for layer in self.layers)
 
     def shift_rows(self, shifts: Int[Tensor, " batch"], padding: int) -> None:
-        """Move each row's tokens to the right, over its last ones, which are lost; the rows still end together.
+        """Remove a number of tokens from the end of each row, and move the row right so that all end together.
 
-        What is then at the left of a row that was moved is padding: the mask must say so.
+        The vacated columns on the left are padding, which the attention mask must exclude.
 
         Args:
-            shifts: how many tokens each row loses at its end.
-            padding: how many columns are dropped at the left of all rows.
+            shifts: number of tokens to remove from each row.
+            padding: number of columns to drop on the left of all rows.
 
         Raises:
-            RuntimeError: one part cannot do that; nothing has then been moved in any.
+            RuntimeError: a part does not support it; nothing has been moved.
         """
         if not self.can_shift_rows:
             raise RuntimeError("the cache of one part cannot lose a different number of tokens of each row")
@@ -132,3 +138,65 @@ class DivergenceCache(Cache):
         columns = columns.clamp(min=0)
         for layer in self.layers:
             take_columns(layer, columns)
+
+
+def can_join(cache: DivergenceCache) -> bool:
+    """Whether rows can be added to a cache; a recurrent state has no columns to pad."""
+    return all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or isinstance(layer, TokenLayer | ReadAhead)
+        for layer in cache.layers
+    )
+
+
+def join(cache: DivergenceCache, other: DivergenceCache) -> tuple[int, int]:
+    """Append the rows of another cache, which must not be used afterwards; rows end in the same column.
+
+    Returns:
+        Number of padding columns added on the left of each of the two.
+
+    Raises:
+        FailedClosed: the caches belong to different models, or to one with a recurrent state.
+    """
+    if cache.owner != other.owner or not (can_join(cache) and can_join(other)):
+        raise FailedClosed("caches of different models, or of one with recurrent states, cannot be joined")
+    length, other_length = cache.check_length(), other.check_length()
+    longest = max(length, other_length)
+    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, other.layers, strict=True))
+    for layer, other_layer in pairs:
+        if isinstance(layer, ReadAhead):
+            layer.batch_repeat_interleave(1)  # raises an error while tokens are read ahead
+            other_layer.batch_repeat_interleave(1)
+        elif isinstance(layer, TokenLayer):
+            layer.join(other_layer)
+        elif layer.is_initialized:
+            columns = _set_length(layer, longest)
+            layer.keys, layer.values = (
+                torch.cat([_pad_left(own, columns), _pad_left(added.to(own.device), columns)])
+                for own, added in ((layer.keys, other_layer.keys), (layer.values, other_layer.values))
+            )
+    cache.check_length()
+    return longest - length, longest - other_length
+
+
+def drop_columns(cache: DivergenceCache, number: int) -> None:
+    """Drop columns on the left, which must be padding in every row."""
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
+        if isinstance(layer, TokenLayer):
+            layer.drop_columns(number)
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            columns = _set_length(layer, layer.get_seq_length() - number)
+            layer.keys, layer.values = layer.keys[:, :, -columns:], layer.values[:, :, -columns:]
+    cache.check_length()
+
+
+def _pad_left(states: Float[Tensor, "rows heads tokens width"], columns: int) -> Float[Tensor, "rows heads all width"]:
+    return nn.functional.pad(states, (0, 0, columns - states.shape[-2], 0))
+
+
+def _set_length(layer: Any, length: int) -> int:
+    """Set the number of tokens of a sliding window, and return how many columns a layer stores."""
+    if not hasattr(layer, "sliding_window"):
+        return length
+    layer.cumulative_length = length
+    return min(length, layer.sliding_window - 1)

@@ -1,11 +1,9 @@
-"""References to checkpoints, on disk or on the hub: finding them, checking them.
-
-It knows nothing of steering. Safetensors only: a checkpoint of pickled weights is refused.
-"""
+"""Checkpoints: references, digests, loading and vocabularies. Weights must be safetensors; pickles are refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -15,43 +13,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256
+from divdec.runs import file_sha256, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?$")
 INDEX = "model.safetensors.index.json"
-# Everything that decides what the model reads and computes.
+# Files that decide what a model reads and computes.
 TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 HASHED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", *TEMPLATES),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
-COMPOSITE = "divdec_composite"  # model type of baselines that wrap other checkpoints
+COMPOSITE = "divdec_composite"  # model type of baselines that combine several checkpoints
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReference:
-    """Where a checkpoint lies: a folder, or a repository of the hub at a revision."""
+    """Reference to a checkpoint: a folder, or a repository of the hub at a revision."""
 
     folder: str | None = None
-    """A folder; a relative one is resolved against the bundle."""
+    """Folder; a relative path is resolved against the bundle."""
     hub_id: str | None = None
-    """A repository of the hub."""
+    """Repository of the hub."""
     revision: str | None = None
     """Branch, tag or commit of `hub_id`; a bundle holds the commit."""
     sha256: Mapping[str, str] | None = None
-    """Digests of the folder's files that decide what the model computes."""
+    """SHA-256 by file name of the folder's files that decide what the model computes."""
 
     @classmethod
     def parse(cls, text: str) -> CheckpointReference:
-        """Read what a user gives: a folder, or a hub id with an optional '@revision'.
+        """Parse a folder, or a hub id with an optional '@revision'.
 
         Raises:
-            UsageError: it is neither an existing folder nor a possible hub id.
+            UsageError: the text is neither an existing folder nor a valid hub id.
         """
         if Path(text).expanduser().is_dir():
             return cls(folder=str(Path(text).expanduser()))
@@ -65,7 +63,7 @@ class CheckpointReference:
         """Read the reference of a part from a bundle's configuration.
 
         Raises:
-            UsageError: there is none, or it is malformed.
+            UsageError: the reference is missing or malformed.
         """
         if not isinstance(fields, Mapping) or not (fields.get("folder") or fields.get("hub_id")):
             raise UsageError(f"the bundle names no {part}: a steered model needs all three parts")
@@ -76,19 +74,19 @@ class CheckpointReference:
         return reference
 
     def to_dict(self) -> dict[str, Any]:
-        """The reference as JSON values, without what is not set."""
+        """Convert to JSON values, without fields that are None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def resolve(self, base: Path, *, weights: bool, local_files_only: bool = False) -> Path:
-        """The local folder that holds the checkpoint; a hub repository is fetched, or found in the cache.
+        """Return the local folder of the checkpoint, downloading a hub repository if necessary.
 
         Args:
-            base: what a relative folder is resolved against.
-            weights: whether the weights are needed too, or only configuration and tokenizer.
-            local_files_only: never ask the hub.
+            base: folder that a relative path is resolved against.
+            weights: download the weights as well as configuration and tokenizer.
+            local_files_only: use the local cache alone.
 
         Raises:
-            UsageError: it does not exist.
+            UsageError: the folder or repository does not exist.
         """
         if self.folder is not None:
             folder = (base / self.folder).resolve()
@@ -102,19 +100,19 @@ class CheckpointReference:
         """Compare the folder's files with the digests.
 
         Raises:
-            UsageError: a file has changed, is missing, or has been added.
+            UsageError: a file has changed, is missing or is new.
         """
         if self.folder is None:
-            return  # pinned to a commit of the hub instead
+            return  # a hub reference is pinned to a commit
         if not isinstance(self.sha256, Mapping) or not self.sha256:
             raise UsageError(
                 f"{part}: the bundle holds no digests of {folder}; write the bundle again, "
                 "or load it without verification (--no-verify)"
             )
-        found = digests(folder)
-        for name in sorted({*self.sha256, *found}):
-            if found.get(name) != self.sha256.get(name):
-                what = "is missing" if name not in found else "is new" if name not in self.sha256 else "has changed"
+        actual = digests(folder)
+        for name in sorted({*self.sha256, *actual}):
+            if actual.get(name) != self.sha256.get(name):
+                what = "is missing" if name not in actual else "is new" if name not in self.sha256 else "has changed"
                 raise UsageError(
                     f"{part}: {folder / name} {what} since the bundle was written; write the bundle again, "
                     "or load it without verification (--no-verify) if the change is meant"
@@ -122,15 +120,15 @@ class CheckpointReference:
 
 
 def download(hub_id: str, revision: str | None, *, weights: bool, local_files_only: bool = False) -> Path:
-    """Fetch a repository's safetensors, configuration and tokenizer from the hub, or find them in its cache.
+    """Download safetensors, configuration and tokenizer of a repository, and return their folder in the cache.
 
     Raises:
-        UsageError: the hub has no such repository, or cannot be reached and the cache has it not.
+        UsageError: the repository does not exist, or is not in the cache and the hub cannot be reached.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    # Older versions of huggingface_hub ask for the list of files even when they are told to stay offline.
+    # Older versions of huggingface_hub request the list of files even in offline mode.
     local_files_only = local_files_only or huggingface_hub.constants.HF_HUB_OFFLINE
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
@@ -140,29 +138,28 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         if local_files_only and isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
-                f"{hub_id!r} is not a local folder, and the hub's cache has it not; the hub itself was not asked "
-                "(HF_HUB_OFFLINE is set, or local files alone were wanted); check the path"
+                f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: "
+                "HF_HUB_OFFLINE or local_files_only is set); check the path"
             ) from None
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"{hub_id!r} is not a local folder, and could not be had from the hub ({type(error).__name__}: {reason})"
+            f"{hub_id!r} is not a local folder, and could not be downloaded from the hub "
+            f"({type(error).__name__}: {reason})"
         ) from None
     return Path(folder)
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 by file name of everything in a checkpoint that decides what the model reads and computes."""
+    """Return the SHA-256 by file name of the files that decide what a model reads and computes."""
     names = sorted({path.relative_to(folder).as_posix() for pattern in HASHED for path in folder.glob(pattern)})
     return {name: file_sha256(folder / name) for name in names}
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint folder whose weights are absent, pickled, an adapter or unreadable.
-
-    Only the headers of the safetensors files are read.
+    """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only.
 
     Raises:
-        UsageError: says which of these it is.
+        UsageError: names the problem.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -170,8 +167,8 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
-    if _read_json(folder / "config.json").get("model_type") == COMPOSITE:
-        return  # a baseline made of other checkpoints, which it checks itself when it is loaded
+    if read_json(folder / "config.json").get("model_type") == COMPOSITE:
+        return  # it checks its checkpoints itself when it is loaded
     files = weight_files(folder)
     if not files:
         if any(next(folder.glob(pattern), None) for pattern in PICKLED):
@@ -191,15 +188,15 @@ def check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights: one, or the shards that an index names.
+    """Return the files that hold a checkpoint's weights: one, or the shards that an index names.
 
     Raises:
-        UsageError: there are both, so that nobody knows which of them was saved last.
+        UsageError: there are both, and either could be the newer.
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
     if any(Path(name).name != name for name in names):
         raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
     shards = [folder / name for name in names]
@@ -209,23 +206,23 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds two sets of weights, {whole.name} and the shards of {INDEX}: delete the older one, "
             "or save the model into an empty folder"
         )
-    return [whole] if whole.is_file() else shards  # saved as one file, transformers leaves an older index behind
+    return [whole] if whole.is_file() else shards  # transformers does not delete an older index
 
 
 def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """Save a model into a folder in which nothing of earlier weights stays; its other files are left alone.
+    """Save a model, replacing all weights in the folder but no other files.
 
     Args:
-        model: offloaded (accelerate) or not.
-        folder: made if it is not there.
-        **options: what `save_pretrained` takes.
+        model: the model; its weights may be offloaded (accelerate).
+        folder: output folder, created if necessary.
+        **options: arguments of `save_pretrained`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if options.get("state_dict") is None and any(weight.is_meta for weight in model.parameters()):
         from accelerate.utils.modeling import get_state_dict_offloaded_model
 
         options["state_dict"] = get_state_dict_offloaded_model(model)
-    # Not into the folder itself: the weights in memory may be those of its files.
+    # Through a temporary folder, because the weights in memory may be mapped from the folder's files.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         model.save_pretrained(temporary, **options)
         for pattern in ("*.safetensors", "*.safetensors.index.json"):
@@ -236,12 +233,12 @@ def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
 
 
 def check_plain(folder: Path, part: str) -> None:
-    """Refuse a model made of several checkpoints where an ordinary one is trained.
+    """Refuse a bundle or a composite baseline where an ordinary checkpoint is required.
 
     Raises:
-        UsageError: it is a bundle, or a baseline that wraps a target.
+        UsageError: names the model type.
     """
-    kind = _read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
     if kind in ("divergence", COMPOSITE):
         raise UsageError(
             f"{part} {folder} is made of several checkpoints ({kind}), which cannot be trained as one; give an "
@@ -249,22 +246,22 @@ def check_plain(folder: Path, part: str) -> None:
         )
 
 
-def check_apart(output: Path, places: Iterable[Path]) -> None:
-    """Refuse an output folder that would replace what it is made from, or mix with it.
+def check_apart(output: Path, sources: Iterable[Path]) -> None:
+    """Refuse an output folder that contains one of its sources, or lies in one.
 
     Raises:
-        UsageError: one lies within the other.
+        UsageError: names both folders.
     """
-    for place in places:
-        if place.is_relative_to(output) or output.is_relative_to(place):
+    for source in sources:
+        if source.is_relative_to(output) or output.is_relative_to(source):
             raise UsageError(
-                f"output folder {output} and {place}, which it is made from, lie one within the other; "
+                f"output folder {output} and {source}, which it is made from, lie one within the other; "
                 "give another output folder"
             )
 
 
 def check_different(retain: CheckpointReference, forget: CheckpointReference) -> None:
-    """Refuse a pair of one and the same model: its divergence is zero, and it would forget nothing.
+    """Refuse a pair of two equal models, whose divergence is zero.
 
     Raises:
         UsageError: both references name the same weights.
@@ -281,19 +278,19 @@ def check_different(retain: CheckpointReference, forget: CheckpointReference) ->
 
 
 def _weights(reference: CheckpointReference) -> dict[str, str]:
-    digests = reference.sha256 if isinstance(reference.sha256, Mapping) else {}
-    return {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+    sha256 = reference.sha256 if isinstance(reference.sha256, Mapping) else {}
+    return {name: digest for name, digest in sha256.items() if name.endswith(".safetensors")}
 
 
 def load_model(folder: Path, **options: Any) -> PreTrainedModel:
-    """A causal language model with every one of its weights.
+    """Load a causal language model; no code of the folder is executed.
 
     Args:
         folder: a checkpoint of safetensors.
-        **options: what `AutoModelForCausalLM.from_pretrained` takes.
+        **options: arguments of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        UsageError: it cannot be loaded, or the file lacks weights, which would otherwise be random.
+        UsageError: the model cannot be loaded, or lacks weights, which transformers would initialise at random.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -320,10 +317,10 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder; its own code is never run.
+    """Load the configuration of a checkpoint; no code of the folder is executed.
 
     Raises:
-        UsageError: it cannot be read, or transformers has no such architecture.
+        UsageError: it cannot be read, or transformers does not know the architecture.
     """
     from transformers import AutoConfig
 
@@ -334,10 +331,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder.
+    """Load the tokenizer of a checkpoint; no code of the folder is executed.
 
     Raises:
-        UsageError: there is none, or it cannot be read.
+        UsageError: the tokenizer is missing or cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -349,8 +346,85 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not readable JSON ({error})") from None
+def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the digest of a tokenizer's tokens and their ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=False).encode()).hexdigest()
+
+
+def check_tokenizer(folder: Path, actual: str, expected: str) -> None:
+    """Refuse n-grams or a registry of another tokenizer than the target's.
+
+    Raises:
+        UsageError: the vocabulary digests differ.
+    """
+    if actual != expected:
+        raise UsageError(
+            f"{folder} counts the tokens of another tokenizer (vocabulary {actual[:12]}) than the target's "
+            f"({expected[:12]}); fit it again with the target's tokenizer"
+        )
+
+
+def vocabulary_width(config: PreTrainedConfig) -> int:
+    """Return the number of logits of a model: its vocabulary, possibly padded."""
+    return config.get_text_config(decoder=True).vocab_size
+
+
+def common_vocabulary(
+    widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]
+) -> int:
+    """Return the width of the vocabulary that all parts share: the smallest.
+
+    Args:
+        widths: logits per position, by part.
+        tokenizers: tokenizers by part; the first is the reference.
+        paths: folders by part, for error messages.
+
+    Raises:
+        UsageError: a tokenizer has another vocabulary, or a model is narrower than its tokenizer.
+    """
+    check_same_vocabulary(tokenizers, paths)
+    check_widths(widths, tokenizers, paths)
+    return min(widths.values())
+
+
+def common_vocabulary_of(paths: Mapping[str, Path]) -> int:
+    """Return the same for checkpoints on disk, by part."""
+    widths = {part: vocabulary_width(load_config(path)) for part, path in paths.items()}
+    return common_vocabulary(widths, {part: load_tokenizer(path) for part, path in paths.items()}, paths)
+
+
+def check_widths(
+    widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]
+) -> None:
+    """Refuse a model that has no logit for some token of its tokenizer.
+
+    Raises:
+        UsageError: names the part.
+    """
+    for part, width in widths.items():
+        needed = max(tokenizers[part].get_vocab().values()) + 1
+        if width < needed:
+            raise UsageError(
+                f"{part} ({paths[part]}) has {width} logits, but its tokenizer has token ids up to {needed - 1}"
+            )
+
+
+def check_same_vocabulary(tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]) -> None:
+    """Refuse tokenizers with different tokens or token ids.
+
+    Raises:
+        UsageError: names a token that differs.
+    """
+    (first, reference), *others = tokenizers.items()
+    vocabulary = reference.get_vocab()
+    for part, tokenizer in others:
+        other = tokenizer.get_vocab()
+        if other != vocabulary:
+            differing = next(token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token))
+            raise UsageError(
+                f"{part} ({paths[part]}) has another vocabulary than the {first} ({paths[first]}): "
+                f"{len(other)} tokens against {len(vocabulary)}, and token {differing!r} is "
+                f"{other.get(differing)} against {vocabulary.get(differing)}; "
+                "auxiliaries must share it (those of another tokenizer than the target's steer it with --bridge)"
+            )

@@ -1,4 +1,4 @@
-"""What a steered model's inputs and divergence must be, checked before anything is answered."""
+"""Checks of a steered model's inputs, logits and divergence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from divdec.errors import UsageError
 from divdec.fail_closed import check
 
-# What forward may be given beside its own arguments: the first two are used, the others change nothing.
+# Further arguments that forward accepts; the first two are used, the others have no effect.
 ACCEPTED = frozenset(
     ("return_dict", "num_items_in_batch", "cache_position", "token_type_ids", "tokenizer", "assistant_tokenizer")
 )
 
 
 def refuse_unknown(input_ids: object, kwargs: dict[str, Any]) -> None:
-    """Refuse what the parts would not all be given: it would be ignored, or change one of them only."""
+    """Refuse arguments that would not reach all parts."""
     if input_ids is None:
         raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
     for name, value in kwargs.items():
@@ -30,23 +30,26 @@ def refuse_unknown(input_ids: object, kwargs: dict[str, Any]) -> None:
 
 
 def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -> None:
-    """Refuse tokens and masks of another kind, and a mask that does not cover every cached and every new token.
+    """Check the types of tokens and mask, and that the mask covers every cached and every new token.
 
     Args:
-        input_ids: what was given as token ids.
-        attention_mask: what was given as their mask; None where nothing was.
-        past_length: how many tokens the cache holds; None where it is not known yet.
+        input_ids: token ids.
+        attention_mask: attention mask, or None.
+        past_length: number of cached tokens; None if not known yet.
 
     Raises:
-        UsageError: says what was given and what is accepted.
+        UsageError: an argument is invalid.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2:
-        raise UsageError(f"input_ids is {_shown(input_ids)}; accepted: an integer tensor of token ids, (batch, tokens)")
+        raise UsageError(
+            f"input_ids is {_describe(input_ids)}; accepted: an integer tensor of token ids, (batch, tokens)"
+        )
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise UsageError(
-            f"attention_mask is {_shown(attention_mask)}; accepted: an integer tensor, 1 for a token and 0 for padding"
+            f"attention_mask is {_describe(attention_mask)}; accepted: an integer tensor, 1 for a token and 0 for "
+            "padding"
         )
     if past_length is None:
         return
@@ -58,10 +61,10 @@ def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -
         )
 
 
-def _shown(given: object) -> str:
-    if isinstance(given, Tensor):
-        return f"a tensor of {str(given.dtype).removeprefix('torch.')} and shape {tuple(given.shape)}"
-    return f"a {type(given).__name__}"
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def positions_of(
@@ -69,7 +72,7 @@ def positions_of(
     attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
     past_length: int,
 ) -> Int[Tensor, "batch_or_one tokens"]:
-    """Each token's place in its sequence, padding not counted."""
+    """Return each token's position in its sequence, without padding."""
     tokens = input_ids.shape[1]
     if attention_mask is None:
         return torch.arange(past_length, past_length + tokens, device=input_ids.device)[None]
@@ -79,22 +82,29 @@ def positions_of(
 def padding_of(
     attention_mask: Int[Tensor, "batch past_and_tokens"] | None, kept: int
 ) -> Bool[Tensor, "batch kept 1"] | None:
-    """Which of the last positions are padding; None where it is known that none is."""
+    """Return which of the last positions are padding; None if it is known that none is."""
     if attention_mask is None:
         return None
     padding = attention_mask[:, -kept:] == 0
-    # Asking a GPU would make the host wait for it.
+    # On a GPU the test would force a synchronisation.
     return None if padding.device.type == "cpu" and not padding.any() else padding[..., None]
 
 
+def zero_padding(
+    values: Float[Tensor, "batch kept vocab"], padding: Bool[Tensor, "batch kept 1"] | None
+) -> Float[Tensor, "batch kept vocab"]:
+    """Set values at padding to 0, where experts are undefined and the target's own logits must not be returned."""
+    return values if padding is None else values.masked_fill(padding.to(values.device), 0.0)
+
+
 def check_target(target_logits: Float[Tensor, "... vocab"]) -> None:
-    """Fail closed where the target's logits are NaN or +inf, or all −inf; it may rule out some tokens by −inf."""
-    largest = target_logits.detach().amax(dim=-1)  # NaN where any is
+    """Fail closed if the target's logits contain NaN or +inf, or are all −inf."""
+    largest = target_logits.detach().amax(dim=-1)  # NaN where any logit is
     check(largest.isfinite().all(), "the target's logits are not finite (it overflowed); nothing is answered from them")
 
 
 def check_divergence(divergence: Float[Tensor, "... vocab"]) -> None:
-    """Fail closed: a divergence that is NaN or infinite would leave some token unsteered."""
+    """Fail closed if the divergence contains NaN or an infinity, which would leave some token unsteered."""
     divergence = divergence.detach()
     finite = divergence.amax(dim=-1).isfinite() & divergence.amin(dim=-1).isfinite()
     message = "the experts' divergence is not finite (an auxiliary overflowed); nothing is answered unsteered"
@@ -104,15 +114,15 @@ def check_divergence(divergence: Float[Tensor, "... vocab"]) -> None:
 def check_prompts(
     attention_mask: Int[Tensor, "rows past_and_tokens"] | None, prompts: int, name: str = "prompt"
 ) -> None:
-    """Refuse prompts that end in padding: the token after it would be no continuation of the text.
+    """Refuse prompts that end in padding.
 
     Args:
-        attention_mask: 1 for real tokens, 0 for padding; None where there is no padding.
-        prompts: how many there are, each of which may stand in several rows.
-        name: what they are called in the error.
+        attention_mask: 1 for tokens, 0 for padding; None without padding.
+        prompts: number of prompts, each of which may have several rows.
+        name: name of a prompt in the error message.
 
     Raises:
-        UsageError: names the first that does.
+        UsageError: names the first such prompt.
     """
     if attention_mask is None:
         return

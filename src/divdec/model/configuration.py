@@ -1,26 +1,25 @@
-"""Configuration of a steered model: where its three parts lie and how they are steered.
-
-It knows nothing of weights; `divdec.model.checkpoint` resolves the references, `divdec.model.modeling` loads them.
-"""
+"""Configuration of a steered model: references to its parts, and the steering rule."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from divdec.steering import Steering
 
 AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
 PARTS = ("target", *AUXILIARIES)
 
-# Without experts every divergence is 0, and the rank rule would still suppress the first k tokens.
+# Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
 NO_RULE = (
     "a registry of takedown requests has a strength of its own and needs no rule; leave the steering out, or give "
     "a pair or n-grams for it to apply to"
 )
 
-# What other programs (lm-eval, pipelines, servers) read from a causal LM's configuration; taken from the target.
+# Fields that other programs (lm-eval, pipelines, servers) read from a causal LM's configuration.
 TARGET_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
@@ -30,25 +29,58 @@ TARGET_FIELDS = (
     "pad_token_id",
 )
 
+REMOTE_FILE = "modeling_divdec.py"  # the module that `auto_map` names
+REMOTE_CODE = """\
+\"\"\"Model classes of this folder, for other programs' `trust_remote_code`; divdec itself does not execute it.\"\"\"
+from {module} import {config}, {model}
+"""
 
-class DivergenceConfig(PreTrainedConfig):
+
+class RemoteCodeConfig(PreTrainedConfig):
+    """Configuration whose folder carries `REMOTE_FILE`, so that `trust_remote_code=True` loads the model anywhere."""
+
+    model_class: str
+    model_module: str
+    """Module that exports the configuration and the model."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.architectures = [self.model_class]
+        module = REMOTE_FILE.removesuffix(".py")
+        classes = {"AutoConfig": type(self).__name__, "AutoModelForCausalLM": self.model_class}
+        self.auto_map = {auto: f"{module}.{name}" for auto, name in classes.items()}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write `config.json` and `REMOTE_FILE`."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        code = REMOTE_CODE.format(module=self.model_module, config=type(self).__name__, model=self.model_class)
+        (Path(save_directory) / REMOTE_FILE).write_text(code, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: otherwise `save_pretrained` would copy the source of this module into the folder."""
+
+
+class DivergenceConfig(RemoteCodeConfig):
     """Configuration of `DivergenceForCausalLM`.
 
     Attributes:
         target: reference of the target: `{"folder": …, "sha256": {file: digest}}` or `{"hub_id": …, "revision": …}`.
         retain_auxiliary: reference of q, which has not seen the forget set.
-        forget_auxiliary: reference of p, which has. Both are None where n-grams or a registry stand in for them.
-        bridge: `{"heal": …}` where the auxiliaries have another tokenizer than the target; else None.
+        forget_auxiliary: reference of p, which has; None, like q, if n-grams or a registry replace the pair.
+        bridge: `{"heal": …}` if the auxiliaries have another tokenizer than the target, or None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
         registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
-        steering: `Steering.to_dict()`; a rule without effect where nothing but a registry steers.
+        steering: `Steering.to_dict()`; a rule without effect if only a registry steers.
         vocab_size: the common vocabulary of all parts.
-        max_position_embeddings: the shortest context of the models, in the target's tokens; None where none states one.
-        single_turn: whether the models have learned single questions alone, so that a conversation's later turns are
-            not what they were trained and measured on. `divdec chat` and the playground then ask each line by itself.
+        max_position_embeddings: the shortest context of the models, in the target's tokens, or None.
+        single_turn: whether the models were trained on single questions alone; `divdec chat` and the playground then
+            treat each line as a new conversation.
     """
 
     model_type = "divergence"
+    model_class = "DivergenceForCausalLM"
+    model_module = "divdec.model"
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference = ("past_key_values",)
 
@@ -77,7 +109,6 @@ class DivergenceConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.single_turn = single_turn
         super().__init__(**kwargs)
-        self.architectures = ["DivergenceForCausalLM"]
 
     @classmethod
     def from_parts(
@@ -87,21 +118,21 @@ class DivergenceConfig(PreTrainedConfig):
         vocab_size: int,
         references: dict[str, dict[str, Any]] | None = None,
     ) -> DivergenceConfig:
-        """A configuration from those of the models, by part name.
+        """Create a configuration from those of the models.
 
         Args:
-            configs: one configuration for each name in `PARTS` that there is, the target's first.
+            configs: configurations by part name, the target's first.
             steering: the rule.
             vocab_size: width of the common vocabulary.
-            references: where the parts lie, `bridge` included; None where they lie nowhere yet.
+            references: fields that name the parts, `bridge` included; None for models in memory.
         """
         texts = {part: config.get_text_config(decoder=True) for part, config in configs.items()}
         target = texts["target"]
         fields = {name: value for name in TARGET_FIELDS if (value := getattr(target, name, None)) is not None}
-        # The positions of auxiliaries with another tokenizer count other tokens.
-        counted = [target] if (references or {}).get("bridge") is not None else list(texts.values())
+        # Auxiliaries with another tokenizer count positions in other tokens.
+        limiting = [target] if (references or {}).get("bridge") is not None else list(texts.values())
         contexts = [
-            length for text in counted if (length := getattr(text, "max_position_embeddings", None)) is not None
+            length for text in limiting if (length := getattr(text, "max_position_embeddings", None)) is not None
         ]
         return cls(
             **(references or {}),
@@ -110,3 +141,6 @@ class DivergenceConfig(PreTrainedConfig):
             max_position_embeddings=min(contexts, default=None),
             **fields,
         )
+
+
+AutoConfig.register(DivergenceConfig.model_type, DivergenceConfig, exist_ok=True)

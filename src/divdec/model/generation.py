@@ -1,9 +1,8 @@
-"""How `generate` of a steered model differs from any other model's: one cache for all parts, and speculation."""
+"""`generate` of a steered model: one cache for all parts, checked arguments, and speculative decoding."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +27,12 @@ SEARCHES = (
     GenerationMode.BEAM_SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
 )
-# Each drafts with the target's own layers or hidden states, or mixes an assistant's probabilities into the answer.
+# Options that draft with the target's own layers or hidden states, or mix an assistant's probabilities into the answer.
 UNSTEERED_OPTIONS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
 
 
 class SteeredGeneration(GenerationMixin):
-    """`GenerationMixin` for a model that has experts, makes caches of its own and can speculate."""
+    """`GenerationMixin` of a steered model."""
 
     target: Any
     experts: Any
@@ -41,10 +40,6 @@ class SteeredGeneration(GenerationMixin):
     generation_config: Any
     steering: Any
     _cache_owner: str
-
-    def new_cache(self) -> DivergenceCache:
-        """An empty cache for target and experts."""
-        raise NotImplementedError
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         raise NotImplementedError
@@ -61,22 +56,20 @@ class SteeredGeneration(GenerationMixin):
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, speculative: Speculation | bool | int | None = None, **kwargs: Any
     ) -> Any:
-        """Generate as `GenerationMixin.generate` does, with all of its arguments, or several tokens a target pass.
+        """Generate as `GenerationMixin.generate` does, with all of its arguments, optionally with speculation.
 
         Args:
-            *args: as there.
-            speculative: draft with q and let the target judge: True, the number of tokens to draft, or a
-                `Speculation` (which `custom_generate` takes, too). Greedy answers are those of plain decoding, sampled
-                ones follow the same distribution.
-            **kwargs: as there.
+            *args: see `GenerationMixin.generate`.
+            speculative: True, the number of tokens to draft, or a `Speculation` (also accepted as `custom_generate`).
+                Greedy answers do not change, and sampled ones follow the same distribution.
+            **kwargs: see `GenerationMixin.generate`.
 
         Raises:
-            UsageError: a prompt ends in padding, a search or option is not offered, or speculation was asked for
-                together with beams or another search of its own.
+            UsageError: a prompt ends in padding, or an option or search is not supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
-        given = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
-        if (ids := next((one for one in given if one is not None), None)) is not None:
+        inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
+        if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
@@ -89,14 +82,14 @@ class SteeredGeneration(GenerationMixin):
         return self._plain.generate(*args, speculative=speculation, **kwargs)
 
     def _sample(self, *args: Any, speculative: Speculation | None = None, **kwargs: Any) -> Any:
-        # Where transformers chooses to decode greedily or to sample, all of its preparations done.
+        # transformers calls it for greedy decoding and sampling, after all preparations.
         if speculative is None:
             answer = self._plain._sample(*args, **kwargs)
         else:
             answer = speculate(self, *args, speculation=speculative, **kwargs)
         if isinstance(cache := kwargs.get("past_key_values"), DivergenceCache):
-            while cache.lent:
-                keep(cache.lent.pop())
+            while cache.reusable:
+                keep(cache.reusable.pop())
         return answer
 
     @property
@@ -107,11 +100,11 @@ class SteeredGeneration(GenerationMixin):
         check_processors(logits_processor, "beam search")
         return self._plain._beam_search(input_ids, logits_processor, *args, **kwargs)
 
-    # With the signature that transformers reads.
     @functools.wraps(GenerationMixin._assisted_decoding)  # pyright: ignore[reportAttributeAccessIssue]
     def _assisted_decoding(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Any, logits_processor: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        # transformers reads the signature of the wrapped method.
         check_processors(logits_processor, "assisted decoding")
         return self._plain._assisted_decoding(input_ids, logits_processor, *args, **kwargs)
 
@@ -128,7 +121,7 @@ class SteeredGeneration(GenerationMixin):
     def _get_deprecated_gen_repo(
         self, generation_mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
     ) -> Any:
-        # Where transformers would fetch a search's code from the hub.
+        # transformers would download the code of other searches from the hub here.
         if custom_generate is None and generation_mode not in SEARCHES:
             raise UsageError(
                 f"{generation_mode.value.replace('_', ' ')} is not offered by a steered model; accepted: greedy "
@@ -146,30 +139,25 @@ class SteeredGeneration(GenerationMixin):
                     f"{name}={value!r} is not offered by a steered model: it reads hidden states or mixes in "
                     "probabilities that are not steered; leave it out"
                 )
-        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if assisted and self._is_stateful:
             raise UsageError(
                 "assisted decoding and prompt lookup are not offered for models with a recurrent state "
                 f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
             )
-        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION and generation_mode_kwargs.get("assistant_model")
-        if drafts and generation_config.do_sample and (self.steering.rule, self.steering.fill) == ("rank", "hard"):
-            # transformers accepts a draft of probability 0 where it draws 0 exactly, once in 2²⁴ times.
+        samples_drafts = assisted and generation_mode_kwargs.get("assistant_model") and generation_config.do_sample
+        if samples_drafts and (self.steering.rule, self.steering.fill) == ("rank", "hard"):
+            # transformers accepts a draft of probability 0 if it draws exactly 0, once in 2²⁴ times.
             raise UsageError(
                 "sampling with an assistant_model may keep a token that the rank rule suppresses: use speculative=True"
-            )
-        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
-            raise UsageError(
-                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
-                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
             )
         self._plain._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 
     def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> Any:
-        """Replace the last token of a prompt by one that goes on from its text; see `GenerationMixin.heal_tokens`.
+        """Replace the last token of a prompt by one that extends its text; see `GenerationMixin.heal_tokens`.
 
         Raises:
-            UsageError: there are several prompts, or the prompt has another number of tokens then: the attention mask
-                would not fit.
+            UsageError: there are several prompts, or the number of tokens changes, so that the mask would not fit.
         """
         healed = self._plain.heal_tokens(input_ids, tokenizer) if len(input_ids) == 1 else None
         if healed is None or healed.shape != input_ids.shape:
@@ -183,7 +171,7 @@ class SteeredGeneration(GenerationMixin):
         self._plain._validate_model_kwargs(model_kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: transformers' continuous batching keeps a cache for one model only."""
+        """Raise an error: transformers' continuous batching has a cache for one model only."""
         raise UsageError("continuous batching is not offered by a steered model; use generate()")
 
     init_continuous_batching = generate_batch
@@ -197,70 +185,71 @@ class SteeredGeneration(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
+        """Check `past_key_values`, or create a cache for all parts; transformers would create one for one model."""
         check_prompts(model_kwargs.get("attention_mask"), batch_size)
-        # transformers would build a cache for one model only.
         if generation_config.cache_implementation not in (None, "dynamic", "static"):
             raise UsageError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
                 "model; accepted: 'dynamic', 'static'"
             )
         if model_kwargs.get("past_key_values") is not None:
-            cache = self._own_cache(model_kwargs["past_key_values"])
-            if generation_mode == GenerationMode.ASSISTED_GENERATION and cache is not None and cache.check_length():
-                # transformers gives the cached tokens to the model again.
-                raise UsageError(
-                    "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
-                    "or use speculative=True"
-                )
-            if cache is not None and self.takedowns is not None:
-                self.takedowns.begin(cache.takedowns)
-            room = getattr(getattr(cache, "target", None), "max_length", max_cache_length)
-            if max_cache_length > room:
-                raise UsageError(
-                    f"past_key_values is a static cache of {room} tokens, {max_cache_length} may be needed; ask for "
-                    "fewer new ones, or make it longer (max_cache_len)"
-                )
-            return
-        if generation_config.use_cache is False:
+            self._check_past(self._own_cache(model_kwargs["past_key_values"]), generation_mode, max_cache_length)
+        elif generation_config.use_cache is False:
             if self.takedowns is not None:
                 raise UsageError(
                     "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
                     "leave use_cache on"
                 )
-            return
-        if generation_config.cache_implementation == "static":
+        elif generation_config.cache_implementation == "static":
             length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = self._new_static_cache(length, rows, generation_config)
-            return
-        cache = self._joint_cache(new_cache(self.target), self.experts.new_cache())
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        else:
+            model_kwargs["past_key_values"] = cache = self._joint_cache(
+                new_cache(self.target), self.experts.new_cache()
+            )
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def _check_past(self, cache: DivergenceCache | None, mode: GenerationMode, max_cache_length: int) -> None:
+        if mode == GenerationMode.ASSISTED_GENERATION and cache is not None and cache.check_length():
+            # transformers would pass the cached tokens to the model again.
+            raise UsageError(
+                "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
+                "or use speculative=True"
+            )
+        if cache is not None and self.takedowns is not None:
+            self.takedowns.begin(cache.takedowns)
+        room = getattr(getattr(cache, "target", None), "max_length", max_cache_length)
+        if max_cache_length > room:
+            raise UsageError(
+                f"past_key_values is a static cache of {room} tokens, {max_cache_length} may be needed; ask for "
+                "fewer new ones, or make it longer (max_cache_len)"
+            )
 
     def _new_static_cache(self, max_length: int, rows: int, config: GenerationConfig) -> DivergenceCache:
-        made: list[FixedCache] = []
+        created: list[FixedCache] = []
 
-        def make(name: str, model: PreTrainedModel) -> FixedCache:
-            made.append(fixed_cache(name, model, max_length, rows, config))
-            return made[-1]
+        def create(name: str, model: PreTrainedModel) -> FixedCache:
+            created.append(fixed_cache(name, model, max_length, rows, config))
+            return created[-1]
 
-        def of_pair(pair: NeuralPair) -> Cache:
-            return PairCache(*(make(f"{name} auxiliary", getattr(pair, name)) for name in ("retain", "forget")))
+        def experts_cache(experts: Any) -> Cache:
+            # n-grams and bridged pairs store tokens and have caches of other kinds.
+            if isinstance(experts, CombinedExperts):
+                return CombinedCache([experts_cache(member) for member in experts.parts])
+            if isinstance(experts, NeuralPair):
+                return PairCache(
+                    *(create(f"{name} auxiliary", getattr(experts, name)) for name in ("retain", "forget"))
+                )
+            return experts.new_cache()
 
-        target = make("target", self.target)
-        cache = self._joint_cache(target, _experts_cache(self.experts, of_pair))
+        target = create("target", self.target)
+        cache = self._joint_cache(target, experts_cache(self.experts))
         if not config.return_dict_in_generate:
-            cache.lent = made
+            cache.reusable = created
         return cache
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        # Each part is asked by itself, when its cache is made; what joins and checks them is not compiled.
+        # Each part decides when its cache is created; the combination is not compiled.
         return False
-
-
-def _experts_cache(experts: Any, of_pair: Callable[[NeuralPair], Cache]) -> Cache:
-    # n-grams and bridged pairs read tokens, and keep them in their own way.
-    if isinstance(experts, CombinedExperts):
-        return CombinedCache([_experts_cache(part, of_pair) for part in experts.parts])
-    return of_pair(experts) if isinstance(experts, NeuralPair) else experts.new_cache()

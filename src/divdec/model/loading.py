@@ -1,11 +1,13 @@
-"""Loading what a bundle names: the target, the experts of whatever kinds, and the registry that it follows.
+"""Loading a bundle, for transformers and for vLLM.
 
-It fails closed: whatever is missing, changed or does not fit is an error, never an unsteered model.
+It fails closed: a part that is missing, changed or does not fit is an error, never an unsteered model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,16 @@ from divdec.model.checkpoint import (
     HUB_ID,
     CheckpointReference,
     check_different,
+    check_same_vocabulary,
+    check_tokenizer,
     check_weights,
     download,
     load_config,
     load_model,
     load_tokenizer,
+    vocabulary_sha256,
 )
 from divdec.model.configuration import AUXILIARIES, PARTS, DivergenceConfig
-from divdec.model.vocabularies import check_same_vocabulary, vocabulary_sha256
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 
@@ -33,9 +37,9 @@ if TYPE_CHECKING:
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
-# Options of from_pretrained that name one checkpoint's files, or would give something else than a model.
+# Arguments of from_pretrained that refer to the files of a single checkpoint.
 REFUSED = ("subfolder", "output_loading_info", "state_dict", "gguf_file", "variant")
-# What the Auto classes and their users add; the parts are never loaded with code of their own.
+# Arguments that the Auto classes and their users add. The parts are never loaded with remote code.
 WITHOUT_EFFECT = (
     "trust_remote_code",
     "_from_auto",
@@ -51,10 +55,117 @@ WITHOUT_EFFECT = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """A bundle whose configuration and checkpoints have been checked; no weights are loaded yet."""
+
+    folder: Path
+    config: DivergenceConfig
+    steering: Steering
+    paths: dict[str, Path]
+    """Folder of each checkpoint by part, the target's first."""
+    verify: bool = True
+    """Compare n-grams with their digest, as was done for the checkpoints."""
+
+    @classmethod
+    def open(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        verify: bool = True,
+        local_files_only: bool = False,
+        config: DivergenceConfig | None = None,
+    ) -> Bundle:
+        """Find a bundle and its checkpoints, and check them.
+
+        Args:
+            name_or_path: a folder or hub id.
+            revision: branch, tag or commit of a hub id.
+            verify: compare local files with the bundle's digests.
+            local_files_only: use the local cache of the hub alone.
+            config: configuration to use instead of the folder's.
+
+        Raises:
+            UsageError: a part is missing, has changed or is corrupt, or the configuration is invalid.
+        """
+        folder = find_bundle(name_or_path, revision, local_files_only=local_files_only)
+        config = read_config(folder) if config is None else config
+        if not config.steering:
+            raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
+        size = config.vocab_size
+        if type(size) is not int or size < 1:
+            raise UsageError(f"{folder}: vocab_size is {size!r}; write the bundle again with `divdec bundle`")
+        for name in ("bridge", "ngram", "registry"):
+            if not isinstance(getattr(config, name), dict | None):
+                raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+        steering = Steering.from_dict(config.steering)
+        steering.check_vocabulary(size)
+        return cls(folder, config, steering, part_paths(folder, config, verify, local_files_only), verify)
+
+    def load_ngrams(self) -> tuple[Experts, float] | None:
+        """Load the n-gram pair and its weight; None if the bundle has none.
+
+        Raises:
+            UsageError: it is missing, has changed, or belongs to another tokenizer.
+        """
+        from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
+
+        if (reference := self.config.ngram) is None:
+            return None
+        folder = (self.folder / str(reference.get("folder"))).resolve()
+        check_tokenizer(folder, describe_pair(folder)["tokenizer"], self.target_vocabulary())
+        if self.verify and file_sha256(folder / DESCRIPTION) != reference.get("sha256"):
+            raise UsageError(
+                f"{folder / DESCRIPTION} has changed since the bundle was written; write the bundle again, "
+                "or load it without verification (--no-verify) if the change is meant"
+            )
+        return load_pair(folder, verify=self.verify), weight_of(reference, "ngram")
+
+    def load_takedowns(self, registry: Path | None = None) -> Takedowns | None:
+        """Open the registry of takedown requests; None if there is none.
+
+        Args:
+            registry: folder of a registry to use where the bundle names none, or of the same registry elsewhere.
+
+        Raises:
+            UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
+            FailedClosed: it is damaged.
+        """
+        from divdec.takedowns.folder import read_description
+        from divdec.takedowns.live import Takedowns
+
+        reference = self.config.registry
+        if reference is None and registry is None:
+            return None
+        folder = registry or self.folder / str((reference or {}).get("folder"))
+        description = read_description(folder)
+        if reference is not None and description["id"] != reference.get("id"):
+            raise UsageError(f"{folder} is another registry than the bundle was written for; write the bundle again")
+        check_tokenizer(folder, description["tokenizer"], self.target_vocabulary())
+        return Takedowns(folder)
+
+    def target_vocabulary(self) -> str:
+        """Return the digest of the target's vocabulary."""
+        return vocabulary_sha256(load_tokenizer(self.paths["target"]))
+
+    def check_vocab_size(self, sizes: Iterable[int]) -> None:
+        """Check that the parts' smallest vocabulary is the one that the bundle was written for.
+
+        Raises:
+            UsageError: it is another.
+        """
+        if (smallest := min(sizes)) != self.config.vocab_size:
+            raise UsageError(
+                f"{self.folder}: the bundle's common vocabulary has {self.config.vocab_size} tokens, that of its "
+                f"parts {smallest}; write the bundle again"
+            )
+
+
 def load_parts(
     name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Takedowns | None]:
-    """Load what a bundle names: its configuration, target, experts and takedowns.
+    """Load a bundle's configuration, target, experts and takedowns.
 
     Args:
         name_or_path: a bundle's folder or hub id.
@@ -64,45 +175,37 @@ def load_parts(
     Raises:
         UsageError: a part is missing, has changed, is corrupt or does not fit the others.
     """
+    from transformers import GenerationConfig
+
     from divdec.experts.neural import logit_width
 
-    local_files_only = bool(kwargs.pop("local_files_only", False))
-    folder = find_bundle(name_or_path, kwargs.pop("revision", None), local_files_only=local_files_only)
+    local_files_only, revision = bool(kwargs.pop("local_files_only", False)), kwargs.pop("revision", None)
     config = kwargs.pop("config", None)
-    if not isinstance(config, DivergenceConfig):
-        config = read_config(folder)
     for name in REFUSED:
         if kwargs.pop(name, None):
             raise UsageError(f"{name} has no meaning for a bundle, which names several checkpoints; leave it out")
     for name in WITHOUT_EFFECT:
         kwargs.pop(name, None)
-
-    if not config.steering:
-        raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
-    if type(config.vocab_size) is not int or config.vocab_size < 1:
-        raise UsageError(f"{folder}: vocab_size is {config.vocab_size!r}; write the bundle again with `divdec bundle`")
-    Steering.from_dict(config.steering).check_vocabulary(config.vocab_size)
-    places = places_of(folder, config, verify, local_files_only)
-    models = {part: load_part(part, place, kwargs) for part, place in places.items()}
+    bundle = Bundle.open(
+        name_or_path,
+        revision=revision,
+        verify=verify,
+        local_files_only=local_files_only,
+        config=config if isinstance(config, DivergenceConfig) else None,
+    )
+    models = {part: load_part(part, path, kwargs) for part, path in bundle.paths.items()}
     target = models["target"]
-    experts = load_experts(folder, config, places, models, verify)
-    takedowns = load_takedowns(folder, config)
-    sizes = [part.vocab_size for part in (experts, takedowns) if part is not None]
-    narrowest = min(logit_width(target), *sizes)
-    if narrowest != config.vocab_size:
-        raise UsageError(
-            f"{folder}: the bundle's common vocabulary has {config.vocab_size} tokens, that of its parts "
-            f"{narrowest}; write the bundle again"
-        )
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        target.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return config, target, experts, takedowns
+    experts, takedowns = load_experts(bundle, models), bundle.load_takedowns()
+    bundle.check_vocab_size(
+        [logit_width(target), *(part.vocab_size for part in (experts, takedowns) if part is not None)]
+    )
+    if (bundle.folder / "generation_config.json").is_file():
+        target.generation_config = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
+    return bundle.config, target, experts, takedowns
 
 
 def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
-    """The folder of a bundle given by its folder or hub id.
+    """Return the folder of a bundle.
 
     Raises:
         UsageError: there is no such folder, and no such repository on the hub or in its cache.
@@ -116,10 +219,10 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
 
 
 def read_config(folder: Path) -> DivergenceConfig:
-    """The configuration of a bundle's folder.
+    """Read the configuration of a bundle's folder.
 
     Raises:
-        UsageError: it is not there, not readable, or that of another kind of model.
+        UsageError: it is missing, unreadable, or of another kind of model.
     """
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
@@ -132,148 +235,66 @@ def read_config(folder: Path) -> DivergenceConfig:
     return config
 
 
-def places_of(
-    folder: Path,
-    config: DivergenceConfig,
-    verify: bool,
-    local_files_only: bool,
-) -> dict[str, Path]:
-    """Folders of the checkpoints that a bundle names."""
-    counted = config.ngram is not None or config.registry is not None
-    named = [part for part in AUXILIARIES if getattr(config, part) is not None]
-    parts = PARTS if named or not counted else ("target",)  # a single auxiliary is missed by name
+def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
+    """Return the folder of each checkpoint that a bundle names, after checking its weights.
+
+    Raises:
+        UsageError: a checkpoint is missing, unreadable or has changed, or both auxiliaries are the same.
+    """
+    has_counts = config.ngram is not None or config.registry is not None
+    has_pair = any(getattr(config, part) is not None for part in AUXILIARIES)
+    parts = PARTS if has_pair or not has_counts else ("target",)  # with one auxiliary, the error names the other
     references = {part: CheckpointReference.from_dict(getattr(config, part), part) for part in parts}
-    if named:
+    if has_pair:
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
-    places = {}
+    paths = {}
     for part, reference in references.items():
-        places[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
-        check_weights(places[part])
+        paths[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
+        check_weights(paths[part])
         if verify:
-            reference.verify(places[part], part)
-    if set(AUXILIARIES) <= places.keys() and places["retain_auxiliary"] == places["forget_auxiliary"]:
-        raise UsageError(f"{folder}: both auxiliaries are {places['retain_auxiliary']}; nothing would be forgotten")
-    return places
+            reference.verify(paths[part], part)
+    if has_pair and paths["retain_auxiliary"] == paths["forget_auxiliary"]:
+        raise UsageError(f"{folder}: both auxiliaries are {paths['retain_auxiliary']}; nothing would be forgotten")
+    return paths
 
 
-def load_experts(
-    folder: Path,
-    config: DivergenceConfig,
-    places: dict[str, Path],
-    models: dict[str, PreTrainedModel],
-    verify: bool,
-) -> Experts | None:
-    """The experts that a bundle names, joined where there are several; None where it names a registry alone."""
+def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts | None:
+    """Return the experts that a bundle names, combined if there are several; None if it names a registry alone."""
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair
 
-    found: list[tuple[Experts, float]] = []
-    for name in ("bridge", "ngram"):
-        if getattr(config, name) is not None and not isinstance(getattr(config, name), dict):
-            raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+    experts: list[tuple[Experts, float]] = []
     if "retain_auxiliary" in models:
         pair = models["retain_auxiliary"], models["forget_auxiliary"]
-        if config.bridge is None:
-            found.append((NeuralPair(*pair), 1.0))
-        else:
-            found.append((bridged(config, places, models), 1.0))
-    if config.ngram is not None:
-        sha256 = vocabulary_sha256(load_tokenizer(places["target"]))
-        found.append((load_ngrams(folder, config.ngram, sha256, verify), weight_of(config.ngram, "ngram")))
-    if not found:
+        experts.append((NeuralPair(*pair) if bundle.config.bridge is None else _bridged_pair(bundle, models), 1.0))
+    if (ngrams := bundle.load_ngrams()) is not None:
+        experts.append(ngrams)
+    if not experts:
         return None
-    if len(found) == 1 and found[0][1] == 1:
-        return found[0][0]
-    return CombinedExperts(found)
+    return experts[0][0] if len(experts) == 1 and experts[0][1] == 1 else CombinedExperts(experts)
 
 
-def bridged(config: DivergenceConfig, places: dict[str, Path], models: dict[str, PreTrainedModel]) -> Experts:
-    """A neural pair that speaks another tokenizer than the target.
-
-    Raises:
-        UsageError: the two auxiliaries do not share a vocabulary, or its bytes cannot be told.
-    """
+def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts:
     from divdec.bridge.bridge import BridgedPair
     from divdec.experts.neural import logit_width
 
-    tokenizers = {part: load_tokenizer(place) for part, place in places.items()}
-    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, places)
+    tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
+    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, bundle.paths)
     return BridgedPair(
         models["retain_auxiliary"],
         models["forget_auxiliary"],
         target_tokenizer=tokenizers["target"],
         auxiliary_tokenizer=tokenizers["retain_auxiliary"],
         target_width=logit_width(models["target"]),
-        heal=bool((config.bridge or {}).get("heal", False)),
+        heal=bool((bundle.config.bridge or {}).get("heal", False)),
     )
 
 
-def load_ngrams(folder: Path, reference: dict[str, Any], tokenizer: str, verify: bool) -> Experts:
-    """The n-gram pair that a bundle names.
-
-    Raises:
-        UsageError: it is missing, has changed since the bundle was written, or belongs to another tokenizer.
-    """
-    from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
-
-    place = (folder / str(reference.get("folder"))).resolve()
-    about = describe_pair(place)
-    check_tokenizer(place, about["tokenizer"], tokenizer)
-    if verify and file_sha256(place / DESCRIPTION) != reference.get("sha256"):
-        raise UsageError(
-            f"{place / DESCRIPTION} has changed since the bundle was written; write the bundle again, "
-            "or load it without verification (--no-verify) if the change is meant"
-        )
-    return load_pair(place, verify=verify)
-
-
-def load_takedowns(folder: Path, config: DivergenceConfig, instead: Path | None = None) -> Takedowns | None:
-    """The registry that a bundle names; it changes, so that there is no digest to compare with.
-
-    Args:
-        folder: the bundle's.
-        config: its configuration.
-        instead: where a registry lies that is followed though the bundle names none, or names this one elsewhere.
-
-    Raises:
-        UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
-        FailedClosed: it is damaged.
-    """
-    from divdec.takedowns.folder import read_description
-    from divdec.takedowns.live import Takedowns
-
-    reference = config.registry
-    if reference is not None and not isinstance(reference, dict):
-        raise UsageError(f"{folder}: registry is {reference!r}; write the bundle again")
-    if reference is None and instead is None:
-        return None
-    place = instead or folder / str((reference or {}).get("folder"))
-    about = read_description(place)
-    if reference is not None and about["id"] != reference.get("id"):
-        raise UsageError(f"{place} is another registry than the bundle was written for; write the bundle again")
-    target = CheckpointReference.from_dict(config.target, "target").resolve(folder, weights=False)
-    check_tokenizer(place, about["tokenizer"], vocabulary_sha256(load_tokenizer(target)))
-    return Takedowns(place)
-
-
-def check_tokenizer(place: Path, found: str, wanted: str) -> None:
-    """Refuse counts of another tokenizer's tokens.
-
-    Raises:
-        UsageError: the digests differ.
-    """
-    if found != wanted:
-        raise UsageError(
-            f"{place} counts the tokens of another tokenizer (vocabulary {found[:12]}) than the target's "
-            f"({wanted[:12]}); fit it again with the target's tokenizer"
-        )
-
-
 def weight_of(reference: dict[str, Any], name: str) -> float:
-    """What the divergence of one kind of experts is multiplied by.
+    """Return the factor of an expert's divergence.
 
     Raises:
-        UsageError: it is not a number, or would make the experts count for nothing.
+        UsageError: it is not a number, or outside of 0.001 to 1000.
     """
     weight = reference.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
@@ -282,12 +303,12 @@ def weight_of(reference: dict[str, Any], name: str) -> float:
 
 
 def load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """One model of a bundle.
+    """Load one model of a bundle.
 
     Args:
-        part: its name, for messages and for options that differ by part.
-        folder: where it lies.
-        kwargs: what `AutoModelForCausalLM.from_pretrained` takes, those of `PER_PART` perhaps by part.
+        part: its name, for error messages and for options that differ by part.
+        folder: its checkpoint.
+        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`; those in `PER_PART` may be mappings by part.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -300,7 +321,6 @@ def load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedMode
 
 
 def _for_part(part: str, value: Any) -> Any:
-    """The value for one part of an option given as one value, or as a mapping from part names."""
     if not isinstance(value, dict) or not value or not set(value) <= set(PART_NAMES):
         return value
     return value.get(part, value.get("experts") if part != "target" else None)

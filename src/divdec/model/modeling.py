@@ -1,7 +1,6 @@
-"""The steered model: an ordinary causal language model made of a target, experts and a rule.
+"""The steered model: a causal language model of transformers made of a target, experts and a rule.
 
-Its logits leave it already steered, so nothing that reads them (generation, scores, losses, servers) can see the
-target's own. It knows nothing of files; `divdec.model.bundle` writes and reads them.
+Its logits are already steered, so nothing that reads them (generation, scores, losses, servers) sees the target's own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
@@ -32,15 +31,17 @@ from divdec.model.checks import (
     padding_of,
     positions_of,
     refuse_unknown,
+    zero_padding,
 )
 from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
-from divdec.model.output import causal_output
 from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+Logits = Float[Tensor, "batch kept vocab"]
 
 
 class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -48,20 +49,19 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 ):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
-    Takedown requests correct the target's logits first; the rule then steers what remains.
+    Takedown requests correct the target's logits first; the rule then steers the result.
 
     Attributes:
-        target: the model that is steered, P. What it answers alone is unsteered.
-        experts: what gives the divergence; `experts.retain` is q and `experts.forget` is p in a neural pair.
-        takedowns: the registry of takedown requests that is followed, or None.
-        steering: the rule; assign a `Steering`, or a string such as 'rank:20', which leaves the eligible
-            vocabulary as it is.
+        target: the target model P; its own answers are unsteered.
+        experts: source of the divergence; in a neural pair `experts.retain` is q and `experts.forget` is p.
+        takedowns: the registry of takedown requests that the model follows, or None.
+        steering: the rule; assign a `Steering`, or a string such as 'rank:20', which keeps the eligible vocabulary.
     """
 
     config_class = DivergenceConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
-    # The parts choose their own attention; whatever they support may be asked for.
+    # Each part selects its own attention implementation.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -97,7 +97,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
+        self._cache_owner = uuid.uuid4().hex  # a copy refuses the original's caches
 
     @classmethod
     def from_parts(
@@ -107,9 +107,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         forget_auxiliary: PreTrainedModel,
         steering: Steering | str = "linear:1",
     ) -> DivergenceForCausalLM:
-        """Join three models that are in memory already.
+        """Create a steered model from three models in memory.
 
-        Their tokenizers cannot be compared here; `divdec.write_bundle` compares those of checkpoints on disk.
+        Their tokenizers are not compared; `divdec.write_bundle` compares those of checkpoints.
 
         Raises:
             UsageError: the steering does not fit the common vocabulary.
@@ -127,14 +127,14 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         configs: Mapping[str, PreTrainedConfig] | None = None,
         takedowns: Takedowns | None = None,
     ) -> DivergenceForCausalLM:
-        """Join a model and experts of any kind (n-grams, a bridged pair, several of them).
+        """Create a steered model from a model and experts of any kind (n-grams, a bridged pair, a combination).
 
         Args:
             target: P.
-            experts: what gives the divergence, over the target's vocabulary; None where only takedowns steer.
-            steering: the rule; without effect where there are no experts.
-            configs: those of models among the experts that count the target's tokens, by part name: their contexts
-                limit the steered model's.
+            experts: source of the divergence over the target's vocabulary; None if only takedowns steer.
+            steering: the rule; without effect if there are no experts.
+            configs: configurations, by part name, of auxiliaries with the target's tokenizer; their contexts limit
+                the steered model's.
             takedowns: a registry of takedown requests to follow.
 
         Raises:
@@ -155,16 +155,16 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         overlap: bool = False,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
-        """Load a bundle from a folder or the hub.
+        """Load a bundle from a folder or the hub; no code of the bundle is executed.
 
         Args:
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
-            steering: use this rule instead of the bundle's; a string keeps the bundle's eligible vocabulary.
+            steering: rule to use instead of the bundle's; a string keeps the bundle's eligible vocabulary.
             overlap: run the experts while the target runs, see the property `overlap`.
-            **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all three parts. `dtype`,
-                `device_map`, `attn_implementation` and `quantization_config` may also be mappings from
-                'target', 'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries) to a value each.
+            **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all three parts. `dtype`,
+                `device_map`, `attn_implementation` and `quantization_config` may be mappings by part: 'target',
+                'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries).
 
         Raises:
             UsageError: the bundle or one of its parts is missing, corrupt, changed or does not fit.
@@ -179,12 +179,16 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             model.steering = steering
         return model
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: otherwise `save_pretrained` would copy the source of this module into the bundle."""
+
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | os.PathLike[str], **kwargs: Any
     ) -> None:
-        """Write a bundle that holds the weights of all three parts as they are in memory (a packed bundle).
+        """Write a packed bundle, with the weights of all three parts as they are in memory.
 
-        `divdec.write_bundle` writes one of a few kilobytes that refers to checkpoints already on disk.
+        `divdec.write_bundle` writes one of a few kilobytes that refers to checkpoints on disk.
         """
         from divdec.model.bundle import save_packed
 
@@ -192,12 +196,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        """Device of the target's inputs, also if its weights are offloaded."""
         return device_of(self.target)
 
     @property
     def steering(self) -> Steering:
-        """The rule that steers this model."""
+        """The rule and its strength."""
         return self._steering
 
     @steering.setter
@@ -212,9 +216,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
     @property
     def rule(self) -> str:
-        """What steers this model, in short: 'linear:1.5', 'takedowns', or both."""
-        found = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
-        return " and ".join([*found, "takedowns"] if self.takedowns is not None else found)
+        """Short description of the steering: 'linear:1.5', 'takedowns' or 'linear:1.5 and takedowns'."""
+        rules = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
+        return " and ".join([*rules, "takedowns"] if self.takedowns is not None else rules)
 
     @property
     def overlap(self) -> bool:
@@ -226,7 +230,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         self._overlap = (self._overlap or OverlappedExperts()) if value else None
 
     def new_cache(self) -> DivergenceCache:
-        """An empty cache for target, experts and takedowns."""
+        """Create an empty cache for target, experts and takedowns."""
         return self._joint_cache(new_cache(self.target), self.experts.new_cache())
 
     def forward(
@@ -240,24 +244,22 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Steered logits after every token (or after the last `logits_to_keep`); the same at all padding.
+        """Return steered logits after every token, or after the last `logits_to_keep`.
 
         Args:
-            input_ids: the tokens since what the cache holds.
-            attention_mask: 1 for real tokens, 0 for padding on either side, the cached ones included.
-            position_ids: derived from the mask where they are not given, so that padding never shifts a token.
+            input_ids: the tokens after those in the cache.
+            attention_mask: 1 for tokens, 0 for padding on either side, cached tokens included.
+            position_ids: derived from the mask by default.
             past_key_values: a `DivergenceCache`, or None.
-            labels: token ids, −100 where no loss is wanted; gives `loss`, the mean over the rest.
-            use_cache: make and return a cache when none is given; on by default, as for any transformers model, but
-                for training with gradient checkpointing.
-            logits_to_keep: number of positions to return, from the end; 0 returns all.
-            **kwargs: `return_dict`, `num_items_in_batch` (for the loss), and what generation and tokenizers add
-                and the parts do not need (`cache_position`, `token_type_ids`).
+            labels: token ids, −100 to ignore; gives `loss`, the mean over the others.
+            use_cache: create a cache if none is given; the default, except for training with gradient checkpointing.
+            logits_to_keep: number of positions to return, from the end; 0 for all.
+            **kwargs: `return_dict`, `num_items_in_batch` (for the loss), and arguments without effect that generation
+                and tokenizers add (`cache_position`, `token_type_ids`).
 
         Raises:
-            UsageError: inputs that the experts cannot see (embeddings), or outputs that would show the target.
-            FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
-                no token is left.
+            UsageError: an argument would not reach the experts (embeddings), or would show the target.
+            FailedClosed: the divergence or the target's logits are not finite, or no token is left.
         """
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
@@ -269,7 +271,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             self._eligible = self._eligible.to(target_logits.device)
         logits = self._steering.apply(target_logits, divergence, self._eligible)
         if labels is not None and attention_mask is not None:
-            # A text's first token follows padding on the left, which says nothing of it.
+            # The first token of a left-padded text has no context.
             before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)
             labels = labels.masked_fill((before == 0).to(labels.device), -100)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
@@ -281,17 +283,15 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
         past_key_values: DivergenceCache | None = None,
         logits_to_keep: int = 0,
-    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
-        """The target's logits and the divergence, to which any rule can be applied (`steering.apply`).
+    ) -> tuple[Logits, Logits]:
+        """Return the target's logits and the divergence, so that many settings can be applied to one forward pass.
 
-        Many settings can so be measured on one pass of the three models. The first of the two is steered by takedown
-        requests alone, and where there are none not at all: nothing that answers may use it alone. Both are 0 at
-        padding.
+        The target's logits contain the corrections of takedown requests, but are not steered by the rule: never
+        answer from them. Both are 0 at padding.
 
         Raises:
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
-            FailedClosed: the experts gave a divergence that is not finite, the target's logits are NaN or +inf, or
-                the caches differ in length.
+            FailedClosed: the divergence or the target's logits are not finite, or the caches differ in length.
         """
         return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
 
@@ -300,10 +300,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         input_ids: Int[Tensor, "batch tokens"],
         past_key_values: DivergenceCache | None = None,
         logits_to_keep: int = 0,
-    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
-        """The target's own logits, which no takedown request has corrected, and then what `components` gives.
+    ) -> tuple[Logits, Logits, Logits]:
+        """Return the target's own logits, then the two tensors of `components`.
 
-        For what says what steering did to an answer; nothing that answers may use the first of the three.
+        For displays of what steering changes; never answer from the first.
         """
         return self._run(input_ids, None, None, past_key_values, logits_to_keep)
 
@@ -314,43 +314,42 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         position_ids: Int[Tensor, "batch_or_one tokens"] | None,
         past_key_values: DivergenceCache | None,
         logits_to_keep: int,
-    ) -> tuple[Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"], Float[Tensor, "batch kept vocab"]]:
-        """See `unsteered_components`."""
+    ) -> tuple[Logits, Logits, Logits]:
+        """Run target, experts and takedowns on the new tokens; see `unsteered_components`."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
-        past_key_values = self._own_cache(past_key_values)
-        past_length = past_key_values.check_length() if past_key_values is not None else 0
+        cache = self._own_cache(past_key_values)
+        past_length = cache.check_length() if cache is not None else 0
         check_inputs(input_ids, attention_mask, past_length)
-        if past_key_values is not None and past_length:
-            past_key_values.check_rows(len(input_ids))
+        if cache is not None and past_length:
+            cache.check_rows(len(input_ids))
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         inputs = (input_ids, attention_mask, position_ids)
-        target_cache, experts_cache, takedowns_cache = None, None, None
-        if past_key_values is not None:
-            target_cache, experts_cache = past_key_values.target, past_key_values.experts
-            takedowns_cache = past_key_values.takedowns
+        caches = (None, None, None) if cache is None else (cache.target, cache.experts, cache.takedowns)
+        target_cache, experts_cache, takedowns_cache = caches
+
         with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as pending:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
             divergence = pending.result()
         padding = padding_of(attention_mask, target_logits.shape[1])
-        target_logits = _without_padding(target_logits, padding)
+        target_logits = zero_padding(target_logits, padding)
         check_target(target_logits)
         corrected = target_logits
         if self.takedowns is not None:
             correction = self.takedowns.correction(input_ids, attention_mask, takedowns_cache, logits_to_keep)
             corrected = target_logits.float() + self._checked(correction, target_logits, padding)
-        if past_key_values is not None and past_key_values.check_length() != past_length + input_ids.shape[1]:
+        if cache is not None and cache.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
         return target_logits, corrected, self._checked(divergence, target_logits, padding)
 
     def _checked(
         self,
         divergence: Float[Tensor, "batch kept width"],
-        target_logits: Float[Tensor, "batch kept vocab"],
+        target_logits: Logits,
         padding: Bool[Tensor, "batch kept 1"] | None,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        divergence = _without_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
+    ) -> Logits:
+        divergence = zero_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
         check_divergence(divergence)
         return divergence
 
@@ -369,27 +368,54 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         return cache
 
     def init_weights(self) -> None:
-        """Nothing: the parts come with their weights, and a steered model has none of its own."""
+        """Do nothing: the parts are loaded with their weights."""
 
-    def get_input_embeddings(self) -> torch.nn.Module:
-        """The target's input embeddings."""
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the target's input embeddings."""
         return self.target.get_input_embeddings()
 
     def get_output_embeddings(self) -> None:
-        """None: no single matrix gives the steered logits."""
+        """Return None: no single matrix gives the steered logits."""
         return None
 
-    def set_input_embeddings(self, value: torch.nn.Module) -> None:
-        """Refused: the three parts share one vocabulary."""
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Raise an error: the parts share one vocabulary."""
         raise UsageError("the embeddings of a steered model cannot be changed: its parts share one vocabulary")
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
-        """Refused: the three parts share one vocabulary."""
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Raise an error: the parts share one vocabulary."""
         raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
 
 
-def _without_padding(
-    values: Float[Tensor, "batch kept vocab"], padding: Bool[Tensor, "batch kept 1"] | None
-) -> Float[Tensor, "batch kept vocab"]:
-    """The same values, 0 at padding: experts may say nothing there, and the target's own logits must not leave."""
-    return values if padding is None else values.masked_fill(padding.to(values.device), 0.0)
+def causal_output(
+    model: Any,
+    logits: Logits,
+    cache: Cache | None,
+    labels: Int[Tensor, "batch tokens"] | None,
+    logits_to_keep: int,
+    options: Mapping[str, Any],
+) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    """Build the output of `forward`.
+
+    Args:
+        model: its loss function is used, over `model.vocab_size` tokens.
+        logits: logits of the model.
+        cache: cache of all parts, or None.
+        labels: token ids, −100 to ignore; None for no loss.
+        logits_to_keep: argument of `forward`.
+        options: further arguments of `forward`: `return_dict` and `num_items_in_batch` are used.
+
+    Raises:
+        UsageError: labels are given without the logits of every position.
+    """
+    loss = None
+    if labels is not None:
+        if logits_to_keep:
+            raise UsageError("labels need the logits of every position: leave logits_to_keep at 0")
+        count = {name: options[name] for name in ("num_items_in_batch",) if name in options}
+        loss = model.loss_function(logits, labels.to(logits.device), vocab_size=model.vocab_size, **count)
+    output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+    return output if options.get("return_dict") in (None, True) else output.to_tuple()
+
+
+AutoModelForCausalLM.register(DivergenceConfig, DivergenceForCausalLM, exist_ok=True)

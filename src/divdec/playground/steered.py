@@ -16,15 +16,16 @@ from torch import Tensor
 
 from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
+from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
+from divdec.evaluation.sweep_ordering import sweep
 from divdec.experts.combined import NoExperts
 from divdec.fail_closed import wait_for_checks
 from divdec.model.configuration import NO_RULE
 from divdec.playground.pushes import Place, Push, places
 from divdec.playground.tokens import MARKED, Other, Token
 from divdec.sampling import pick
-from divdec.serving.engine.text import AnswerText
-from divdec.steering import Steering, sweep
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM

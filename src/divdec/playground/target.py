@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.experts.forward import device_of
 from divdec.playground.steered import Steered
 from divdec.serving.address import is_local
-from divdec.serving.engine.text import AnswerText
 
 
 class Target:

@@ -107,9 +107,7 @@ def open_sources(sources: Sources) -> Opened:
     """
     from divdec.experts.combined import CombinedExperts, NoExperts
     from divdec.experts.ngram_folder import describe_pair, load_pair
-    from divdec.model.checkpoint import CheckpointReference, load_tokenizer
-    from divdec.model.loading import check_tokenizer
-    from divdec.model.vocabularies import vocabulary_sha256
+    from divdec.model.checkpoint import CheckpointReference, check_tokenizer, load_tokenizer, vocabulary_sha256
     from divdec.takedowns.folder import read_description
     from divdec.takedowns.live import Takedowns
 
@@ -144,8 +142,14 @@ def open_sources(sources: Sources) -> Opened:
 def _pair(sources: Sources, tokenizer_place: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Experts, int | None]:
     from divdec.bridge.bridge import BridgedPair
     from divdec.experts.neural import NeuralPair
-    from divdec.model.checkpoint import CheckpointReference, check_different, check_weights, load_model, load_tokenizer
-    from divdec.model.vocabularies import check_same_vocabulary
+    from divdec.model.checkpoint import (
+        CheckpointReference,
+        check_different,
+        check_same_vocabulary,
+        check_weights,
+        load_model,
+        load_tokenizer,
+    )
 
     if sources.retain is None or sources.forget is None:
         raise UsageError("a pair is made of both: give --retain and --forget")

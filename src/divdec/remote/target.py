@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
@@ -26,7 +27,6 @@ from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
 from divdec.remote.completions import Abilities, Completions, Position
 from divdec.remote.context import Context
 from divdec.remote.probe import probe
-from divdec.serving.engine.text import AnswerText
 from divdec.steering import Steering
 from divdec.takedowns.live import Takedowns
 

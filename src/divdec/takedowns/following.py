@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError
+from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
 from divdec.model.configuration import DivergenceConfig
-from divdec.model.loading import check_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256
 from divdec.takedowns.folder import read_description
 from divdec.takedowns.live import Takedowns
 

@@ -27,8 +27,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
-from divdec.model.checkpoint import CheckpointReference, load_tokenizer
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
+from divdec.model.checkpoint import CheckpointReference, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.runs import file_sha256, output_folder, write_durably, write_json, write_text
 from divdec.serving.overlap import overlap
 from divdec.serving.plain_tokenizer import is_plain, load_plain

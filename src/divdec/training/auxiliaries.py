@@ -22,18 +22,17 @@ from divdec.data.formatting import Example, Format
 from divdec.data.records import overlap, read_records, single_turn
 from divdec.errors import Diverged
 from divdec.evaluation.scoring import ItemScore, score
-from divdec.model.bundle import rewrite_steering, write_bundle
-from divdec.model.card import auxiliary_card
+from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
     check_weights,
+    common_vocabulary_of,
     digests,
     load_config,
     load_model,
     load_tokenizer,
 )
-from divdec.model.vocabularies import common_vocabulary_of
 from divdec.runs import (
     RECORD,
     goes_on,

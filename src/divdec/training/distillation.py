@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from divdec.data.formatting import Example, Format
 from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.model.card import distilled_card
+from divdec.model.bundle import distilled_card
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_apart,
@@ -30,11 +30,12 @@ from divdec.model.checkpoint import (
     digests,
     load_config,
     load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
 )
 from divdec.model.configuration import DivergenceConfig
 from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.vocabularies import vocabulary_sha256, vocabulary_width
 from divdec.runs import (
     RECORD,
     cache_folder,

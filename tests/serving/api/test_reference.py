@@ -24,8 +24,8 @@ from divdec.cli import main
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
+from divdec.decoding.text import AnswerText
 from divdec.serving.api.schemas import ChatRequest, CompletionRequest
-from divdec.serving.engine.text import AnswerText
 from reference import rank, steered_logits
 from served import engine_of, serving
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from conftest import make_parts
 from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
+from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Closing, Engine
 from divdec.serving.engine.requests import Sampling
-from divdec.serving.engine.text import AnswerText
 from exactness import assert_same_answer
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from divdec import UsageError
-from divdec.serving.vllm.parts import EngineOptions, read_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.serving.vllm.server import check_installed, engine_arguments
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
@@ -26,12 +26,19 @@ from divdec.experts.forward import device_of, recomputes, stateful_types
 from divdec.experts.neural import check_part, logit_width
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
-from divdec.model.checkpoint import COMPOSITE, CheckpointReference, check_weights, digests, load_config, load_model
+from divdec.model.checkpoint import (
+    COMPOSITE,
+    CheckpointReference,
+    check_weights,
+    common_vocabulary_of,
+    digests,
+    load_config,
+    load_model,
+)
 from divdec.model.checks import check_inputs, positions_of, refuse_unknown
-from divdec.model.configuration import TARGET_FIELDS
+from divdec.model.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
-from divdec.model.output import causal_output
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.modeling import causal_output
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
 TARGET = "target"
 
 
-class CompositeConfig(PreTrainedConfig):
+class CompositeConfig(RemoteCodeConfig):
     """Configuration of `CompositeForCausalLM`.
 
     Attributes:
@@ -53,6 +60,8 @@ class CompositeConfig(PreTrainedConfig):
     """
 
     model_type = COMPOSITE
+    model_class = "CompositeForCausalLM"
+    model_module = "divdec.research.baselines.auto"
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference = ("past_key_values",)
 
@@ -73,7 +82,6 @@ class CompositeConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
-        self.architectures = ["CompositeForCausalLM"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +233,10 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Refuse: a composite is saved by copying its folder, which refers to checkpoints."""
         raise UsageError("a baseline made of several checkpoints cannot be saved from memory; keep its folder")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: the folder carries its own file for `trust_remote_code`."""
 
     def new_cache(self) -> DivergenceCache:
         """Create an empty cache for all parts."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from divdec.data.formatting import Example, encode_records
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
-from divdec.model.card import baseline_card
+from divdec.model.bundle import baseline_card
 from divdec.model.checkpoint import load_config, load_model
 from divdec.research.baselines import losses
 from divdec.research.baselines import settings as options

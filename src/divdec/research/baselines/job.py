@@ -14,8 +14,7 @@ from filelock import FileLock
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet, overlap, read_records
 from divdec.errors import UsageError
-from divdec.model.checkpoint import check_apart, digests, load_tokenizer
-from divdec.model.vocabularies import common_vocabulary_of
+from divdec.model.checkpoint import check_apart, common_vocabulary_of, digests, load_tokenizer
 from divdec.research.baselines.registry import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, settings_hash, write_json

@@ -20,7 +20,7 @@ from divdec.evaluation.tofu_data import TofuData, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
-from divdec.model.loading import places_of
+from divdec.model.loading import part_paths
 from divdec.research.compare.settings import CompareSettings
 from divdec.runs import cache_folder, settings_hash
 from divdec.steering import Steering
@@ -190,7 +190,7 @@ def _own(settings: CompareSettings) -> Benchmark:
     )
     base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
     config = read_config(bundle)
-    parts = places_of(bundle, config, verify=True, local_files_only=False)
+    parts = part_paths(bundle, config, verify=True, local_files_only=False)
     if missing := [part for part in AUXILIARIES if part not in parts]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
     if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:

@@ -12,10 +12,10 @@ from jinja2.exceptions import TemplateError
 from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
+from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError, first_line
 from divdec.serving.api.errors import invalid
 from divdec.serving.api.schemas import Turn
-from divdec.serving.engine.text import AnswerText
 
 Result = TypeVar("Result")
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from divdec.decoding.loop import Decoding
-from divdec.decoding.speculative import Speculation
+from divdec.decoding.speculative import Speculation, SpeculativeDecoder
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.batch import Told, follow_registry
 from divdec.serving.engine.sequence import Running
@@ -32,17 +31,14 @@ class Alone:
         )
         config.prefill_chunk_size = part
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._decoding = Decoding(
+        self._decoding = SpeculativeDecoder(
             model,
             ids,
             sequence.processors,
             StoppingCriteriaList(),
             config,
             {"past_key_values": self._cache},
-            gamma=speculation.gamma,
-            drafter=speculation.drafter,
-            statistics=None,
-            streamer=None,
+            speculation,
             seed=sequence.chance(),
         )
         self._begun = False
@@ -64,7 +60,7 @@ class Alone:
             self._begun = True
         sequence = self.sequences[0]
         told: Told = []
-        rows = self._decoding.rows
+        rows = self._decoding.batch.sequences
         for token in rows.ids[0, self._known : rows.lengths[0]].tolist():
             piece = sequence.take(token, None)
             told.append((sequence, piece))

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from divdec.model.cache import DivergenceCache
-from divdec.model.joining import can_join, drop_columns, join
+from divdec.model.cache import DivergenceCache, can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.requests import Piece, TokenLogprob
 from divdec.serving.engine.sequence import Running, token_logprob

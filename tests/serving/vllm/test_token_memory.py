@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import FailedClosed
-from divdec.serving.vllm.token_codes import GENUINE, TRIAL, ContextReader, bits_for, contexts, encode
+from divdec.serving.vllm.token_memory import GENUINE, TRIAL, ContextReader, bits_for, encode, read_contexts
 
 SIZES = st.sampled_from([2, 3, 512, 513, 50257, 151936, 262144])
 
@@ -26,10 +26,10 @@ def test_tokens_come_back(data, size, length, dtype):
         known = data.draw(st.lists(st.integers(0, size - 1), min_size=length - missing, max_size=length - missing))
         rows.append([-1] * missing + known)
     codes = remembered(rows, size, dtype)
-    assert contexts(codes, length).tolist() == rows
+    assert read_contexts(codes, length).tolist() == rows
     nudged = codes.float() * (1 + 0.05 * torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)))
     nudged[:, 0] = GENUINE
-    assert contexts(nudged, length).tolist() == rows
+    assert read_contexts(nudged, length).tolist() == rows
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, -0.7, 1.5, float("nan"), float("inf")])
@@ -38,13 +38,13 @@ def test_what_is_no_code_is_not_read(value, column):
     codes = remembered([[5, 6, 7, 8], [1, 2, 3, 4]], 512)
     codes[1, column] = value
     with pytest.raises(FailedClosed, match="cannot be read"):
-        contexts(codes, 4)
+        read_contexts(codes, 4)
 
 
 def test_a_token_that_does_not_exist_may_have_any_code():
     codes = remembered([[-1, -1, 7, 8]], 512)
     codes[0, 4 + 2 * 9 :] = 0.3
-    assert contexts(codes, 4).tolist() == [[-1, -1, 7, 8]]
+    assert read_contexts(codes, 4).tolist() == [[-1, -1, 7, 8]]
 
 
 @pytest.mark.parametrize("mark", [-1.0, 1.5, 3.0, float("nan")])
@@ -52,7 +52,7 @@ def test_rows_without_the_mark_are_not_read(mark):
     codes = remembered([[5, 6, 7, 8]], 512)
     codes[0, 0] = mark
     with pytest.raises(FailedClosed):
-        contexts(codes, 4)
+        read_contexts(codes, 4)
 
 
 def test_trials_are_let_pass_until_a_real_token_has_come():
@@ -60,12 +60,12 @@ def test_trials_are_let_pass_until_a_real_token_has_come():
     trial = torch.full_like(real, TRIAL)
     assert read(trial).tolist() == [[-1] * 4] * 2
     assert read(trial).tolist() == [[-1] * 4] * 2
-    assert read(real).tolist() == contexts(real, 4).tolist()
+    assert read(real).tolist() == read_contexts(real, 4).tolist()
     with pytest.raises(FailedClosed, match="was not written"):
         read(trial)
     with pytest.raises(FailedClosed, match="was not written"):
         ContextReader(4)(torch.cat([real, trial[:1]]))
-    assert read(real).tolist() == contexts(real, 4).tolist()
+    assert read(real).tolist() == read_contexts(real, 4).tolist()
 
 
 def test_trials_of_the_engine_have_no_context():
@@ -73,4 +73,4 @@ def test_trials_of_the_engine_have_no_context():
     random = torch.rand(6, 4 + 4 * 9, generator=generator).bfloat16()
     random[0] = TRIAL
     random[1, 0] = 1.0  # what rounding makes of a number close to it
-    assert contexts(random, 4).tolist() == [[-1] * 4] * 6
+    assert read_contexts(random, 4).tolist() == [[-1] * 4] * 6

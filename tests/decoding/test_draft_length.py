@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from divdec.decoding.pace import Pace
+from divdec.decoding.statistics import DraftLengthController
 
 
 def settled(acceptance, seconds, largest=8, passes=200, seed=0):
     """What is chosen most often in the end, with noise on every measurement."""
-    pace, chosen = Pace(largest), []
+    controller, chosen = DraftLengthController(largest), []
     generator = np.random.default_rng(seed)
     for _ in range(passes):
-        drafted = pace.choose()
+        drafted = controller.choose()
         chosen.append(drafted)
         judged = generator.random(drafted + 1) < acceptance
         accepted = int(np.cumprod(judged).sum())
         noise = 1 + 0.3 * generator.random()
-        pace.tell(drafted, accepted, min(accepted + 1, drafted + 1), seconds(drafted) * noise)
+        controller.record(drafted, accepted, min(accepted + 1, drafted + 1), seconds(drafted) * noise)
     return np.bincount(chosen[-50:]).argmax()
 
 
@@ -41,4 +41,4 @@ def test_the_choice_is_nearly_the_best(acceptance, seconds):
 def test_nothing_is_drafted_where_nothing_is_accepted():
     assert settled(0.0, lambda drafted: 1 + 0.2 * drafted) == 0
     assert settled(1.0, lambda drafted: 1 + 0.05 * drafted) == 8
-    assert Pace(0).choose() == 0
+    assert DraftLengthController(0).choose() == 0

@@ -1,23 +1,23 @@
-"""An answer's text while it grows: whole characters only, and nothing of what may turn out to be a stop string."""
+"""Text from tokens: incremental decoding of an answer behind its prompt, with stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-CONTEXT = 8  # tokens of a prompt by which its answer's first token is read
-_UNFINISHED = "\ufffd"  # how a tokenizer writes bytes that make no character, or not yet
+CONTEXT = 8  # prompt tokens that the answer's first tokens are decoded with
+_UNFINISHED = "\ufffd"  # a tokenizer's text for bytes that are no complete character
 
 
 class AnswerText:
-    """Turns tokens into the text that may be shown so far.
+    """Incremental detokenizer that returns whole characters and nothing that may belong to a stop string.
 
-    An answer continues its prompt: SentencePiece's "▁the" is "the" at the beginning of a text and " the" elsewhere.
-    Each token is therefore decoded together with those before it, back to the prompt's last special token.
+    SentencePiece decodes "▁the" as "the" at the beginning of a text and as " the" elsewhere, so tokens are decoded
+    together with those before them, back to the prompt's last special token.
 
     Attributes:
-        start: where the last token begins in the answer, in characters; for a part of a character, where that begins.
-        stopped: whether a stop string has come; the text ends before it.
+        start: offset of the last token in the answer, in characters; for part of a character, that character's.
+        stopped: whether a stop string was found; the text ends before it.
     """
 
     def __init__(
@@ -30,66 +30,64 @@ class AnswerText:
         self._skip_special = skip_special
         self._before = self._context(prompt)
         self._pending: list[int] = []  # tokens whose text is not in `_text` yet
-        self._held = ""  # their text so far
+        self._pending_text = ""
         self._text = ""
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """What a token adds to the text that may be shown."""
-        self.start = len(self._text) + len(self._held.rstrip(_UNFINISHED))
+        """Add a token, and return the text that can be shown since the last call."""
+        self.start = len(self._text) + len(self._pending_text.rstrip(_UNFINISHED))
         self._pending.append(token)
-        self._held = self._text_of(self._pending)
-        if self._held and not self._held.endswith(_UNFINISHED):
+        self._pending_text = self._text_of(self._pending)
+        if self._pending_text and not self._pending_text.endswith(_UNFINISHED):
             self._settle(len(self._pending))
-        elif len(self._pending) > CONTEXT:  # at most the last three can be parts of a character that is not finished
+        elif len(self._pending) > CONTEXT:  # an unfinished character has at most three bytes
             self._settle(len(self._pending) - 3)
         return self._show()
 
     def end(self) -> str:
-        """What was held back: nothing more comes."""
+        """Return the remaining text at the end of the answer."""
         if not self.stopped:
             self._settle(len(self._pending))
         return self._show(last=True)
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, without those up to its last special one."""
-        found: list[int] = []
+        """Return the prompt's last tokens after its last special one."""
+        context: list[int] = []
         for token in reversed(prompt[-CONTEXT:]):
             special = not self._decode([token]) and _decode(self._tokenizer, [token], skip_special=False)
             if special and token != self._tokenizer.unk_token_id:
                 break
-            found.insert(0, token)
-        return found
+            context.insert(0, token)
+        return context
 
     def _decode(self, ids: list[int]) -> str:
         return _decode(self._tokenizer, ids, self._skip_special)
 
     def _text_of(self, ids: list[int]) -> str:
-        """What tokens add to the text before them."""
         before, whole = self._decode(self._before), self._decode(self._before + ids)
-        # Bytes that make no character can change how the bytes before them are read.
+        # Incomplete bytes can change how the bytes before them are decoded.
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids)
 
     def _settle(self, count: int) -> None:
-        """Add the text of the first pending tokens."""
-        done, self._pending = self._pending[:count], self._pending[count:]
-        if added := self._text_of(done):  # special tokens add none: what follows them continues the text before
+        """Move the first pending tokens to the text."""
+        settled, self._pending = self._pending[:count], self._pending[count:]
+        if added := self._text_of(settled):  # special tokens add no text and are no context for the next ones
             self._text += added
-            self._before = done
-        self._held = self._text_of(self._pending) if self._pending else ""
+            self._before = settled
+        self._pending_text = self._text_of(self._pending) if self._pending else ""
 
     def _show(self, last: bool = False) -> str:
         if not self.stopped:
-            # A stop string may begin in what was shown only if it had been held back, so nothing shown is taken back.
-            found = [place for stop in self._stop if (place := self._text.find(stop, self._shown)) >= 0]
-            if found:
-                self._text, self.stopped = self._text[: min(found)], True
-        end = len(self._text) if last or self.stopped else len(self._text) - self._begun()
+            matches = [index for stop in self._stop if (index := self._text.find(stop, self._shown)) >= 0]
+            if matches:
+                self._text, self.stopped = self._text[: min(matches)], True
+        end = len(self._text) if last or self.stopped else len(self._text) - self._stop_prefix_length()
         shown, self._shown = self._text[self._shown : end], max(end, self._shown)
         return shown
 
-    def _begun(self) -> int:
-        """How many characters at the end could begin a stop string."""
+    def _stop_prefix_length(self) -> int:
+        """Return the number of characters at the end that may begin a stop string."""
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(self._text) - self._shown), 0, -1):
             end = self._text[-length:]
@@ -99,13 +97,13 @@ class AnswerText:
 
 
 def answer_text(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of a whole answer to a prompt, as a stream of it adds up."""
+    """Decode a whole answer; equal to the text of `AnswerText`."""
     text = AnswerText(tokenizer, (), prompt)
     return "".join(map(text.add, answer)) + text.end()
 
 
 def token_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
-    """What a token adds to the text of those before it; special tokens as they are written."""
+    """Return the text that a token adds to those before it, with special tokens written out."""
     head = list(before[-CONTEXT:])
     known, whole = (_decode(tokenizer, ids, skip_special=False) for ids in (head, [*head, token]))
     return whole[len(known) :] if whole.startswith(known) else _decode(tokenizer, [token], skip_special=False)

@@ -3,7 +3,7 @@
 import pytest
 
 import tokenizer_kinds
-from divdec.serving.engine.text import AnswerText, answer_text
+from divdec.decoding.text import AnswerText, answer_text
 
 TEXTS = (
     "The tale is about the sea, and (so she said) 3 of her books.",

@@ -12,7 +12,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.model.joining import can_join, drop_columns, join
+from divdec.model.cache import can_join, drop_columns, join
 
 VOCAB = 512
 

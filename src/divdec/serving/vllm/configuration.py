@@ -1,0 +1,271 @@
+"""Checks of a bundle and of vLLM's configuration, before vLLM loads anything.
+
+vLLM calls `EngineChecks` when its configuration is complete, in the process that the user started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+from divdec.experts.forward import stateful_types
+from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
+from divdec.model.configuration import NO_RULE
+from divdec.model.loading import Bundle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from divdec.experts.combined import CombinedExperts
+    from divdec.takedowns.live import Takedowns
+
+REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
+
+# Path of a setting in vLLM's configuration, the accepted values, and the command-line option.
+SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("parallel_config.pipeline_parallel_size", (1,), "--pipeline-parallel-size"),
+    ("parallel_config.data_parallel_size", (1,), "--data-parallel-size"),
+    ("parallel_config.prefill_context_parallel_size", (1,), "--prefill-context-parallel-size"),
+    ("parallel_config.decode_context_parallel_size", (1,), "--decode-context-parallel-size"),
+    ("parallel_config.enable_expert_parallel", (False,), "--enable-expert-parallel"),
+    ("parallel_config.enable_dbo", (False,), "--enable-dbo"),
+    ("parallel_config.nnodes", (1,), "--nnodes"),
+    ("parallel_config.distributed_executor_backend", (None, "mp", "uni"), "--distributed-executor-backend"),
+    ("parallel_config.worker_extension_cls", ("",), "--worker-extension-cls"),
+    ("model_config.runner_type", ("generate",), "--runner"),
+    ("model_config.convert_type", ("none",), "--convert"),
+    ("model_config.model_impl", ("auto", "vllm"), "--model-impl"),
+    ("model_config.quantization", (None,), "--quantization"),
+    ("model_config.hf_overrides", ({}, None), "--hf-overrides"),
+    ("model_config.enable_prompt_embeds", (False,), "--enable-prompt-embeds"),
+    ("model_config.enable_sleep_mode", (False,), "--enable-sleep-mode"),
+    ("model_config.logits_processors", (None, []), "--logits-processors"),
+    ("load_config.load_format", ("auto", "hf", "safetensors"), "--load-format"),
+    ("cache_config.cache_dtype", ("auto",), "--kv-cache-dtype"),
+    ("cache_config.kv_sharing_fast_prefill", (False,), "--kv-sharing-fast-prefill"),
+    ("lora_config", (None,), "--enable-lora"),
+    ("kv_transfer_config", (None,), "--kv-transfer-config"),
+    ("ec_transfer_config", (None,), "--ec-transfer-config"),
+    ("weight_transfer_config", (None,), "--weight-transfer-config"),
+    ("speculative_config.method", ("draft_model", "ngram"), "--speculative-config (method)"),
+    ("speculative_config.rejection_sample_method", ("standard",), "--speculative-config (rejection_sample_method)"),
+    ("speculative_config.use_heterogeneous_vocab", (False,), "--speculative-config (use_heterogeneous_vocab)"),
+    ("speculative_config.parallel_drafting", (False,), "--speculative-config (parallel_drafting)"),
+    ("watermark_config", (None,), "--watermark-config"),
+    ("diffusion_config", (None,), "--diffusion-config"),
+    ("engram_config", (None,), "--engram-config"),
+    ("aux_output_config.enabled", (False,), "--enable-return-routed-experts"),
+)
+# Variables that let clients call the engine's methods, load weights or send pickled objects.
+VARIABLES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Options of an operator for a bundle; none of them weakens the steering."""
+
+    registry: str | None = None
+    """Folder of a registry of takedown requests to follow; if the bundle names one, it must be the same."""
+    verify: bool = True
+    """Compare the SHA-256 of every local weight file with the bundle's."""
+
+    @classmethod
+    def from_mapping(cls, value: Any) -> EngineOptions:
+        """Read `additional_config["divdec"]`; the registry may also come from the variable DIVDEC_REGISTRY.
+
+        Raises:
+            UsageError: an option is unknown or of the wrong type.
+        """
+        value = {} if value is None else value
+        known = {field.name for field in dataclasses.fields(cls)} | {"parts"}
+        valid = isinstance(value, Mapping) and not set(value) - known
+        registry = (value.get("registry") or os.environ.get(REGISTRY_VARIABLE) or None) if valid else None
+        verify = value.get("verify", True) if valid else True
+        if not valid or not isinstance(registry, str | None) or not isinstance(verify, bool):
+            raise UsageError(f"additional_config['divdec'] is {value!r}; accepted: 'registry' (a folder), 'verify'")
+        # Absolute, because the engine's processes may run in another folder.
+        return cls(None if registry is None else str(Path(registry).expanduser().absolute()), verify)
+
+
+@dataclasses.dataclass(frozen=True)
+class BundleParts:
+    """A checked bundle that vLLM can serve; no weights of models are in memory."""
+
+    bundle: Bundle
+    configs: Mapping[str, PreTrainedConfig]
+    """Configuration of each part's language model."""
+    ngrams: CombinedExperts | None
+    """n-grams with their weight; None if the bundle names none."""
+    takedowns: Takedowns | None
+    """Registry to follow, or None."""
+
+    @property
+    def context_length(self) -> int:
+        """Number of last tokens that n-grams and registry read; 0 without them."""
+        counts: list[Any] = [*(() if self.ngrams is None else self.ngrams.parts), self.takedowns]
+        return max((count.order - 1 for count in counts if count is not None), default=0)
+
+
+def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) -> BundleParts:
+    """Open a bundle and check that vLLM can serve it.
+
+    Args:
+        name_or_path: a bundle's folder or hub id.
+        revision: branch, tag or commit of a hub id.
+        options: options of the operator.
+
+    Raises:
+        UsageError: a part is missing, has changed, is corrupt or does not fit the others, or the bundle is bridged.
+        FailedClosed: the registry is damaged.
+    """
+    from divdec.experts.combined import CombinedExperts
+
+    bundle = Bundle.open(name_or_path, revision=revision, verify=options.verify)
+    if bundle.config.bridge is not None:
+        raise UsageError(
+            f"{bundle.folder}: auxiliaries with another tokenizer than the target's (bridge) cannot be served by vLLM; "
+            "serve the bundle without --engine vllm"
+        )
+    configs = {part: load_config(path) for part, path in bundle.paths.items()}
+    tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
+    widths = {part: vocabulary_width(config) for part, config in configs.items()}
+    sizes = [common_vocabulary(widths, tokenizers, bundle.paths)]
+    pair = bundle.load_ngrams()
+    ngrams = None if pair is None else CombinedExperts([pair])
+    takedowns = bundle.load_takedowns(None if options.registry is None else Path(options.registry))
+    if bundle.steering.rule == "rank" and bundle.config.retain_auxiliary is None and ngrams is None:
+        raise UsageError(NO_RULE)
+    bundle.check_vocab_size([*sizes, *(part.vocab_size for part in (ngrams, takedowns) if part is not None)])
+    for part, config in configs.items():
+        if config.get_text_config(decoder=True) is not config:
+            path = bundle.paths[part]
+            raise UsageError(f"{part} ({path}) is no plain language model; vLLM steers models of text alone")
+    return BundleParts(bundle, configs, ngrams, takedowns)
+
+
+class EngineChecks:
+    """Hook of vLLM that checks the configuration of a model's engine."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Do nothing: the configuration is not complete yet."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse what cannot be served, and pass the operator's options on to the engine's processes.
+
+        Raises:
+            UsageError: names the option or part, what is accepted and what to do.
+        """
+        check_settings(vllm_config)
+        additional = vllm_config.additional_config
+        if not isinstance(additional, dict):
+            raise UsageError(f"additional_config is a {type(additional).__name__}; accepted: a mapping")
+        options = EngineOptions.from_mapping(additional.get("divdec"))
+        model_config = vllm_config.model_config
+        parts = read_parts(model_config.model, model_config.revision, options)
+        check_parts(parts, vllm_config)
+        check_weights_complete(parts)
+        # vLLM caches compiled code by this mapping too: code of other auxiliaries must have another key.
+        shapes = {part: config.to_dict() for part, config in parts.configs.items()} | {"counted": parts.context_length}
+        digest = hashlib.sha256(json.dumps(shapes, sort_keys=True, default=str).encode()).hexdigest()
+        additional["divdec"] = {"registry": options.registry, "verify": options.verify, "parts": digest}
+
+
+def check_settings(vllm_config: Any) -> None:
+    """Refuse settings of vLLM that are not supported or tested with steering.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for path, accepted, option in SETTINGS:
+        *parents, name = path.split(".")
+        settings = vllm_config
+        for parent in parents:
+            settings = getattr(settings, parent, None)
+        if settings is not None and hasattr(settings, name):
+            value = getattr(settings, name)
+            if not any(value == one for one in accepted):
+                raise UsageError(
+                    f"{option} is {_shown(value)}, with which a steered model is not served by vLLM; accepted: "
+                    f"{', '.join(_shown(one) for one in accepted)}; leave the option out"
+                )
+    for name in VARIABLES:
+        if os.environ.get(name, "0").lower() not in ("", "0", "false"):
+            raise UsageError(f"{name} is set: clients could reach past the steering; unset it")
+    model_config = vllm_config.model_config
+    if model_config.tokenizer not in (None, model_config.model):
+        raise UsageError(
+            f"--tokenizer is {model_config.tokenizer!r}; accepted: the bundle's own tokenizer; leave the option out"
+        )
+
+
+def check_parts(parts: BundleParts, vllm_config: Any) -> None:
+    """Refuse models that vLLM does not run, or runs differently from transformers.
+
+    Raises:
+        UsageError: names the part.
+    """
+    model_config, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    longest, length = parts.bundle.config.max_position_embeddings, model_config.max_model_len
+    if longest is not None and length > longest:
+        raise UsageError(f"--max-model-len is {length}; accepted: at most {longest}, the shortest context of the parts")
+    if parts.takedowns is not None and ranks > 1:
+        raise UsageError(
+            f"--tensor-parallel-size is {ranks} with a registry of takedown requests; accepted: 1, as ranks could "
+            "read different states of it"
+        )
+    for part, config in parts.configs.items():
+        named = f"{part} ({parts.bundle.paths[part]})"
+        architectures = config.architectures or []
+        known = [name for name in architectures if name in model_config.registry.get_supported_archs()]
+        if not known or config.model_type == "divergence":
+            raise UsageError(
+                f"{named} is a {', '.join(architectures)}, which vLLM does not know; serve it without vLLM"
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            raise UsageError(f"{named} is quantised, which was not tried on vLLM; accepted: plain weights")
+        window = getattr(config, "sliding_window", None)
+        if window is not None and getattr(config, "use_sliding_window", True) and window < length:
+            raise UsageError(
+                f"{named} attends to the last {window} tokens only, and contexts have up to {length}; give "
+                f"--max-model-len {window} or less"
+            )
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        if heads % ranks or (shared % ranks and ranks % shared):
+            raise UsageError(
+                f"--tensor-parallel-size is {ranks}, but {named} has {heads} attention heads and {shared} of keys and "
+                "values, which cannot be split so; give a number that divides them"
+            )
+
+
+def check_weights_complete(parts: BundleParts) -> None:
+    """Refuse recurrent models and checkpoints that lack weights, which vLLM may leave uninitialised.
+
+    Only the headers of the files are read.
+
+    Raises:
+        UsageError: names the part.
+    """
+    for part, path in parts.bundle.paths.items():
+        try:
+            model = load_model(path, device_map="meta")
+        except UsageError as error:
+            raise UsageError(f"{part}: {error}") from None
+        if types := stateful_types(model):
+            raise UsageError(
+                f"{part} ({path}) has a recurrent state ({types[0]}), which was not tried on vLLM; serve it without"
+            )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping | list | str | int | float) or value is None:
+        return repr(value)
+    return f"a {type(value).__name__}"
