@@ -12,7 +12,7 @@ from conftest import loads_torch
 from divdec.cli import main
 from divdec.demo.models import Shape, new_model
 from divdec.errors import UsageError
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings, joined, only, run_on
 from stopping import stopping_at
 

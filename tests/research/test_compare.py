@@ -16,7 +16,7 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
 from divdec.research.compare import run, trials
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import compare_methods

@@ -10,7 +10,8 @@ from typing import Any
 
 from divdec.cli.parsing import Options
 from divdec.errors import UsageError
-from divdec.research.baselines.registry import Method, find, methods
+from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.registry import Method
 from divdec.research.baselines.settings import joined, only, run_on
 
 POSITIONAL = ()

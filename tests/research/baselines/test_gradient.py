@@ -23,7 +23,7 @@ from divdec.research.baselines.gradient import (
     reference_log_probabilities,
 )
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import find, methods
+from divdec.research.baselines.methods import find, methods
 from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
 from divdec.research.baselines.settings import (
     GradDiffSettings,

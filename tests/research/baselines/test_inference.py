@@ -27,8 +27,8 @@ from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.lunar import Activations, down_projections, redirected
+from divdec.research.baselines.methods import find, methods
 from divdec.research.baselines.prompts import PromptLayout, find_layout
-from divdec.research.baselines.registry import find, methods
 from divdec.research.baselines.settings import (
     ECOSettings,
     GUARDSettings,

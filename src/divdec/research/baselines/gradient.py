@@ -18,13 +18,13 @@ from accelerate import PartialState
 from jaxtyping import Float
 from torch import Tensor
 
+import divdec.research.baselines.settings as options
 from divdec.data.formatting import Example, encode_records
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
 from divdec.model.bundle import baseline_card
 from divdec.model.checkpoint import load_config, load_model
 from divdec.research.baselines import losses
-from divdec.research.baselines import settings as options
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.registry import BuiltModel, method_of
 from divdec.runs import write_text

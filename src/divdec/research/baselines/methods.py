@@ -1,16 +1,21 @@
-"""The registered methods. Each implementation is imported when a model is built, so that this stays torch-free."""
+"""The registered methods: import `methods` and `find` from here, so that all methods are registered.
+
+Each implementation is imported when a model is built, so that this module stays torch-free.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from divdec.research.baselines import settings as options
-from divdec.research.baselines.registry import BuiltModel, Method, register
+import divdec.research.baselines.settings as options
+from divdec.research.baselines.registry import BuiltModel, Method, find, methods, register
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from divdec.research.baselines.job import Job
+
+__all__ = ["find", "methods"]
 
 
 def _gradient(job: Job, settings: Any, output: Path) -> BuiltModel:

@@ -105,7 +105,7 @@ class HelperSettings:
         """The settings of a training run."""
         names = {field.name for field in dataclasses.fields(TrainingSettings)}
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
-        return TrainingSettings(**own, seed=seed)
+        return TrainingSettings(**{**own, "seed": seed})
 
 
 @dataclasses.dataclass(frozen=True)

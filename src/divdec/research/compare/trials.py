@@ -26,7 +26,8 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.baselines import auto  # noqa: F401  composites load
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel, find, methods
+from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.registry import BuiltModel
 from divdec.research.compare.benchmark import Benchmark
 from divdec.runs import output_folder, read_json, settings_hash, write_json
 from divdec.steering import Steering

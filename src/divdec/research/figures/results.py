@@ -16,7 +16,7 @@ from divdec.report.collect import find, setting_of
 from divdec.report.measures import MEASURES, best_index
 from divdec.report.plots.panels import Kind
 from divdec.report.scores import Scorer
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
 from divdec.research.figures.drawn import Asked, Source, nothing, place_of
 from divdec.runs import read_json
 
