@@ -41,7 +41,7 @@ from divdec.demo.models import (
 )
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experts.neural import NeuralPair
-from divdec.experts.ngram_folder import load_pair, write_pair
+from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.plots import LOOKS, RETRAIN, style, write_figure

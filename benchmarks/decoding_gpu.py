@@ -1,6 +1,6 @@
 """What steering and speculation would cost at the size of Llama 3.1 8B with two of Llama 3.2 1B, on a GPU.
 
-    python benchmarks/decoding_gpu.py [--batch 1 8] [--caches dynamic static] [--json]
+    python benchmarks/decoding_gpu.py [--batch 1 8] [--json]
     python benchmarks/decoding_gpu.py --shape tiny --device cpu
 
 The three models have the shapes of the real ones and random weights, made on the device: only time is measured, never
@@ -11,8 +11,7 @@ and overruled) and its way back in the caches cost what they cost. What real pai
 
 Every answer ends at once for all rows of its batch when these have --new-tokens on average, so that no row waits for
 another at the end. Its time, the prompt's included, is divided by the tokens that it made. The ways take turns in
-every round, and ratios are taken within a round; the first round compiles and is not counted. Over static caches
-passes are compiled (inductor with CUDA graphs) on a GPU, as `generate` does by itself, and are not on a CPU.
+every round, and ratios are taken within a round; the first round is not counted.
 """
 
 import argparse
@@ -108,11 +107,9 @@ class Enough(StoppingCriteria):
         return torch.full((rows,), made >= self.new_tokens, device=input_ids.device)
 
 
-def answer(model, ids, cache, new_tokens, simulated=None, gamma=None, seed=0):
+def answer(model, ids, new_tokens, simulated=None, gamma=None, seed=0):
     """Generate once; returns the seconds, and the tokens of all rows."""
     options = {} if simulated is None else {"speculative": gamma}
-    if cache == "static":
-        options["cache_implementation"] = cache
     if simulated is not None:
         simulated.begin(len(ids), seed)
     enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
@@ -134,8 +131,8 @@ def _wait(device):
         torch.cuda.synchronize(device)
 
 
-def compared(model, batch, cache, given):
-    """Rows by way at one batch size and kind of cache, the ratios of time a token to the target's among them."""
+def compared(model, batch, given):
+    """Rows by way at one batch size, the ratios of time a token to the target's among them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
@@ -144,12 +141,12 @@ def compared(model, batch, cache, given):
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
     rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
-    for number in range(-1, given.rounds):  # the first is not counted: it compiles
+    for number in range(-1, given.rounds):  # the first is not counted
         order = list(ways)
         start = number % len(order)
         for name in order[start:] + order[:start]:
             one, gamma, simulated = ways[name]
-            found = answer(one, ids, cache, given.new_tokens, simulated, gamma, seed=number + 1)
+            found = answer(one, ids, given.new_tokens, simulated, gamma, seed=number + 1)
             if number >= 0:
                 rounds[name].append(found)
                 judged[name].append(simulated.judged if simulated is not None else 0)
@@ -165,8 +162,8 @@ def compared(model, batch, cache, given):
     return rows
 
 
-def show(rows, batch, cache, size):
-    print(f"\n{cache} cache{'s' if cache == 'static' else ''}, batch {batch}: plain / target "
+def show(rows, batch, size):
+    print(f"\nbatch {batch}: plain / target "
           f"{rows[PLAIN]['over_target']:.3f} in time a token; 1 + 2n/N = {size['bound']:.3f}")  # fmt: skip
     print(f"{'':<22} {'tokens/s':>9} {'ms a token':>11} {'least – most':>17} {'time/target':>12} {'speed/target':>13}"
           "  tokens a target pass (expected)")  # fmt: skip
@@ -193,7 +190,6 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--alpha", type=float, default=1.0, help="of the linear rule")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="SHARE",
                         help="probability with which a draft is kept, given that those before it were")  # fmt: skip
@@ -209,8 +205,6 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("decoding_gpu: no CUDA here; accepted: --device cpu, best with --shape tiny", file=sys.stderr)
         return 2
-    # One graph for each number of rows and tokens: more than the 8 after which Dynamo would no longer compile.
-    torch._dynamo.config.recompile_limit = 64
     model = steered_model(SHAPES[given.shape], device, getattr(torch, given.dtype), given.alpha)
     N, n = model.target.num_parameters(), model.experts.retain.num_parameters()
     size = {"N": N, "n": n, "bound": 1 + 2 * n / N}
@@ -221,11 +215,10 @@ def main() -> int:
     print(f"target {N:,} parameters, auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
           f"{given.prompt_tokens} tokens, {given.new_tokens} new ones a row; median of {given.rounds} rounds; "
           "acceptance is simulated (only time is measured)")  # fmt: skip
-    for cache in given.caches:
-        for batch in given.batch:
-            rows = compared(model, batch, cache, given)
-            show(rows, batch, cache, size)
-            result["measured"].append({"cache": cache, "batch": batch, "rows": rows})
+    for batch in given.batch:
+        rows = compared(model, batch, given)
+        show(rows, batch, size)
+        result["measured"].append({"batch": batch, "rows": rows})
     if device.type == "cuda":
         result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
         print(f"\nat most {result['peak_bytes'] / 2**30:.1f} GiB of the device's memory")

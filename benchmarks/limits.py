@@ -24,7 +24,7 @@ from divdec.data.formatting import documents
 from divdec.data.world import World, build_world
 from divdec.demo import run as demo
 from divdec.errors import UsageError
-from divdec.experts.ngram_folder import is_pair, write_pair
+from divdec.experts.ngram_fit import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.model.modeling import DivergenceForCausalLM

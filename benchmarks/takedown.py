@@ -1,7 +1,7 @@
 """What a takedown request does to a target that knows an article by heart: verbatim memorisation before and after.
 
 A small model is over-trained on real news articles (MUSE-News: `verbmem/forget.jsonl` and `privleak/retain.jsonl`), so
-that it continues them word for word. `divdec forget add` then takes the articles of the first file down. Measured as
+that it continues them word for word. `divdec takedown add` then takes the articles of the first file down. Measured as
 MUSE's verbmem is, ROUGE-L of the greedy continuation with the article's, beside the perplexity of the articles to keep.
 
     python benchmarks/takedown.py --data MUSE_NEWS [--json]

@@ -461,8 +461,6 @@ def check_library(folder, steering, bundle):
         ]
         if "logit_bias" in body:
             options["sequence_bias"] = [[[int(key)], float(value)] for key, value in body["logit_bias"].items()]
-        if place % 8 == 5:
-            options["cache_implementation"] = "static"
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, pad_token_id=0,
             num_return_sequences=1 if "speculative" in options else body.get("n", 1), eos_token_id=None, **options,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import numbers
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
 LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
 ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
-NOT_FINITE = "the steered logits contain NaN or +inf, or exclude every token; no answer is given"
+NOT_FINITE = "the steered logits contain NaN or +inf, or rule out every token; no answer is given"
 
 
 def steer_linear(
@@ -137,16 +137,20 @@ class Steering:
             raise UsageError(f"allow_negative is {self.allow_negative!r}; accepted: true, false")
         if not _is_number(self.alpha, numbers.Real):
             raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
-        if not abs(self.alpha) <= LARGEST_ALPHA:
-            raise UsageError(f"alpha is {self.alpha}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
-        if self.alpha < 0 and not self.allow_negative:
+        try:
+            alpha = float(self.alpha)
+        except OverflowError:
+            alpha = math.inf
+        if not abs(alpha) <= LARGEST_ALPHA:
+            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
+        if alpha < 0 and not self.allow_negative:
             raise UsageError(
-                f"alpha is {self.alpha:g}: a negative alpha steers towards the forget set; "
+                f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
                 "give allow_negative (--allow-negative on the command line) if that is meant"
             )
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
-        object.__setattr__(self, "alpha", float(self.alpha))
+        object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
             object.__setattr__(self, "vocabulary", _token_ids(self.vocabulary))
@@ -267,7 +271,8 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    ids: list[Any] = [None] if isinstance(value, str | bytes | Mapping) else list(value)
+    iterable = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    ids: list[Any] = list(value) if iterable else [None]
     if not all(type(token) is int or _is_number(token, numbers.Integral) for token in ids):
         raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
     if not ids or min(ids) < 0:

@@ -94,7 +94,7 @@ def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
     found = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
     assert [results.about["step"] for results in found] == [1, 2, 3]
     assert found[0].figures == found[2].figures != found[1].figures
-    assert main("report", out, "--output", tmp_path / "report.html") == 0
+    assert main("results", "report", out, "--output", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
     assert "Over successive requests" in page
     assert "Retain knowmem over step" in page

@@ -1,4 +1,4 @@
-"""lm-eval on a bundle: the real command, and log-likelihoods equal to ours."""
+"""lm-eval's model `hf` on a bundle: the real command, and log-likelihoods equal to ours."""
 
 import json
 import subprocess
@@ -30,7 +30,8 @@ def test_log_likelihoods_equal_ours(bundle):
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import get_model
 
-    lm = get_model("divdec")(pretrained=str(bundle), device="cpu", batch_size=2)
+    lm = get_model("hf")(pretrained=str(bundle), trust_remote_code=True, device="cpu", batch_size=2)
+    assert type(lm.model).__name__ == "DivergenceForCausalLM"
     pairs = [("Where was Ana born?", " In Velmora."), ("Who?", " Ana."), ("What does she write?", " Crime fiction.")]
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     found = lm.loglikelihood(requests)
@@ -45,12 +46,12 @@ def test_log_likelihoods_equal_ours(bundle):
         assert not torch.allclose(target(ids).logits, lm.model(input_ids=ids).logits)
 
 
-def test_the_command_knows_the_model(bundle, world, tmp_path):
+def test_the_command_loads_a_bundle(bundle, world, tmp_path):
     rows = [{"question": q.question, "choices": [q.answer, "Nobody knows."]} for q in world.retain[:4]]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "world.yaml").write_text(TASK.format(data=tmp_path / "data.json"))
     command = [
-        sys.executable, "-m", "lm_eval", "--model", "divdec", "--model_args", f"pretrained={bundle}",
+        sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={bundle},trust_remote_code=True",
         "--tasks", "world", "--include_path", str(tmp_path), "--device", "cpu",
         "--output_path", str(tmp_path / "out.json"),
     ]  # fmt: skip
@@ -59,11 +60,12 @@ def test_the_command_knows_the_model(bundle, world, tmp_path):
     assert "|world|" in result.stdout.replace(" ", "")
 
 
-def test_a_plain_checkpoint_is_refused(checkpoints):
+def test_a_changed_bundle_is_refused(bundle, own_checkpoints):
     from lm_eval.api.registry import get_model
 
-    with pytest.raises(UsageError, match="not a bundle"):
-        get_model("divdec")(pretrained=str(checkpoints / "target"))
+    (own_checkpoints / "retain/model.safetensors").unlink()
+    with pytest.raises(UsageError, match="no weights"):
+        get_model("hf")(pretrained=str(bundle), trust_remote_code=True, device="cpu")
 
 
 def test_local_completions_against_the_server_equal_ours(bundle, tmp_path):

@@ -63,7 +63,7 @@ def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, kept, monkeypa
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCAB, 200).tolist() for _ in range(5)]
     counts, slow = fit(documents, VOCAB, folder()), SlowNgrams(documents, VOCAB, 3)
-    monkeypatch.setattr("divdec.experts.ngram.KEPT", kept)
+    monkeypatch.setattr("divdec.experts.ngram.MAX_CACHED", kept)
     contexts = rng.integers(0, VOCAB, (40, 2))
     found = StupidBackoff(counts).scores(contexts).numpy()
     assert np.array_equal(found, np.stack([slow.scores(context) for context in contexts.tolist()]))

@@ -46,7 +46,7 @@ class TestThread:
             with torch.no_grad():
                 yield steered(input_ids=PROMPTS, use_cache=False).logits
                 yield steered.components(PROMPTS)[1]
-            for options in ({}, {"num_beams": 2}, {"speculative": 2}, {"cache_implementation": "static"}):
+            for options in ({}, {"num_beams": 2}, {"speculative": 2}):
                 yield steered.generate(
                     PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=6, do_sample=False,
                     pad_token_id=1, eos_token_id=None, **options,

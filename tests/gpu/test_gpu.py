@@ -14,7 +14,7 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.scoring import score, score_settings
-from exactness import assert_same_answer, assert_same_answers
+from exactness import assert_same_answer
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 9, 200, 31], [77, 8], [1, 2, 3, 4, 5, 6, 7]]
@@ -115,20 +115,3 @@ print("ANSWERED", ids.tolist())
     assert done.returncode != 0
     assert "ANSWERED" not in done.stdout
     assert "not finite" in done.stderr or "assert" in done.stderr.lower()
-
-
-@pytest.mark.parametrize("inputs", [[[5, 9, 200, 31]], [[1, 1, 5, 9], [1, 77, 8, 300], [2, 45, 6, 250]]])
-@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
-def test_compiled_passes_over_static_caches_answer_as_plain_ones(pair, steering, inputs):
-    _, model = pair
-    model.steering = steering
-    ids = torch.tensor(inputs, device="cuda")
-    options = {"attention_mask": (ids != 1).long(), "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
-    for number in (12, 40):  # the second answer replays the first one's graphs on the same cache
-        expected = model.generate(ids, max_new_tokens=number, **options)
-        for speculative in (None, 1, 3, True):
-            found = model.generate(
-                ids, max_new_tokens=number, speculative=speculative, cache_implementation="static", **options
-            )
-            prompts = [[token for token in row if token != 1] for row in inputs]
-            assert_same_answers(model, prompts, found, expected, eos_token_id=None)

@@ -28,7 +28,7 @@ def everything(model):
     with torch.no_grad():
         yield model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     options = {"do_sample": False, "pad_token_id": 1, "eos_token_id": None, "attention_mask": mask}
-    for more in ({}, {"num_beams": 3}, {"speculative": 3}, {"cache_implementation": "static"}):
+    for more in ({}, {"num_beams": 3}, {"speculative": 3}):
         yield model.generate(ids, max_new_tokens=24, **options, **more)
 
 

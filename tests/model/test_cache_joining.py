@@ -12,7 +12,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.model.cache import can_join, drop_columns, join
+from divdec.model.cache import drop_columns, join
 
 VOCAB = 512
 
@@ -102,14 +102,3 @@ def test_caches_of_two_models_are_not_joined(model):
         join(rows.cache, other.cache)
     assert rows.cache.check_length() == 2
     torch.testing.assert_close(rows.add(7)[0], fresh(model, [5, 6, 7]), atol=1e-4, rtol=1e-4)
-
-
-def test_static_caches_are_not_joined():
-    model = DivergenceForCausalLM.from_parts(*make_parts("llama"))
-    output = model.generate(
-        torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2,
-        cache_implementation="static", return_dict_in_generate=True, do_sample=False,
-    )  # fmt: skip
-    assert not can_join(output.past_key_values)
-    with pytest.raises(FailedClosed, match="recurrent"):
-        join(output.past_key_values, output.past_key_values)

@@ -17,7 +17,6 @@ MODES = {
     "several": {"do_sample": True, "num_return_sequences": 2},
     "lookup": {"prompt_lookup_num_tokens": 3},
     "uncached": {"use_cache": False},
-    "static": {"cache_implementation": "static"},
     "chunks": {"prefill_chunk_size": 2},
     "speculative": {"speculative": 3},
     "drafts": {"custom_generate": Speculation(2, "lookup")},

@@ -205,7 +205,7 @@ def test_streamer_and_stop_strings(steered, tokenizer):
 def test_a_kept_cache_goes_on_with_the_rows_that_it_holds(steered, options):
     ids = torch.tensor([PROMPTS[0]])
     cache = steered(ids[:, :-1]).past_key_values
-    with pytest.raises(UsageError, match="holds 1 sequences, and 2 are to go on"):
+    with pytest.raises(UsageError, match="holds 1 sequences, but the input has 2"):
         steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})
     with pytest.raises(UsageError, match="holds 1 sequences, and 3 are to go on"):
         steered(ids[:, -1:].repeat(3, 1), past_key_values=cache)
@@ -344,7 +344,7 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="new_cache"):
             steered.generate(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
 
-    @pytest.mark.parametrize("implementation", ["quantized", "offloaded"])
+    @pytest.mark.parametrize("implementation", ["quantized", "offloaded", "static"])
     def test_caches_built_for_one_model(self, steered, implementation):
         with pytest.raises(UsageError, match="cache_implementation"):
             generate(steered, PROMPTS, cache_implementation=implementation)

@@ -71,7 +71,7 @@ def test_offloaded_parts_answer_the_same(plain, offload, chosen):
     assert model.device == torch.device("cpu")
     assert torch.equal(logits_of(model), logits_of(plain))
     expected = plain.generate(IDS, **GREEDY)
-    for options in ({}, {"use_cache": False}, {"speculative": 2}, {"cache_implementation": "static"}, {"num_beams": 2}):
+    for options in ({}, {"use_cache": False}, {"speculative": 2}, {"num_beams": 2}):
         wanted = plain.generate(IDS, **GREEDY, **options) if "num_beams" in options else expected
         assert torch.equal(model.generate(IDS, **GREEDY, **options), wanted), options
 

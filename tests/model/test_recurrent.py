@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from architectures import tiny_architecture
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation, UsageError
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.protocol import holds_tokens
 
 # Linear attention beside attention, both in one layer, and layers of the architecture's own.
 STATEFUL = ("olmo_hybrid", "falcon_h1", "deepseek_v4")
@@ -76,8 +76,6 @@ def test_a_part_with_a_state_makes_the_whole_stateful(model_type, part):
         with pytest.raises(UsageError, match=rf"recurrent state \({model_type}\): leave") as error:
             generate(model, **drafting(name))
         assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="cache_implementation='static' is not offered"):
-        generate(model, cache_implementation="static")
 
 
 @pytest.mark.parametrize("model_type", STATEFUL)
@@ -121,15 +119,15 @@ def test_a_state_outside_of_the_cache_is_refused(model_type):
 
 
 def test_remote_experts_with_a_state_read_anew():
-    from divdec.remote.context import Context
+    from divdec.remote.target import SteeringContext
     from divdec.steering import Steering
 
     experts = steered("deepseek_v4").experts
-    context = Context(experts, Steering(), 96, 96)
+    context = SteeringContext(experts, Steering(), 96, 96)
     short = REPEATED[:6]
-    first = context.wanted(short)
-    context.wanted([*short, 7, 8])
-    torch.testing.assert_close(context.wanted(short), first, rtol=0, atol=1e-4)
+    first = context.logit_shift(short)
+    context.logit_shift([*short, 7, 8])
+    torch.testing.assert_close(context.logit_shift(short), first, rtol=0, atol=1e-4)
 
 
 def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, tmp_path):

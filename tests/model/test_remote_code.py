@@ -100,8 +100,9 @@ def test_divdec_executes_no_code_of_a_bundle(bundle, tmp_path, trusted):
     DivergenceForCausalLM.from_pretrained(bundle, **({} if trusted is None else {"trust_remote_code": trusted}))
     # In a process that has imported divdec.model, the Auto classes know the model type themselves.
     AutoModelForCausalLM.from_pretrained(bundle, trust_remote_code=trusted)
+    assert str(AutoModelForCausalLM.from_pretrained(bundle, steering="rank:5").steering) == "rank:5"
     read_config(bundle)
     read_parts(str(bundle), None, EngineOptions())
     if trusted is None:
-        assert main(["generate", "--bundle", str(bundle), "--max-new-tokens", "1", "Who?"]) == 0
+        assert main(["generate", str(bundle), "--prompt", "Who?", "--max-new-tokens", "1"]) == 0
     assert not trace.exists()

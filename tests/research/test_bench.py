@@ -17,6 +17,7 @@ from divdec.research.bench.run import (
     bench_compute,
     bench_latency,
     compute_figures,
+    predict_seconds,
     scaled_last_norms,
     time_answers,
     time_passes,

@@ -345,7 +345,7 @@ def test_a_tampered_log_fails_closed(folder, registry, articles, damage):
         with pytest.raises(FailedClosed):
             experts.new_cache()
     assert registry.verify()
-    assert main(["forget", "verify", str(folder)]) == 1
+    assert main(["takedown", "verify", str(folder)]) == 1
 
 
 def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles, monkeypatch):
@@ -410,7 +410,7 @@ def test_bad_requests_change_nothing(folder, registry, checkpoints, articles, tm
         error = capsys.readouterr().err.strip().splitlines()
         assert len(error) == 1
         assert words in error[0]
-    assert main(["forget", "init", str(tmp_path), *anew[1:]]) == 2
+    assert main(["takedown", "init", str(tmp_path), *anew[1:]]) == 2
     assert "is not empty; give the name of an empty or absent one" in capsys.readouterr().err
     changed = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
     assert changed == {path: content for path, content in before.items() if path.name != "lock"}
@@ -601,7 +601,7 @@ def test_references_that_cannot_be_kept_are_refused(registry, articles, referenc
 def test_the_list_shows_brackets_as_they_are(folder, registry, articles, capsys):
     registry.add("case[/x]", texts_of("t", articles[10:11]), "see [/b] letter")
     for options in ([], ["--history"]):
-        assert main(["forget", "list", str(folder), *options]) == 0
+        assert main(["takedown", "list", str(folder), *options]) == 0
         assert "case[/x]" in capsys.readouterr().out
 
 
@@ -617,23 +617,23 @@ def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, check
         return result.stdout
 
     registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
-    divdec("forget", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
+    divdec("takedown", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
     bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry)
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(Registry(registry), articles[20], 12)
     before = model(ids).logits
     added = json.loads(
-        divdec("forget", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
+        divdec("takedown", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
     )
     assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
     assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
     following = ids[0, 6]
     assert model(ids).logits[0, 5, following] < before[0, 5, following] - 2.5
-    assert "1 request in force, at strength 10" in divdec("forget", "list", registry)
-    assert "whole" in divdec("forget", "verify", registry)
-    divdec("forget", "remove", registry, "--id", "x")
+    assert "1 request in force, at strength 10" in divdec("takedown", "list", registry)
+    assert "whole" in divdec("takedown", "verify", registry)
+    divdec("takedown", "remove", registry, "--id", "x")
     assert torch.equal(model(ids).logits, before)
-    assert "remove" in divdec("forget", "list", registry, "--history")
+    assert "remove" in divdec("takedown", "list", registry, "--history")
 
 
 @pytest.mark.parametrize("action", ["list", "compact", "add", "remove"])

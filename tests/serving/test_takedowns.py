@@ -75,7 +75,7 @@ def article(tmp_path):
 
 
 def add(registry, article, *options):
-    return main(["forget", "add", str(registry.folder), "--id", "case", "--file", article, *options])
+    return main(["takedown", "add", str(registry.folder), "--id", "case", "--file", article, *options])
 
 
 def halves(tokenizer, text):
@@ -108,15 +108,14 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
 
 
 def test_through_server_and_playground(bundles, registry, article, tokenizer):
-    from divdec.cli.serve import _engine
-    from divdec.cli.settings import ServeSettings
+    from divdec.cli.serve import ServeSettings, build_engine
     from divdec.playground.choice import Choice
     from divdec.playground.play import Chosen, Playground
     from divdec.playground.steered import Manner, Steered
 
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
-    settings = ServeSettings(bundle=str(bundles["linear:1.5"]), registry=str(registry.folder))
-    engine = _engine("tiny", str(bundles["linear:1.5"]), settings)
+    settings = ServeSettings(registry=str(registry.folder))
+    engine = build_engine("tiny", str(bundles["linear:1.5"]), settings)
     assert engine.steering == "linear:1.5 and takedowns"
     with serving([engine]) as url:
 
@@ -196,7 +195,7 @@ def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
     assert "tried up to 0.4" in said
     assert "lighthouse" not in said
     assert [entry.id for entry in registry.entries()] == ["case"]
-    assert main(["forget", "verify", str(registry.folder)]) == 1
+    assert main(["takedown", "verify", str(registry.folder)]) == 1
     assert "still recited" in capsys.readouterr().out
 
 

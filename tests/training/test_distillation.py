@@ -23,7 +23,7 @@ from divdec.data.records import record_set
 from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
-from divdec.experts.ngram_folder import write_pair
+from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill

@@ -257,7 +257,7 @@ def files(world, tmp_path):
 
 def depth(bundle, files, output, *options):
     sets = (f"--forget={files['forget']}", f"--retain={files['retain']}")
-    return main(["depth", str(bundle), *sets, f"--output={output}", *options])
+    return main(["gradient-depth", str(bundle), *sets, f"--output={output}", *options])
 
 
 def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
@@ -303,12 +303,12 @@ def test_bad_input_is_one_line_and_writes_nothing(bundle, files, tmp_path, capsy
     assert depth(bundle, files, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert said in error
-    assert error.strip().splitlines()[-1].startswith("divdec depth:")
+    assert error.strip().splitlines()[-1].startswith("divdec gradient-depth:")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_retain_set_is_needed(bundle, files, tmp_path, capsys):
-    assert main(["depth", str(bundle), f"--forget={files['forget']}", f"--output={tmp_path / 'out'}"]) == 2
+    assert main(["gradient-depth", str(bundle), f"--forget={files['forget']}", f"--output={tmp_path / 'out'}"]) == 2
     assert "retain" in capsys.readouterr().err
 
 

@@ -21,8 +21,7 @@ from divdec.bridge.common_prefix import common_length
 from divdec.bridge.context import Context, ContextReader, View
 from divdec.bridge.divergence import Divergence
 from divdec.errors import UsageError
-from divdec.experts.forward import device_of, recomputes
-from divdec.experts.neural import check_part, logit_width, same_weights
+from divdec.experts.neural import check_part, device_of, logit_width, same_weights, uses_gradient_checkpointing
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import PADDING
 from divdec.runs import cache_folder
@@ -117,7 +116,9 @@ class BridgedPair(nn.Module):
         tokens = layer.extend(input_ids, attention_mask)
         if layer.memo is None:
             layer.contexts = [Context(self._reader) for _ in tokens]
-            layer.memo = PairMemo((self.retain, self.forget), len(tokens), self._keeps and not recomputes(self))
+            layer.memo = PairMemo(
+                (self.retain, self.forget), len(tokens), self._keeps and not uses_gradient_checkpointing(self)
+            )
         kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         places: list[tuple[int, int]] = []  # row and column of each view
         views: list[View] = []

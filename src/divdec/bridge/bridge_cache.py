@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 
 from divdec.bridge.context import Context
 from divdec.errors import FailedClosed
-from divdec.experts.columns import columns_of
-from divdec.experts.forward import length_of, logits_of, new_cache
+from divdec.experts.neural import logits_of, new_cache
+from divdec.experts.protocol import columns_of, length_of
 from divdec.experts.token_cache import TokenLayer
 
 Logits = tuple[Float[Tensor, "rows kept width"], Float[Tensor, "rows kept width"]]

@@ -19,7 +19,7 @@ from transformers import Cache
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
-from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.protocol import TokenPredictor
 from divdec.experts.token_cache import PADDING
 from divdec.sampling import NONE
 from divdec.steering import Steering
@@ -99,7 +99,7 @@ class TextDrafter:
     A draft depends on the tokens before it, not on where its block begins.
     """
 
-    def __init__(self, ngrams: StupidBackoff | None = None) -> None:
+    def __init__(self, ngrams: TokenPredictor | None = None) -> None:
         self.name = "lookup" if ngrams is None else "ngram"
         self._ngrams = ngrams
 
@@ -173,10 +173,10 @@ def _find_pair(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] 
     return None
 
 
-def _find_ngrams(experts: Any, takedowns: Takedowns | None) -> StupidBackoff | None:
+def _find_ngrams(experts: Any, takedowns: Takedowns | None) -> TokenPredictor | None:
     for member in (experts, *_members(experts)):
-        if isinstance(member, NgramPair):
-            return member.retain
+        if isinstance(predictor := getattr(member, "retain", None), TokenPredictor):
+            return predictor
     return None if takedowns is None else takedowns.retain
 
 

@@ -112,3 +112,14 @@ def keep_suppressed(scores: Tensor, suppressed: Tensor) -> Tensor:
             f"{tuple(suppressed.shape)}: one row for each sequence, one score for each token"
         )
     return scores.masked_fill(suppressed, -torch.inf)
+
+
+def check_processors(processors: LogitsProcessorList, search: str) -> None:
+    """Refuse processors with a state that follows one sequence, for searches that try several or go back.
+
+    Raises:
+        UsageError: names the processor.
+    """
+    for processor in processors:
+        if isinstance(processor, REMEMBERING):
+            raise UsageError(f"{search} is not offered with {type(processor).__name__}, which remembers every token")

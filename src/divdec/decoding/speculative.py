@@ -22,11 +22,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from divdec.decoding.batch import SpeculativeBatch
 from divdec.decoding.drafters import DRAFTERS, Block, make_drafter
-from divdec.decoding.processors import REMEMBERING
+from divdec.decoding.processors import check_processors
 from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
 from divdec.errors import UsageError
-from divdec.experts.forward import stateful_types
-from divdec.experts.shifting import holds_tokens
+from divdec.experts.neural import stateful_types
+from divdec.experts.protocol import holds_tokens
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
@@ -266,17 +266,6 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
             f"speculation is not offered with {mode.value.replace('_', ' ')}; accepted: greedy decoding and sampling "
             "(num_beams=1, no penalty_alpha, no assistant; for prompt lookup give drafter='lookup')"
         )
-
-
-def check_processors(processors: LogitsProcessorList, search: str) -> None:
-    """Refuse processors with a state that follows one sequence, for searches that try several or go back.
-
-    Raises:
-        UsageError: names the processor.
-    """
-    for processor in processors:
-        if isinstance(processor, REMEMBERING):
-            raise UsageError(f"{search} is not offered with {type(processor).__name__}, which remembers every token")
 
 
 def check_cache(cache: Cache, model: Any) -> None:

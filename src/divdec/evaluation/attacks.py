@@ -12,7 +12,7 @@ import torch
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.scoring import ItemScore
-from divdec.experts.forward import logits_of
+from divdec.experts.neural import logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

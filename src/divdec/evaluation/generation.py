@@ -16,7 +16,7 @@ from divdec.data.formatting import Format, encode_prompts, padding_id
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
-from divdec.experts.forward import device_of
+from divdec.experts.neural import device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -132,4 +132,4 @@ def _judge(settings: EvalSettings) -> Judge:
 def _endpoint(settings: EvalSettings) -> Endpoint:
     if not settings.endpoint or not settings.endpoint_model:
         raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
-    return Endpoint(settings.endpoint, settings.endpoint_model, settings.endpoint_key)
+    return Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_env)

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.sharding import is_main, number_of_processes, own
-from divdec.experts.read_ahead import ReadAhead
+from divdec.experts.neural import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 
 Forward = Callable[[Tensor, Tensor, None, Any, int], Any]

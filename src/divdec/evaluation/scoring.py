@@ -20,7 +20,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.passes import Forward, Pass, passes
 from divdec.evaluation.sharding import together
 from divdec.evaluation.sweep_ordering import sweep
-from divdec.experts.forward import logits_of, new_cache, takes_cache
+from divdec.experts.neural import logits_of, new_cache, takes_cache
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering
 

@@ -1,4 +1,4 @@
-"""Several experts at once, whose divergences add, each with a weight of its own; or none."""
+"""Weighted sums of experts, and experts with a divergence of 0."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.forward import lengths_of
-from divdec.experts.protocol import Experts, own_cache
+from divdec.experts.protocol import Experts, lengths_of, own_cache
 
 
 class CombinedExperts(nn.Module):
-    """Σ wᵢ·divergenceᵢ, so that the linear rule steers by each of them with α·wᵢ (paper, eq. 1)."""
+    """Σ wᵢ·divergenceᵢ, so that the linear rule applies each with α·wᵢ (paper, eq. 1)."""
 
     def __init__(self, parts: Sequence[tuple[Experts, float]]) -> None:
         super().__init__()
@@ -24,11 +23,11 @@ class CombinedExperts(nn.Module):
         self.parts = tuple(experts for experts, _ in parts)
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
-        # Registered, so that weights move and are counted with the model.
+        # Submodules, so that `to` and `parameters` reach them.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
 
     def new_cache(self) -> CombinedCache:
-        """An empty cache for all of them."""
+        """Return an empty cache for all experts."""
         return CombinedCache([experts.new_cache() for experts in self.parts])
 
     def divergence(
@@ -39,28 +38,28 @@ class CombinedExperts(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """Σ wᵢ·divergenceᵢ; see `divdec.experts.protocol.Experts.divergence`."""
-        held = own_cache(cache, CombinedCache)
-        caches = held.caches if held is not None else [None] * len(self.parts)
+        """Return Σ wᵢ·divergenceᵢ; see `divdec.experts.protocol.Experts.divergence`."""
+        combined = own_cache(cache, CombinedCache)
+        caches = combined.caches if combined is not None else [None] * len(self.parts)
         total = None
         for experts, weight, own in zip(self.parts, self.weights, caches, strict=True):
-            found = experts.divergence(input_ids, attention_mask, position_ids, own, logits_to_keep)
-            found = found[..., : self.vocab_size]
+            divergence = experts.divergence(input_ids, attention_mask, position_ids, own, logits_to_keep)
+            divergence = divergence[..., : self.vocab_size]
             if weight != 1:
-                found = weight * found
-            total = found if total is None else total + found.to(total.device)
+                divergence = weight * divergence
+            total = divergence if total is None else total + divergence.to(total.device)
         assert total is not None
         return total
 
 
 class NoExperts:
-    """Experts without a divergence, for a model that only takedown requests steer."""
+    """A divergence of 0, for a model that only takedown requests steer."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def new_cache(self) -> CombinedCache:
-        """A cache that holds nothing."""
+        """Return a cache without layers."""
         return CombinedCache([])
 
     def divergence(
@@ -71,13 +70,13 @@ class NoExperts:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """0 for every token; see `divdec.experts.protocol.Experts.divergence`."""
-        kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
-        return torch.zeros(len(input_ids), kept, self.vocab_size, device=input_ids.device)
+        """Return 0 for every token; see `divdec.experts.protocol.Experts.divergence`."""
+        positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        return torch.zeros(len(input_ids), positions, self.vocab_size, device=input_ids.device)
 
 
 class CombinedCache(Cache):
-    """The caches of several experts; what is done to it is done to every layer of all."""
+    """The caches of several experts; its layers are those of all."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         super().__init__(layers=[layer for cache in caches for layer in cache.layers])
@@ -85,5 +84,5 @@ class CombinedCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each part holds."""
+        """Number of tokens in each cache."""
         return [length for cache in self.caches for length in lengths_of(cache)]

@@ -1,26 +1,27 @@
-"""A pair of neural language models with the target's vocabulary.
-
-It knows nothing of the target: widths may differ, and the divergence is narrowed to what both models have.
-"""
+"""A pair of neural language models with the target's vocabulary, and one forward pass of any causal language model."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from divdec.errors import UsageError
-from divdec.experts.forward import logits_of, new_cache, takes_cache
-from divdec.experts.protocol import own_cache
-from divdec.experts.read_ahead import ReadAhead
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.protocol import length_of, own_cache
+from divdec.fail_closed import check
 
 
 class NeuralPair(nn.Module):
-    """Retain auxiliary q and forget auxiliary p (paper, section 3.1)."""
+    """Retain auxiliary q and forget auxiliary p (paper, section 3.1).
+
+    Their widths may differ; the divergence covers the tokens that both have.
+    """
 
     def __init__(self, retain: PreTrainedModel, forget: PreTrainedModel) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class NeuralPair(nn.Module):
         self.vocab_size = min(logit_width(retain), logit_width(forget))
 
     def new_cache(self) -> PairCache:
-        """An empty cache for both auxiliaries."""
+        """Return an empty cache for both auxiliaries."""
         return PairCache(new_cache(self.retain), new_cache(self.forget))
 
     def divergence(
@@ -44,18 +45,18 @@ class NeuralPair(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """ℓ_q − ℓ_p; see `divdec.experts.protocol.Experts.divergence`.
+        """Return ℓ_q − ℓ_p (paper, eq. 1); see `divdec.experts.protocol.Experts.divergence`.
 
-        What an auxiliary has read ahead is not read again.
+        Tokens that an auxiliary has read ahead are not read again.
         """
         inputs = (input_ids, attention_mask, position_ids)
-        own = own_cache(cache, PairCache)
-        retain_logits, forget_logits = (
-            logits_of(model, *inputs, None, logits_to_keep)
-            if own is None
-            else own.part(name).logits(model, *inputs, logits_to_keep)
-            for name, model in (("retain", self.retain), ("forget", self.forget))
-        )
+        pair = own_cache(cache, PairCache)
+        if pair is None:
+            retain_logits = logits_of(self.retain, *inputs, None, logits_to_keep)
+            forget_logits = logits_of(self.forget, *inputs, None, logits_to_keep)
+        else:
+            retain_logits = pair.retain.logits(self.retain, *inputs, logits_to_keep)
+            forget_logits = pair.forget.logits(self.forget, *inputs, logits_to_keep)
         retain_logits, forget_logits = retain_logits[..., : self.vocab_size], forget_logits[..., : self.vocab_size]
         return retain_logits.float() - forget_logits.to(retain_logits.device).float()
 
@@ -67,51 +68,225 @@ class NeuralPair(nn.Module):
         position_ids: Int[Tensor, "batch_or_one tokens"] | None,
         cache: PairCache,
     ) -> Float[Tensor, "batch tokens vocab"]:
-        """Let one auxiliary read tokens that the other parts have not seen, and keep its logits with the cache.
+        """Run one auxiliary on tokens that the target has not read, and store its logits in the cache.
 
-        The next `divergence` must begin with those tokens; it then takes the logits from there.
+        The next `divergence` must begin with these tokens; it uses the stored logits.
 
         Args:
             name: 'retain' or 'forget'.
-            input_ids: the tokens since what this auxiliary has read.
-            attention_mask: 1 for real tokens, 0 for padding, what it has read included.
-            position_ids: place of each token in its sequence.
-            cache: the pair's.
+            input_ids: the tokens that this auxiliary has not read yet.
+            attention_mask: 1 for tokens, 0 for padding, tokens already read included.
+            position_ids: position of each token in its sequence.
+            cache: the pair's cache.
         """
-        model = self.retain if name == "retain" else self.forget
-        logits = cache.part(name).read_ahead(model, input_ids, attention_mask, position_ids)
-        return logits[..., : self.vocab_size]
+        model, own = (self.retain, cache.retain) if name == "retain" else (self.forget, cache.forget)
+        return own.read_ahead(model, input_ids, attention_mask, position_ids)[..., : self.vocab_size]
 
 
 class PairCache(Cache):
-    """The caches of two models; what is done to it is done to every layer of both."""
+    """The caches of both auxiliaries; its layers are those of both."""
 
     def __init__(self, retain: Cache, forget: Cache) -> None:
         self.retain, self.forget = ReadAhead(retain), ReadAhead(forget)
         layers: list[Any] = [*retain.layers, *forget.layers, self.retain, self.forget]
         super().__init__(layers=layers)
 
-    def part(self, name: str) -> ReadAhead:
-        """One model's cache, with what it has read ahead."""
-        return self.retain if name == "retain" else self.forget
-
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each of the two holds, what was read ahead not counted."""
+        """Number of tokens that each of the two holds, without those read ahead."""
         return [self.retain.length, self.forget.length]
 
 
+class ReadAhead:
+    """One model's cache, with the tokens that the model has read ahead of the target and its logits after them.
+
+    Speculative decoding drafts this way. The object is also one of the pair's layers, so that it can refuse operations
+    on the cache while tokens are read ahead: their logits would belong to other sequences.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_initialized = True
+    keys = values = None
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.tokens: list[Int[Tensor, "batch tokens"]] = []
+        self.stored_logits: list[Float[Tensor, "batch tokens width"]] = []
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether no token is read ahead."""
+        return not self.tokens
+
+    @property
+    def ahead(self) -> int:
+        """Number of tokens read ahead."""
+        return sum(tokens.shape[1] for tokens in self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache, without those read ahead."""
+        return length_of(self.cache) - self.ahead
+
+    def read_ahead(
+        self,
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+    ) -> Float[Tensor, "batch tokens width"]:
+        """Run the model on further tokens; store and return its logits after them."""
+        logits = logits_of(model, input_ids, attention_mask, position_ids, self.cache)
+        self.tokens.append(input_ids)
+        self.stored_logits.append(logits)
+        return logits
+
+    def logits(
+        self,
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept width"]:
+        """Return the model's logits after each token; it runs only on tokens that it has not read ahead.
+
+        Raises:
+            FailedClosed: `input_ids` does not begin with the tokens read ahead.
+        """
+        ahead, tokens, stored = self.ahead, self.tokens, self.stored_logits
+        self.tokens, self.stored_logits = [], []
+        if not ahead:
+            return logits_of(model, input_ids, attention_mask, position_ids, self.cache, logits_to_keep)
+        read = torch.cat(tokens, dim=1)
+        if read.shape[0] != input_ids.shape[0] or ahead > input_ids.shape[1]:
+            raise FailedClosed(f"an auxiliary has read {tuple(read.shape)} tokens ahead of {tuple(input_ids.shape)}")
+        same = (read == input_ids[:, :ahead].to(read.device)).all()
+        check(same, "an auxiliary has read other tokens ahead than the target is given")
+        if ahead < input_ids.shape[1]:
+            positions = position_ids if position_ids is None else position_ids[:, ahead:]
+            stored = [*stored, logits_of(model, input_ids[:, ahead:], attention_mask, positions, self.cache)]
+        logits = stored[0] if len(stored) == 1 else torch.cat(stored, dim=1)
+        return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+    def reset(self) -> None:
+        """Drop the tokens read ahead."""
+        self.tokens, self.stored_logits = [], []
+
+    def _refuse_while_ahead(self, *args: Any) -> None:
+        """Do nothing, as the cache's layers handle the operation; raise an error while tokens are read ahead."""
+        if self.tokens:
+            raise FailedClosed("an auxiliary has read ahead of the target: ask for the divergence before anything else")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = take_columns = _refuse_while_ahead
+
+    def get_max_length(self) -> int:
+        """Return −1: the length is unlimited."""
+        return -1
+
+    def offload(self) -> None:
+        """Do nothing."""
+
+    prefetch = offload
+
+
+def logits_of(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    position_ids: Int[Tensor, "batch_or_one tokens"] | None,
+    cache: Cache | None,
+    logits_to_keep: int = 0,
+) -> Float[Tensor, "batch kept width"]:
+    """Run one forward pass on the model's device, with the arguments that its architecture accepts."""
+    device = device_of(model)
+    accepted = _forward_parameters(type(model))
+    arguments: dict[str, Any] = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": cache,
+        "use_cache": cache is not None,
+        "logits_to_keep": logits_to_keep,
+    }
+    arguments = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+        if name in accepted and value is not None
+    }
+    logits = model(**arguments).logits
+    return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache whose layers fit the model's architecture (sliding windows, hybrid layers)."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's embeddings; if they are offloaded, the device that accelerate runs them on."""
+    embeddings: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    device: torch.device = embeddings.weight.device
+    hook = getattr(embeddings, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]) if device.type == "meta" else ():
+        if (execution_device := getattr(one, "execution_device", None)) is not None:
+            return torch.device(execution_device)
+    return device
+
+
+def logit_width(model: PreTrainedModel) -> int:
+    """Return the number of logits per position: the size of the vocabulary, possibly padded."""
+    head = model.get_output_embeddings()
+    return head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
+
+
+def check_part(name: str, model: nn.Module) -> None:
+    """Refuse a model that cannot decode step by step with a `DynamicCache`.
+
+    Raises:
+        UsageError: it is wrapped (PEFT), or stores what it has read elsewhere (Mamba, RWKV, MiniMax, RecurrentGemma).
+    """
+    if not isinstance(model, PreTrainedModel) or not takes_cache(model):
+        raise UsageError(
+            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
+            "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
+        )
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether the model stores everything it has read in a `DynamicCache` that counts tokens."""
+    return (
+        "past_key_values" in _forward_parameters(type(model))
+        and model._supports_default_dynamic_cache()
+        # RecurrentGemma's modules hold the state themselves, so sequences would share it.
+        and not any("recurrent_states" in vars(module) for module in model.modules())
+        and any(hasattr(layer, "get_seq_length") for layer in new_cache(model).layers)
+    )
+
+
+def uses_gradient_checkpointing(module: nn.Module) -> bool:
+    """Whether a model within trains with gradient checkpointing, which recomputes layers and fills no cache."""
+    return any(getattr(child, "gradient_checkpointing", False) and child.training for child in module.modules())
+
+
+def stateful_types(*models: object) -> list[str]:
+    """Return the types of the models, or models within, with a recurrent state, from which no token can be removed."""
+    modules: list[Any] = [m for model in models for m in (model.modules() if isinstance(model, nn.Module) else [model])]
+    return sorted({module.config.model_type for module in modules if getattr(module, "_is_stateful", False)})
+
+
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
-    """Whether two models hold the same numbers under the same names; the first that differs ends the search."""
+    """Whether two models have equal parameters under equal names; stops at the first difference."""
     first, second = ({name for name, _ in model.named_parameters(remove_duplicate=False)} for model in (one, other))
     if first != second:
         return False
     modules = dict(other.named_modules(remove_duplicate=False))
-    return all(_same_own_weights(part, modules[name]) for name, part in one.named_modules() if part._parameters)
+    return all(_same_own_weights(child, modules[name]) for name, child in one.named_modules() if child._parameters)
 
 
 def _same_own_weights(one: nn.Module, other: nn.Module) -> bool:
-    with _brought(one), _brought(other):
+    with _on_execution_device(one), _on_execution_device(other):
         second = dict(other.named_parameters(recurse=False))
         return all(
             not tensor.is_meta
@@ -121,8 +296,8 @@ def _same_own_weights(one: nn.Module, other: nn.Module) -> bool:
         )
 
 
-def _brought(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Have a module's own weights at hand, offloaded or not."""
+def _on_execution_device(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Load a module's own weights if accelerate has offloaded them."""
     if not any(weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils.modeling import align_module_device
@@ -130,21 +305,6 @@ def _brought(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return align_module_device(module)
 
 
-def check_part(name: str, model: nn.Module) -> None:
-    """Refuse a model that cannot decode step by step from keys and values, as the three parts must together.
-
-    Raises:
-        UsageError: it is wrapped (PEFT), or keeps what it has read outside of a `DynamicCache` (Mamba, RWKV, MiniMax,
-            RecurrentGemma).
-    """
-    if not isinstance(model, PreTrainedModel) or not takes_cache(model):
-        raise UsageError(
-            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
-            "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
-        )
-
-
-def logit_width(model: PreTrainedModel) -> int:
-    """How many logits the model gives per position; its vocabulary, perhaps padded."""
-    head = model.get_output_embeddings()
-    return head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
+@functools.cache
+def _forward_parameters(model_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from divdec.experts.fixed_cache import FixedLayer
 from divdec.experts.protocol import Experts
 
 
@@ -89,7 +88,7 @@ def started_divergence(
 
     Args:
         experts: of any kind.
-        overlap: starts the pass at once where it can; None computes it when the result is asked for.
+        overlap: starts the pass at once; None, gradients and autocast compute it when its result is requested.
         input_ids: see `divdec.experts.protocol.Experts.divergence`, as for the next four.
         attention_mask: see there.
         position_ids: see there.
@@ -97,7 +96,7 @@ def started_divergence(
         logits_to_keep: see there.
     """
     inputs = input_ids, attention_mask, position_ids, cache, logits_to_keep
-    if overlap is not None and _can_overlap(cache):
+    if overlap is not None and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
         pending = overlap.start(experts, *inputs)
     else:
         pending = PendingDivergence(lambda: experts.divergence(*inputs))
@@ -147,12 +146,6 @@ class _OnStreams(PendingDivergence):
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._references = []
-
-
-def _can_overlap(cache: Cache | None) -> bool:
-    """Whether a pass can overlap: not with gradients, and not where CUDA graphs are replayed."""
-    static = cache is not None and any(isinstance(layer, FixedLayer) for layer in cache.layers)
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or static)
 
 
 def _tensors_of(layer: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""A cache of the tokens themselves, for experts that read them instead of keys and values.
+"""A cache of token ids, for experts that read tokens instead of keys and values.
 
-It is a layer like any other of transformers, so that cropping, reordering and selecting by batch reach it too.
+Its layer has the interface of transformers' cache layers, so that cropping, reordering and selecting rows reach it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from divdec.errors import FailedClosed, UsageError
 
-PADDING = -1  # stands where a sequence has no token
+PADDING = -1  # in place of padding tokens
 
 
 class TokenLayer(CacheLayerMixin):
-    """The tokens seen so far, one row a sequence, padding included."""
+    """The tokens of each sequence, padding included."""
 
     is_croppable = True
     is_sliding = False
@@ -31,10 +31,10 @@ class TokenLayer(CacheLayerMixin):
     def extend(
         self, input_ids: Int[Tensor, "batch tokens"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
     ) -> Int[Tensor, "batch past_and_tokens"]:
-        """Add tokens, and return all of them.
+        """Append tokens and return all tokens, −1 for padding; the newest mask applies to earlier tokens, too.
 
         Raises:
-            UsageError: another number of sequences than the cache holds.
+            UsageError: the number of sequences differs from the cache's.
         """
         added = input_ids.cpu().long()
         if self.tokens is None:
@@ -44,22 +44,22 @@ class TokenLayer(CacheLayerMixin):
         else:
             self.tokens = torch.cat([self.tokens, added], dim=1)
         self.is_initialized = True
-        return masked(self.tokens, attention_mask)  # the mask may change its mind about earlier tokens
+        return masked(self.tokens, attention_mask)
 
     def get_seq_length(self) -> int:
-        """How many tokens each row has, padding included."""
+        """Return the number of tokens of each row, padding included."""
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return −1: the length is unlimited."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over all tokens."""
+        """Return length and offset of a mask over all tokens."""
         return self.get_seq_length() + query_length, 0
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.tokens = None
         self.is_initialized = False
 
@@ -69,7 +69,7 @@ class TokenLayer(CacheLayerMixin):
             self.tokens = self.tokens[:, : -abs(tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take other rows, for beam search."""
+        """Replace the rows by those with these indices, for beam search."""
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, beam_idx.to(self.tokens.device))
 
@@ -79,12 +79,17 @@ class TokenLayer(CacheLayerMixin):
             self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep the rows with these indices."""
         if self.tokens is not None:
             self.tokens = self.tokens[indices.to(self.tokens.device)]
 
+    def take_columns(self, columns: Int[Tensor, "batch columns"]) -> None:
+        """Replace the tokens of each row by those in the given columns."""
+        if self.tokens is not None:
+            self.tokens = self.tokens.gather(1, columns.to(self.tokens.device))
+
     def join(self, other: TokenLayer) -> None:
-        """Add another layer's rows; the shorter ones get columns at their left, which the mask must call padding."""
+        """Append the rows of another layer; shorter rows are padded on the left, which the mask must exclude."""
         if self.tokens is None or other.tokens is None:
             raise FailedClosed("a cache that holds no tokens cannot be joined")
         length = max(self.get_seq_length(), other.get_seq_length())
@@ -92,20 +97,18 @@ class TokenLayer(CacheLayerMixin):
         self.tokens = torch.cat(list(tokens))
 
     def drop_columns(self, number: int) -> None:
-        """Drop columns at the left, which are padding in every row."""
+        """Drop columns on the left, which must be padding in every row."""
         if self.tokens is not None:
             self.tokens = self.tokens[:, number:]
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refused: there are no keys and values."""
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raise an error: the layer stores no keys and values."""
         raise NotImplementedError("a cache of tokens holds no keys and values")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: there are no keys and values."""
-        raise NotImplementedError("a cache of tokens holds no keys and values")
+    lazy_initialization = update  # pyright: ignore[reportAssignmentType]
 
     def offload(self) -> None:
-        """Nothing: tokens are small."""
+        """Do nothing: tokens are small and already on the CPU."""
 
     prefetch = offload
 
@@ -121,7 +124,7 @@ class TokenCache(Cache):
 def masked(
     input_ids: Int[Tensor, "batch tokens"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
 ) -> Int[Tensor, "batch tokens"]:
-    """The tokens on the CPU, −1 where the mask says padding."""
+    """Return the tokens on the CPU, −1 where the mask is 0."""
     tokens = input_ids.cpu().long()
     if attention_mask is None:
         return tokens

@@ -327,7 +327,7 @@ def _count_references(
     sizes = []
     for name, folder in folders.items():
         if name == "ngram":
-            from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
+            from divdec.experts.ngram_fit import DESCRIPTION, describe_pair, load_pair
 
             description = describe_pair(folder)
             load_pair(folder)

@@ -11,10 +11,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.fixed_cache import FixedCache
-from divdec.experts.forward import length_of, lengths_of
-from divdec.experts.read_ahead import ReadAhead
-from divdec.experts.shifting import can_roll_back, can_shift, holds_tokens, take_columns
+from divdec.experts.neural import ReadAhead
+from divdec.experts.protocol import can_roll_back, can_shift, holds_tokens, length_of, lengths_of, take_columns
 from divdec.experts.token_cache import TokenLayer
 
 
@@ -25,7 +23,6 @@ class DivergenceCache(Cache):
 
     Attributes:
         owner: identifies the steered model; keys and values of another model, or of a copy, are refused.
-        reusable: static caches that the model keeps for its next answer.
     """
 
     def __init__(self, target: Cache, experts: Cache, owner: str, takedowns: Cache | None = None) -> None:
@@ -34,7 +31,6 @@ class DivergenceCache(Cache):
         self.target = target
         self.experts = experts
         self.takedowns = takedowns
-        self.reusable: list[FixedCache] = []
 
     def check_length(self) -> int:
         """Return the number of tokens held.
@@ -73,7 +69,7 @@ class DivergenceCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: the parts are compiled one by one (`divdec.experts.compiled`), their combination is not."""
+        """False: transformers must not compile a pass over several models' caches."""
         return False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

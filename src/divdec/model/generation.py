@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from divdec.decoding.processors import SteeredProcessors
-from divdec.decoding.speculative import Speculation, check_processors, check_search, speculate
+from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
-from divdec.experts.combined import CombinedCache, CombinedExperts
-from divdec.experts.compiled import fixed_cache, keep
-from divdec.experts.fixed_cache import FixedCache
-from divdec.experts.forward import new_cache, stateful_types
-from divdec.experts.neural import NeuralPair, PairCache
+from divdec.experts.neural import new_cache, stateful_types
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import check_inputs, check_prompts
+
+if TYPE_CHECKING:
+    from divdec.decoding.speculative import Speculation
 
 SEARCHES = (
     GenerationMode.GREEDY_SEARCH,
@@ -68,6 +66,8 @@ class SteeredGeneration(GenerationMixin):
             UsageError: a prompt ends in padding, or an option or search is not supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
+        from divdec.decoding.speculative import Speculation, check_search
+
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
@@ -83,14 +83,11 @@ class SteeredGeneration(GenerationMixin):
 
     def _sample(self, *args: Any, speculative: Speculation | None = None, **kwargs: Any) -> Any:
         # transformers calls it for greedy decoding and sampling, after all preparations.
+        from divdec.decoding.speculative import speculate
+
         if speculative is None:
-            answer = self._plain._sample(*args, **kwargs)
-        else:
-            answer = speculate(self, *args, speculation=speculative, **kwargs)
-        if isinstance(cache := kwargs.get("past_key_values"), DivergenceCache):
-            while cache.reusable:
-                keep(cache.reusable.pop())
-        return answer
+            return self._plain._sample(*args, **kwargs)
+        return speculate(self, *args, speculation=speculative, **kwargs)
 
     @property
     def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -187,23 +184,19 @@ class SteeredGeneration(GenerationMixin):
     ) -> Any:
         """Check `past_key_values`, or create a cache for all parts; transformers would create one for one model."""
         check_prompts(model_kwargs.get("attention_mask"), batch_size)
-        if generation_config.cache_implementation not in (None, "dynamic", "static"):
+        if generation_config.cache_implementation not in (None, "dynamic"):
             raise UsageError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
-                "model; accepted: 'dynamic', 'static'"
+                "model; accepted: 'dynamic'"
             )
         if model_kwargs.get("past_key_values") is not None:
-            self._check_past(self._own_cache(model_kwargs["past_key_values"]), generation_mode, max_cache_length)
+            self._check_past(self._own_cache(model_kwargs["past_key_values"]), generation_mode)
         elif generation_config.use_cache is False:
             if self.takedowns is not None:
                 raise UsageError(
                     "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
                     "leave use_cache on"
                 )
-        elif generation_config.cache_implementation == "static":
-            length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs["past_key_values"] = self._new_static_cache(length, rows, generation_config)
         else:
             model_kwargs["past_key_values"] = cache = self._joint_cache(
                 new_cache(self.target), self.experts.new_cache()
@@ -211,7 +204,7 @@ class SteeredGeneration(GenerationMixin):
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
-    def _check_past(self, cache: DivergenceCache | None, mode: GenerationMode, max_cache_length: int) -> None:
+    def _check_past(self, cache: DivergenceCache | None, mode: GenerationMode) -> None:
         if mode == GenerationMode.ASSISTED_GENERATION and cache is not None and cache.check_length():
             # transformers would pass the cached tokens to the model again.
             raise UsageError(
@@ -220,36 +213,6 @@ class SteeredGeneration(GenerationMixin):
             )
         if cache is not None and self.takedowns is not None:
             self.takedowns.begin(cache.takedowns)
-        room = getattr(getattr(cache, "target", None), "max_length", max_cache_length)
-        if max_cache_length > room:
-            raise UsageError(
-                f"past_key_values is a static cache of {room} tokens, {max_cache_length} may be needed; ask for "
-                "fewer new ones, or make it longer (max_cache_len)"
-            )
-
-    def _new_static_cache(self, max_length: int, rows: int, config: GenerationConfig) -> DivergenceCache:
-        created: list[FixedCache] = []
-
-        def create(name: str, model: PreTrainedModel) -> FixedCache:
-            created.append(fixed_cache(name, model, max_length, rows, config))
-            return created[-1]
-
-        def experts_cache(experts: Any) -> Cache:
-            # n-grams and bridged pairs store tokens and have caches of other kinds.
-            if isinstance(experts, CombinedExperts):
-                return CombinedCache([experts_cache(member) for member in experts.parts])
-            if isinstance(experts, NeuralPair):
-                return PairCache(
-                    *(create(f"{name} auxiliary", getattr(experts, name)) for name in ("retain", "forget"))
-                )
-            return experts.new_cache()
-
-        target = create("target", self.target)
-        cache = self._joint_cache(target, experts_cache(self.experts))
-        if not config.return_dict_in_generate:
-            cache.reusable = created
-        return cache
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        # Each part decides when its cache is created; the combination is not compiled.
-        return False
+        return False  # the pass joins several models and checks what they return

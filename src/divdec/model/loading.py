@@ -90,7 +90,10 @@ class Bundle:
             UsageError: a part is missing, has changed or is corrupt, or the configuration is invalid.
         """
         folder = find_bundle(name_or_path, revision, local_files_only=local_files_only)
-        config = read_config(folder) if config is None else config
+        stored = read_config(folder)
+        config = stored if config is None else config
+        if isinstance(config.steering, str):  # the Auto classes write the argument `steering` into the configuration
+            config.steering = Steering.from_dict(stored.steering or {}).revised(config.steering).to_dict()
         if not config.steering:
             raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
         size = config.vocab_size
@@ -109,7 +112,7 @@ class Bundle:
         Raises:
             UsageError: it is missing, has changed, or belongs to another tokenizer.
         """
-        from divdec.experts.ngram_folder import DESCRIPTION, describe_pair, load_pair
+        from divdec.experts.ngram_fit import DESCRIPTION, describe_pair, load_pair
 
         if (reference := self.config.ngram) is None:
             return None

@@ -19,8 +19,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
-from divdec.experts.forward import device_of, logits_of, new_cache, recomputes
-from divdec.experts.neural import NeuralPair, check_part, logit_width
+from divdec.experts.neural import (
+    NeuralPair,
+    check_part,
+    device_of,
+    logit_width,
+    logits_of,
+    new_cache,
+    uses_gradient_checkpointing,
+)
 from divdec.experts.overlap import OverlappedExperts, started_divergence
 from divdec.experts.protocol import Experts
 from divdec.model.cache import DivergenceCache
@@ -36,10 +43,11 @@ from divdec.model.checks import (
 from divdec.model.configuration import NO_RULE, DivergenceConfig
 from divdec.model.generation import SteeredGeneration
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from divdec.takedowns.live import Takedowns
 
 Logits = Float[Tensor, "batch kept vocab"]
 
@@ -264,7 +272,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
+        if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
         _, target_logits, divergence = self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         if self._eligible is not None and self._eligible.device != target_logits.device:

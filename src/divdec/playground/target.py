@@ -13,9 +13,9 @@ import torch
 
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
-from divdec.experts.forward import device_of
+from divdec.experts.neural import device_of
 from divdec.playground.steered import Steered
-from divdec.serving.address import is_local
+from divdec.serving import is_local
 
 
 class Target:

@@ -32,7 +32,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
-        raise UsageError(f"{folder} is no registry: it has no {DESCRIPTION}; `divdec forget init` makes one")
+        raise UsageError(f"{folder} is no registry: it has no {DESCRIPTION}; `divdec takedown init` makes one")
     about = read_json(path)
     kinds = {
         "format": str,
@@ -48,7 +48,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     }
     if isinstance(about, dict) and about.get("format") == "divdec registry 1":
         raise UsageError(
-            f"{folder} was made by a divdec whose registries had no strength; make it again (divdec forget init "
+            f"{folder} was made by a divdec whose registries had no strength; make it again (divdec takedown init "
             "ANOTHER_FOLDER --target … --retain …) and add its requests to that"
         )
     if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):

@@ -37,7 +37,7 @@ def with_registry(
     if takedowns.vocab_size < model.vocab_size:
         raise UsageError(
             f"{folder} counts {takedowns.vocab_size} tokens, the model has {model.vocab_size}: make a registry for "
-            "this model's target (`divdec forget init`)"
+            "this model's target (`divdec takedown init`)"
         )
     if model.takedowns is not None:
         if model.takedowns.id == takedowns.id:

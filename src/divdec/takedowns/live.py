@@ -107,7 +107,7 @@ class SealedCounts:
                 start += 1
         tokens, counts = (np.concatenate([np.zeros(0, np.int64), *(part[k] for part in parts)]) for k in (1, 2))
         if len(tokens) and not (tokens < self.vocab_size).all():
-            raise FailedClosed("a request's counts hold impossible tokens; `divdec forget verify` tells more")
+            raise FailedClosed("a request's counts hold impossible tokens; `divdec takedown verify` tells more")
         if len(parts) != 1:
             tokens, places = np.unique(tokens, return_inverse=True)
             counts = np.bincount(places, weights=counts, minlength=len(tokens)).astype(np.int64)

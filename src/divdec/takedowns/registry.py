@@ -126,7 +126,7 @@ class Registry:
             reference = CheckpointReference(folder=os.path.relpath(checkpoint, folder.resolve()))
         if (folder / HEAD_FILE).exists():
             raise UsageError(
-                f"{folder} is a registry already; add requests to it (divdec forget add), or give another name"
+                f"{folder} is a registry already; add requests to it (divdec takedown add), or give another name"
             )
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"folder {folder} is not empty; give the name of an empty or absent one")

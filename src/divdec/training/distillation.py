@@ -305,7 +305,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     config = read_config(bundle)
     steering = Steering.from_dict(config.steering or {})
     if settings.steering is not None:
-        steering = steering.revised(settings.steering)
+        steering = steering.revised(settings.steering, allow_negative=settings.allow_negative)
     _check_teacher(config, steering, settings)
     target = CheckpointReference.from_dict(config.target, "target").resolve(bundle, weights=True)
     check_plain(target, "target")

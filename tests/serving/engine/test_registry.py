@@ -9,7 +9,7 @@ from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
 from divdec.serving.engine.engine import Engine
-from divdec.serving.engine.requests import Sampling
+from divdec.serving.engine.request import SamplingParams
 from divdec.takedowns.live import Takedowns
 from divdec.takedowns.log import LOG_FILE
 from divdec.takedowns.registry import Registry
@@ -49,7 +49,7 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
     async def answers():
         engine = Engine(model, tokenizer, "tiny", speculation=speculation)
         engine.start()
-        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = [engine.generate(prompt, sampling) for prompt in prompts[: 1 if speculation else 2]]
         found = [[] for _ in running]
         for answer, tokens in zip(running, found, strict=True):
@@ -58,8 +58,8 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
         assert engine.registry_requests == 0
         await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
         for answer, tokens in zip(running, found, strict=True):
-            async for piece in answer:
-                tokens += piece.tokens
+            async for output in answer:
+                tokens += output.tokens
         assert engine.registry_requests == 1
         await engine.close(1)
         return found
@@ -81,7 +81,7 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
     async def work():
         engine = Engine(model, tokenizer, "tiny")
         engine.start()
-        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = engine.generate([5, 6, 7], sampling)
         await anext(running)
         log.write_bytes(whole[: len(whole) // 2])
@@ -91,7 +91,7 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
         with pytest.raises(FailedClosed):
             await anext(engine.generate([5, 6, 7], sampling))
         log.write_bytes(whole)
-        tokens = [token async for piece in engine.generate([5, 6, 7], sampling) for token in piece.tokens]
+        tokens = [token async for output in engine.generate([5, 6, 7], sampling) for token in output.tokens]
         await engine.close(1)
         return tokens
 

@@ -22,8 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
-from divdec.experts.forward import device_of, recomputes, stateful_types
-from divdec.experts.neural import check_part, logit_width
+from divdec.experts.neural import check_part, device_of, logit_width, stateful_types, uses_gradient_checkpointing
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
 from divdec.model.checkpoint import (
@@ -265,7 +264,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_unknown(input_ids, kwargs)
         assert input_ids is not None
         cache = self._own_cache(past_key_values)
-        if cache is None and (use_cache or (use_cache is None and not recomputes(self))):
+        if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
         past_length = cache.check_length() if cache is not None else 0
         check_inputs(input_ids, attention_mask, past_length)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.forward import new_cache
+from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
 from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
 from divdec.research.baselines.job import Job

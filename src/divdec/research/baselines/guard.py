@@ -20,7 +20,7 @@ from torch.nn.functional import normalize, pad
 from transformers import Cache
 
 from divdec.data.records import Record, RecordSet
-from divdec.experts.forward import new_cache
+from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
 from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
 from divdec.research.baselines.job import Job

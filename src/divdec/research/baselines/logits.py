@@ -19,7 +19,7 @@ from transformers import Cache
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
-from divdec.experts.forward import logits_of, new_cache
+from divdec.experts.neural import logits_of, new_cache
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
 from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite

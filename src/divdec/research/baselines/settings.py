@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.options import check_at_least, check_positive
 from divdec.research.baselines.registry import Method
-from divdec.training.settings import TrainingSettings, check_at_least, check_positive
+from divdec.training.settings import TrainingSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,32 +53,6 @@ class HelpedSettings(BaselineSettings):
 def run_on(method: Method) -> type:
     """The class of run options that a method takes."""
     return HelpedSettings if method.kind == "inference" else BaselineSettings
-
-
-def joined(method: Method, *further: type) -> type:
-    """Create a dataclass of all options of a method: run options first, then its own.
-
-    Args:
-        method: the method.
-        further: dataclasses of further keyword-only options.
-
-    Returns:
-        A subclass of all of them, with the method's name as `method`.
-    """
-    bases = (method.settings, run_on(method), *further)
-
-    def check_all(self: Any) -> None:
-        for base in bases:
-            if check := getattr(base, "__post_init__", None):
-                check(self)
-
-    namespace = {"__post_init__": check_all, "__doc__": f"Options of {method.title}.", "method": method.name}
-    return dataclasses.make_dataclass("Settings", (), bases=bases, frozen=True, namespace=namespace)
-
-
-def only(kind: type, settings: Any) -> Any:
-    """Extract an instance of one base class from joined settings."""
-    return kind(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)})
 
 
 def check_range(name: str, value: float, least: float = -math.inf, most: float = math.inf) -> None:

@@ -58,7 +58,7 @@ KNOWN = {
     "strength": Known("scores along α and k, 2×2 for TOFU and MUSE", f"{TOFU}; {MUSE}", "sweeps:strength"),
     "sizes": Known("the best score by the auxiliaries' size", f"{TOFU}; {MUSE}", "sizes:sizes"),
     "over-under": Known("over- and under-unlearning along α and k", f"{TOFU}; {MUSE}", "sweeps:over_under"),
-    "depth": Known("gradient of distillation, layer by layer", "divdec depth", "courses:depth"),
+    "depth": Known("gradient of distillation, layer by layer", "divdec gradient-depth", "courses:depth"),
     "distillation": Known(
         "heat map of distillation over learning rate and temperature",
         "divdec compare with the method distill, or several runs of divdec distill",

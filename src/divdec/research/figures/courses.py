@@ -27,11 +27,11 @@ def depth(asked: Asked) -> Drawn:
     """
     found = files_called(asked.runs, of_depth.RESULT)
     if not found:
-        raise nothing(asked.runs, "depth", f"the {of_depth.RESULT} of `divdec depth`")
+        raise nothing(asked.runs, "depth", f"the {of_depth.RESULT} of `divdec gradient-depth`")
     source = _only(found)
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise UsageError(f"{source.path} is not the {of_depth.RESULT} of `divdec depth`")
+        raise UsageError(f"{source.path} is not the {of_depth.RESULT} of `divdec gradient-depth`")
     fields = [field.name for field in dataclasses.fields(LayerDepth) if field.name != "norms"]
     if not content["rows"]:
         raise nothing(asked.runs, "depth", f"a {of_depth.RESULT} that holds layers; {source.name} holds none")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.experts.forward import stateful_types
+from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.configuration import NO_RULE
 from divdec.model.loading import Bundle
