@@ -55,7 +55,7 @@ def test_the_comparison_rehearses_all_that_its_suite_asks_besides_the_authors(da
     monkeypatch.setattr(benchmark, "train_all", stop)
     tofu = str(request.getfixturevalue("shared") / "data/tofu") if data == "tofu-small" else None
     with pytest.raises(Stop):
-        benchmark.load_benchmarks(CompareSettings("out", data=data, tofu=tofu, limit=1), print)
+        benchmark.load_benchmarks(CompareSettings(output="out", data=data, tofu=tofu, limit=1), print)
     asked = {(record.messages[0].content, record.answer) for record in seen[0].general}
     folder = tmp_path / "demo" / "seed-0" / "tofu" if tofu is None else Path(tofu)
     rows = [

@@ -267,7 +267,7 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
     found = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
-    table = markdown(found, CompareSettings("out")).partition("The whole grid")[0]
+    table = markdown(found, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
     assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")

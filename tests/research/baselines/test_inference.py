@@ -381,10 +381,10 @@ def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
     ("settings", "options", "message"),
     [
         (WHPSettings, {"alpha": float("nan")}, "alpha is nan"),
-        (WHPSettings, {"learning_rate": 0.0}, "learning_rate is 0"),
+        (WHPSettings, {"learning_rate": 0.0}, "--learning-rate is 0"),
         (UCDSettings, {"plausibility": 1.5}, "plausibility is 1.5; accepted: a finite number from 0 to 1"),
         (ULDSettings, {"weight": float("inf")}, "weight is inf"),
-        (ULDSettings, {"lora_rank": -1}, "lora_rank is -1"),
+        (ULDSettings, {"lora_rank": -1}, "--lora-rank is -1"),
         (GUARDSettings, {"beta": 0.0}, "beta is 0"),
         (GUARDSettings, {"penalty": -1.0}, "penalty is -1"),
         (ECOSettings, {"dims": 0}, "dims is 0"),

@@ -10,7 +10,7 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.options import check_at_least, check_positive
+from divdec.options import check_at_least, check_positive, option
 from divdec.research.baselines.registry import Method
 from divdec.training.settings import TrainingSettings
 
@@ -59,7 +59,7 @@ def check_range(name: str, value: float, least: float = -math.inf, most: float =
     """Refuse infinity, NaN and numbers outside a range."""
     if not (math.isfinite(value) and least <= value <= most):
         bounds = f" of at least {least:g}" if most == math.inf else f" from {least:g} to {most:g}"
-        raise UsageError(f"{name} is {value:g}; accepted: a finite number{bounds if least > -math.inf else ''}")
+        raise UsageError(f"{option(name)} is {value:g}; accepted: a finite number{bounds if least > -math.inf else ''}")
 
 
 @dataclasses.dataclass(frozen=True)
