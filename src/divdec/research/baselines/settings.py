@@ -74,6 +74,7 @@ class HelperSettings:
     """Sequences per step and process; of methods with a retain term as many retain sequences are added."""
 
     def __post_init__(self) -> None:
+        check_positive("learning_rate", self.learning_rate)
         self.training(seed=0)  # refuses what training does not accept
 
     def training(self, seed: int) -> TrainingSettings:
