@@ -22,18 +22,29 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import tofu_small
 from divdec.bridge.bridge import BridgedPair
 from divdec.data.formatting import documents, encode_records
 from divdec.data.world import build_world
+from divdec.demo import run as demo
+from divdec.demo.models import (
+    ASSISTANT,
+    END,
+    PAD,
+    USER,
+    Shape,
+    StageCache,
+    encode_material,
+    train_all,
+    train_pair,
+    train_tokenizer,
+)
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
-from divdec.research import demo, tofu_small
-from divdec.research.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
-from divdec.research.stages import train_all, train_pair
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 
@@ -148,9 +159,9 @@ class Bench:
         if name not in ("small", "same", "larger"):
             tokenizer = other_tokenizer(name, self.material.texts, self.recipe.vocab_size)
         recipe = dataclasses.replace(self.recipe, auxiliary=shape)
-        q, p = (
-            load_model(folder) for folder in train_pair(self.material, recipe, tokenizer, self.seed, self.cache, print)
-        )
+        stages = StageCache(self.cache, tokenizer, self.seed, print)
+        folders = train_pair(stages, recipe, *encode_material(self.material, tokenizer))
+        q, p = (load_model(folder) for folder in folders[1:])
         if tokenizer is self.tokenizer:
             return NeuralPair(q, p), q.num_parameters()
         return BridgedPair(

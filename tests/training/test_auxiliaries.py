@@ -292,7 +292,7 @@ def test_sequences_are_no_longer_than_the_base_allows(files):
 
 
 def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)

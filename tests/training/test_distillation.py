@@ -20,11 +20,11 @@ from divdec.bridge.bridge import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
-from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (
