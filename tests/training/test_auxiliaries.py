@@ -180,7 +180,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert found["told"]["steered"] == found["told"]["asked"] == 12
     assert not found["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
-    assert "though it does not do what it is for" in capsys.readouterr().out
+    assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
