@@ -651,7 +651,7 @@ class TestBadInput:
             quiet(settings_for(bundle, data, bundle))
         arguments = ["distill", bundle, "--forget", data[0], "--output", tmp_path / "new", "--temperature", "-2"]
         assert main(list(map(str, arguments))) == 2
-        assert capsys.readouterr().err.startswith("divdec distill: temperature is -2; accepted: a number above 0")
+        assert capsys.readouterr().err.startswith("divdec distill: --temperature is -2; accepted: a number above 0")
 
 
 # On two processes.
