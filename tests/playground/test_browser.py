@@ -106,11 +106,11 @@ def set_number(page, control, value):
 
 def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, steered):
     from divdec.data.records import Message
-    from divdec.playground.steered import Manner, Steered
+    from divdec.playground.steered_model import ChatOptions, SteeredModel
     from divdec.steering import Steering
 
-    library = Steered(steered.model, steered.tokenizer, Manner(max_new_tokens=120))
-    prompt = library.prompt([Message("user", QUESTION)])
+    library = SteeredModel(steered.model, steered.tokenizer, ChatOptions(max_new_tokens=120))
+    prompt = library.encode_prompt([Message("user", QUESTION)])
     expected = "".join(token.text for token in library.answer(prompt, Steering(alpha=1.5)))
     with opened(browser, url) as page:
         page.evaluate(
@@ -124,7 +124,7 @@ def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, ste
         before = colours(page)
         assert len(set(before)) > 2
         set_number(page, "#dd-alpha", 4)
-        page.wait_for_selector("text=coloured for linear:4")
+        page.wait_for_selector("text=recolor for linear:4")
         assert words(page) == expected
         assert colours(page) != before
         page.click("#dd-again")

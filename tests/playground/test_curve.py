@@ -4,7 +4,7 @@ import pytest
 
 from divdec.errors import UsageError
 from divdec.playground.curve import Curve, curve_svg, in_words, strengths
-from divdec.playground.play import Chosen, Playground
+from divdec.playground.controller import Controller, ControlValues
 
 
 def test_strengths_go_from_the_weakest_to_the_strongest_through_the_chosen_one_and_never_to_zero():
@@ -16,7 +16,7 @@ def test_strengths_go_from_the_weakest_to_the_strongest_through_the_chosen_one_a
 
 def test_the_curve_is_what_each_strength_gives(playground, steered):
     question, words = "Where was Jasper Ashild born?", "Jasper Ashild was born in Calvessa."
-    curve = playground.curve(question, words, Chosen(alpha=1.5))
+    curve = playground.compute_curve(question, words, ControlValues(alpha=1.5))
     assert min(curve.alphas) > 0
     for place in (0, 7, -1):
         steering = playground.choice.steering("linear", curve.alphas[place], 1)
@@ -27,7 +27,7 @@ def test_the_curve_is_what_each_strength_gives(playground, steered):
 
 def test_a_strength_of_zero_draws_no_curve(playground):
     with pytest.raises(UsageError, match="would steer nothing"):
-        playground.curve("Where?", "There.", Chosen(alpha=0.0))
+        playground.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
 
 
 def test_the_picture_turns_with_the_page_and_asks_for_nothing_from_elsewhere():
@@ -48,4 +48,4 @@ def test_the_curve_in_words():
 
 def test_a_servers_client_gets_no_curve():
     with pytest.raises(UsageError, match="cannot choose the strength"):
-        Playground("served").curve("Where?", "There.", Chosen())
+        Controller("served").compute_curve("Where?", "There.", ControlValues())

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from divdec.playground.choice import Choice
-from divdec.playground.play import Playground
-from divdec.playground.target import Target
+from divdec.playground.controller import Controller
+from divdec.playground.steered_model import UnsteeredTarget
 from divdec.serving import bind
 from served import eventually
 
@@ -75,13 +75,13 @@ def called(client, fn_index, data):
 
 def test_the_target_is_on_the_page_only_where_it_was_asked_for(playground, steered):
     assert "UNSTEERED" not in texts(page_of(playground))
-    with_target = Playground("tiny", steered, playground.choice, target=Target(steered, "127.0.0.1"))
+    with_target = Controller("tiny", steered, playground.choice, target=UnsteeredTarget(steered, "127.0.0.1"))
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
 
 
 def test_tabs_are_those_that_have_something_to_show(playground, steered, registry):
     assert "Takedown" not in texts(page_of(playground))
-    followed = Playground("tiny", steered, Choice(steered.model.steering, 500, rank=False), registry=registry)
+    followed = Controller("tiny", steered, Choice(steered.model.steering, 500, rank=False), registry=registry)
     assert "dd-take-down" in texts(page_of(followed))
     assert "dd-curve" in texts(page_of(playground))
 
@@ -123,7 +123,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone
 def test_a_name_that_looks_like_markup_is_text(steered, playground):
     # A server says itself what its model is called.
     nasty = "</title></script><script>alert(1)</script>"
-    with served(Playground(nasty, steered, playground.choice)) as client:
+    with served(Controller(nasty, steered, playground.choice)) as client:
         assert "<script>alert(1)" not in client.get("/").text
         assert client.get("/config").headers["content-type"] == "application/json"
 

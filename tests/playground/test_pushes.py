@@ -13,7 +13,7 @@ def test_a_push_is_the_change_of_the_log_probability_by_hand():
     steered = target + torch.tensor([[math.log(0.5), 0.0, 0.0]])
     (found,) = places(target, steered, torch.tensor([1]))
     assert found.chosen.token == 1
-    assert found.chosen.push == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
+    assert found.chosen.logprob_shift == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
     (lost,) = found.lost
     assert (lost.token, lost.before, lost.after) == (0, pytest.approx(0.6, abs=1e-5), pytest.approx(3 / 7, abs=1e-5))
 
@@ -40,14 +40,14 @@ def test_a_masked_token_is_pushed_without_end_and_one_that_nobody_would_say_not_
     target = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
     steered = steer_rank(target, torch.tensor([[-1.0, 0.0, 0.0, 0.0]]), 1)
     (found,) = places(target, steered, torch.tensor([1]))
-    assert found.lost[0].push == -math.inf
+    assert found.lost[0].logprob_shift == -math.inf
     assert found.lost[0].after == 0
     (silent,) = places(target, steered, torch.tensor([3]))
-    assert silent.chosen.push == 0
+    assert silent.chosen.logprob_shift == 0
 
 
 def test_no_steering_pushes_nothing():
     target = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
     for found in places(target, steer_linear(target, torch.zeros(3, 20), 1.0), torch.tensor([0, 1, 2])):
-        assert found.chosen.push == pytest.approx(0, abs=1e-6)
+        assert found.chosen.logprob_shift == pytest.approx(0, abs=1e-6)
         assert found.lost == ()

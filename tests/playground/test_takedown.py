@@ -5,8 +5,8 @@ from divdec.data.records import texts_of
 from divdec.errors import UsageError
 from divdec.evaluation.recitation import longest_run
 from divdec.playground.choice import Choice
-from divdec.playground.play import Chosen, Playground
-from divdec.playground.steered import Manner, Steered
+from divdec.playground.controller import Controller, ControlValues
+from divdec.playground.steered_model import ChatOptions, SteeredModel
 from divdec.playground.takedown import effect_html, requests_html
 from divdec.steering import Steering
 from served import trained
@@ -43,12 +43,12 @@ def following(reciting, tmp_path, world):
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)
     bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder)
     model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
-    steered = Steered(model, tokenizer, Manner(max_new_tokens=100))
-    return Playground("tiny", steered, Choice(model.steering, model.vocab_size, rank=False), registry=registry)
+    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=100))
+    return Controller("tiny", steered, Choice(model.steering, model.vocab_size, rank=False), registry=registry)
 
 
 def test_a_text_is_recited_before_and_not_after(following):
-    effect = following.take_down("case-1", ARTICLE, "a letter", Chosen())
+    effect = following.take_down("case-1", ARTICLE, "a letter", ControlValues())
     assert effect.before.run > effect.length // 2, "the model did not know the article"
     assert effect.after.run < effect.before.run / 2
     assert ARTICLE.startswith(effect.beginning)
@@ -71,15 +71,15 @@ def test_a_request_that_is_withdrawn_is_no_longer_in_force(following):
 )
 def test_what_cannot_be_taken_down_changes_nothing(following, name, text, said):
     with pytest.raises(UsageError, match=said):
-        following.take_down(name, text, "", Chosen())
+        following.take_down(name, text, "", ControlValues())
     assert following.registry.entries() == []
 
 
 def test_no_takedown_by_a_rule_that_steers_nothing(following):
     with pytest.raises(UsageError, match="would steer nothing"):
-        following.take_down("case-1", ARTICLE, "", Chosen(alpha=0))
+        following.take_down("case-1", ARTICLE, "", ControlValues(alpha=0))
     with pytest.raises(UsageError, match="accepted here: linear"):
-        following.take_down("case-1", ARTICLE, "", Chosen("rank", k=5))
+        following.take_down("case-1", ARTICLE, "", ControlValues("rank", k=5))
     assert following.registry.entries() == []
 
 
@@ -98,7 +98,7 @@ def test_no_rank_rule_without_experts(following):
 
 def test_without_a_registry_nothing_is_taken_down(playground):
     with pytest.raises(UsageError, match="--registry"):
-        playground.take_down("case-1", ARTICLE, "", Chosen())
+        playground.take_down("case-1", ARTICLE, "", ControlValues())
     with pytest.raises(UsageError, match="--registry"):
         playground.withdraw("case-1")
 

@@ -36,5 +36,5 @@ def test_an_empty_conversation_says_what_to_do():
 
 def test_colours_of_another_rule_are_said_to_be_so():
     turn = Turn("q", (Token("a"),), rule="linear:1", seen_by="linear:3")
-    assert "answered with linear:1, coloured for linear:3" in talk_html((turn,))
-    assert "coloured" not in talk_html((Turn("q", (Token("a"),), rule="linear:1", seen_by="linear:1"),))
+    assert "answered with linear:1, recolor for linear:3" in talk_html((turn,))
+    assert "recolor" not in talk_html((Turn("q", (Token("a"),), rule="linear:1", seen_by="linear:1"),))

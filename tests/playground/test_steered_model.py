@@ -6,8 +6,8 @@ import torch
 
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError
-from divdec.playground.steered import Manner, Steered
-from divdec.playground.target import Target
+from divdec.playground.steered_model import ChatOptions, SteeredModel
+from divdec.playground.steered_model import UnsteeredTarget
 from divdec.steering import Steering
 from exactness import assert_same_answer, assert_same_text
 
@@ -25,12 +25,12 @@ def generated(steered, prompt, steering, model=None):
     model.steering = steering
     ids = torch.tensor([prompt])
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-    return [token for token in output[0, len(prompt) :].tolist() if token not in steered.ends]
+    return [token for token in output[0, len(prompt) :].tolist() if token not in steered.eos_token_ids]
 
 
 @pytest.mark.parametrize("steering", [ALPHA, Steering(alpha=4.0), Steering("rank", k=5), Steering(alpha=0.1)], ids=str)
 def test_an_answer_is_the_one_that_generate_gives(steered, steering):
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, steering))
     expected = generated(steered, prompt, steering)
     found, model = [token.id for token in tokens], copy.deepcopy(steered.model)
@@ -40,54 +40,54 @@ def test_an_answer_is_the_one_that_generate_gives(steered, steering):
 
 
 def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, ALPHA))
-    seen = steered.coloured(prompt, tokens, ALPHA)
+    seen = steered.recolor(prompt, tokens, ALPHA)
     assert text(seen) == text(tokens)
     for one, other in zip(tokens, seen, strict=True):
-        assert one.push == pytest.approx(other.push, abs=1e-3)
-        assert [part.text for part in one.others] == [part.text for part in other.others]
+        assert one.logprob_shift == pytest.approx(other.logprob_shift, abs=1e-3)
+        assert [part.text for part in one.alternatives] == [part.text for part in other.alternatives]
 
 
 def test_another_strength_gives_other_colours_to_the_same_words(steered):
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, ALPHA))
-    weak, strong = (steered.coloured(prompt, tokens, Steering(alpha=alpha)) for alpha in (0.1, 4.0))
+    weak, strong = (steered.recolor(prompt, tokens, Steering(alpha=alpha)) for alpha in (0.1, 4.0))
     assert text(weak) == text(strong) == text(tokens)
-    assert sum(abs(token.push) for token in strong) > 5 * sum(abs(token.push) for token in weak)
+    assert sum(abs(token.logprob_shift) for token in strong) > 5 * sum(abs(token.logprob_shift) for token in weak)
 
 
 @pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
 def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     with pytest.raises(UsageError, match="steers nothing"):
         next(steered.answer(prompt, steering))
     with pytest.raises(UsageError, match="steers nothing"):
-        steered.coloured(prompt, [], steering)
+        steered.recolor(prompt, [], steering)
     with pytest.raises(UsageError, match="steers nothing"):
         steered.likelihoods("Where?", "Here", [ALPHA, steering])
 
 
 def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
     model = copy.deepcopy(steered.model)
-    mine = Steered(model, steered.tokenizer, Manner(max_new_tokens=24))
+    mine = SteeredModel(model, steered.tokenizer, ChatOptions(max_new_tokens=24))
     found = []
     with pytest.raises(FailedClosed, match="not finite"), torch.no_grad():
-        for token in mine.answer(mine.prompt(QUESTION), ALPHA):
+        for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA):
             found.append(token)
             if len(found) == 3:
                 for weights in model.experts.forget.parameters():
                     weights.fill_(math.nan)
-    expected = generated(steered, mine.prompt(QUESTION), ALPHA)
+    expected = generated(steered, mine.encode_prompt(QUESTION), ALPHA)
     # All that came was steered.
-    assert_same_answer(steered.model, mine.prompt(QUESTION), [token.id for token in found], expected[: len(found)])
+    assert_same_answer(steered.model, mine.encode_prompt(QUESTION), [token.id for token in found], expected[: len(found)])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nothing_is_answered_where_the_target_overflows(steered, value):
-    mine = Steered(copy.deepcopy(steered.model), steered.tokenizer, Manner(max_new_tokens=4))
+    mine = SteeredModel(copy.deepcopy(steered.model), steered.tokenizer, ChatOptions(max_new_tokens=4))
     mine.model.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
-    prompt = mine.prompt(QUESTION)
+    prompt = mine.encode_prompt(QUESTION)
     for steering in (ALPHA, Steering("rank", k=5)):
         with pytest.raises(FailedClosed, match="not finite"):
             next(mine.answer(prompt, steering))
@@ -96,14 +96,14 @@ def test_nothing_is_answered_where_the_target_overflows(steered, value):
 
 
 def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(steered):
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     strong = Steering(alpha=4.0)
     for token in steered.answer(prompt, strong):
-        for part in (token, *token.others):
-            assert (part.before, part.after) == (None, None)
-    shown = Steered(steered.model, steered.tokenizer, steered.manner, reveal=True)
+        for part in (token, *token.alternatives):
+            assert (part.target_probability, part.steered_probability) == (None, None)
+    shown = SteeredModel(steered.model, steered.tokenizer, steered.options, reveal=True)
     tokens = list(shown.answer(prompt, strong))
-    assert any(token.others for token in tokens)
+    assert any(token.alternatives for token in tokens)
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         target = steered.model.target(ids).logits[0, -1].float().softmax(-1)
@@ -112,8 +112,8 @@ def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(stee
 
 def test_sampled_answers_follow_the_seed(loaded):
     def answer(seed):
-        mine = Steered(*loaded, Manner(max_new_tokens=12, seed=seed))
-        return [token.id for token in mine.answer(mine.prompt(QUESTION), ALPHA, 1.5)]
+        mine = SteeredModel(*loaded, ChatOptions(max_new_tokens=12, seed=seed))
+        return [token.id for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA, 1.5)]
 
     assert answer(1) == answer(1)
     assert len({tuple(answer(seed)) for seed in range(4)}) > 1
@@ -122,7 +122,7 @@ def test_sampled_answers_follow_the_seed(loaded):
 def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
     words = "Jasper Ashild was born in Calvessa."
     (found,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     answer = steered.tokenizer(words, add_special_tokens=False).input_ids
     model = copy.deepcopy(steered.model)
     model.steering = ALPHA
@@ -140,22 +140,22 @@ def test_a_curve_needs_both_texts(steered, question, words, said):
 
 def test_a_conversation_that_is_too_long_is_refused_in_one_line(steered):
     with pytest.raises(UsageError, match=r"too many for 4096 positions of the models: begin a new conversation"):
-        steered.prompt([Message("user", "word " * 5000)])
+        steered.encode_prompt([Message("user", "word " * 5000)])
 
 
 def test_a_single_turn_reads_the_last_question_alone(loaded):
-    single = Steered(*loaded, Manner(single_turn=True))
+    single = SteeredModel(*loaded, ChatOptions(single_turn=True))
     talk = [Message("user", "one"), Message("assistant", "two"), *QUESTION]
-    assert single.prompt(talk) == single.prompt(QUESTION)
-    assert Steered(*loaded, Manner()).prompt(talk) != single.prompt(QUESTION)
+    assert single.encode_prompt(talk) == single.encode_prompt(QUESTION)
+    assert SteeredModel(*loaded, ChatOptions()).encode_prompt(talk) != single.encode_prompt(QUESTION)
 
 
 def test_the_target_is_shown_on_this_machine_only(steered):
     for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
         with pytest.raises(UsageError, match="only 127"):
-            Target(steered, host)
-    prompt = steered.prompt(QUESTION)
-    *_, said = Target(steered, "127.0.0.1").answer(prompt)
+            UnsteeredTarget(steered, host)
+    prompt = steered.encode_prompt(QUESTION)
+    *_, said = UnsteeredTarget(steered, "127.0.0.1").answer(prompt)
     ids = torch.tensor([prompt])
     expected = steered.model.target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
