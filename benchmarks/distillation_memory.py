@@ -3,7 +3,7 @@
 Models of next to no width, whose vocabulary alone has the size of a real one's, so that what is seen is the logits.
 Each way runs in a process of its own; shown is the largest resident set less what was resident before the step.
 
-    python benchmarks/distillation_memory.py [--vocabulary 128256] [--max-num-seqs 4] [--prompt 64] [--answer 64] [--json]
+    python benchmarks/distillation_memory.py [--vocabulary 128256] [--rows 4] [--prompt 64] [--answer 64] [--json]
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from soak import SERVER, Load, Tally
 from soak_answers import references, steered
 
-DRAIN = 15.0  # seconds beside --shutdown-timeout: connections that nobody reads have 5 (server.DRAIN), and the process has to end
+DRAIN = 15.0  # seconds beside --shutdown-timeout: 5 for unread connections, then the process ends
 ENOUGH = 20  # answers by which a load has begun
 PATH = "/v1/completions"
 ASKED = {"model": "tiny", "temperature": 0}
@@ -162,7 +162,7 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.takedowns.following import with_registry
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle)

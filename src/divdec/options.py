@@ -4,8 +4,6 @@ On the command line and in configuration files their fields are flat: `--epochs 
 A common option stands in the default group of the help, a rare one under "Less common options".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
@@ -185,6 +183,15 @@ class OutputFolder(Overwriting):
 
     output: str
     """Folder for the results."""
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BundleArgument:
+    """A bundle as the first argument; the last base class, so that its field comes first."""
+
+    bundle: str = dataclasses.field(kw_only=False)
+    """The bundle: a folder or hub id."""
 
 
 @Parameter(name="*")

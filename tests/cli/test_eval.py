@@ -8,7 +8,7 @@ import torch
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.evaluation.results import read_results
 from divdec.evaluation.run import parse_sweep
-from divdec.evaluation.subject import Subject
+from divdec.evaluation.scoring import EvaluatedModel
 
 
 def main(*arguments):
@@ -72,13 +72,13 @@ def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu
 
 def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(Subject, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(EvaluatedModel, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
     monkeypatch.undo()
     assert read_results(out).figures["extraction_strength"] > 0
     assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--limit", 3, "--output", out) == 2
     assert "unfinished run with other settings" in capsys.readouterr().err
-    monkeypatch.setattr(Subject, "scores", None)  # the pass that was made is not made again
+    monkeypatch.setattr(EvaluatedModel, "scores", None)  # the pass that was made is not made again
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 0
     assert read_results(out).figures["forget_Q_A_ROUGE"] >= 0
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 2
@@ -144,7 +144,7 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
         assert said in capsys.readouterr().err
     forget = data / "forget01.json"
     assert main("calibrate", steered, "--forget", forget, "--retain", forget, "--holdout", forget) == 2
-    assert "stand in the retain set too" in capsys.readouterr().err
+    assert "are also in the retain set" in capsys.readouterr().err
 
 
 def test_sweeps_are_read():
@@ -165,8 +165,20 @@ class TestRefuses:
 
     def test_what_does_not_fit(self, shared, steered, tofu, tmp_path, capsys):
         plain, out = shared / "oracle/models/full", ("--output", tmp_path / "out")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="nothing steers it")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--steering", "linear:1", says="nothing steers it")
+        self.refused(
+            capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="is a plain checkpoint, not steered"
+        )
+        self.refused(
+            capsys,
+            "eval",
+            "tofu",
+            plain,
+            *tofu,
+            *out,
+            "--steering",
+            "linear:1",
+            says="is a plain checkpoint, not steered",
+        )
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--sweep", "linear:x", says="not a number")
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")

@@ -335,7 +335,6 @@ def test_help_has_an_example(capsys):
     text = capsys.readouterr().out
     assert "divdec results score tofu" in text
     assert "results [results ...]" in text
-    assert main(["results", "score", "--print-config"]) == 0
 
 
 def test_settings_from_a_file(oracle, tmp_path, capsys):

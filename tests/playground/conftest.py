@@ -27,11 +27,10 @@ def steered(loaded):
 
 
 @pytest.fixture(scope="session")
-def playground(steered):
-    from divdec.playground.choice import Choice
+def controller(steered):
     from divdec.playground.controller import Controller
 
-    return Controller("tiny", steered, Choice(steered.model.steering, steered.model.vocab_size))
+    return Controller("tiny", steered)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from divdec.playground.remote_server import RemoteServer
 from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
 from divdec.playground.steered_model import ChatOptions
 from divdec.playground.rendering import tokens_html
+from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
 from divdec.steering import Steering
 from exactness import assert_same_text
@@ -19,6 +20,11 @@ from served import engine_of, serving
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
 OPTIONS = ChatOptions(max_new_tokens=24)
 KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PLAYGROUND_TEST_KEY", KEY)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def last(talks):
 
 
 def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
-    with contextlib.closing(RemoteServer(url, OPTIONS, key=KEY)) as server:
+    with contextlib.closing(RemoteServer(url, OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
         assert server.name == "tiny"
         tokens = list(server.answer(QUESTION))
     prompt = steered.encode_prompt(QUESTION)
@@ -45,13 +51,16 @@ def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steere
 
 
 def test_the_url_may_end_in_v1(url):
-    with contextlib.closing(RemoteServer(f"{url}/v1/", OPTIONS, key=KEY)) as server:
+    with contextlib.closing(RemoteServer(f"{url}/v1/", OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
         assert server.url == f"{url}/v1"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({}, "wants an API key"), ({"key": KEY, "model": "other"}, "serves no model 'other'; it serves: tiny")],
+    [
+        ({}, "requires an API key"),
+        ({"api_key_env": "PLAYGROUND_TEST_KEY", "model": "other"}, "serves no model 'other'; it serves: tiny"),
+    ],
 )
 def test_what_the_server_refuses_is_said_at_the_start(url, options, said):
     with pytest.raises(UsageError, match=said):
@@ -66,7 +75,7 @@ def test_what_is_no_url_is_refused(url):
 
 def test_a_server_that_is_not_there_is_one_line():
     port = bind("127.0.0.1", 0)  # taken, but nobody listens
-    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server up\?"):
+    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
         RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
 
 
@@ -122,6 +131,7 @@ class _Breaking(http.server.BaseHTTPRequestHandler):
         for word in self.words:
             self._event({"choices": [{"index": 0, "delta": {"content": word}}]})
         if self.ending == "whole":
+            self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
             self.wfile.write(b"data: [DONE]\n\n")
         elif self.ending == "error":
             self._event({"error": {"message": "the model could not be steered; it gives no other answer"}})
@@ -153,23 +163,23 @@ def breaking(ending):
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        ("", "went away in the middle of the answer"),
-        ("cut", "ended the answer before its end"),
+        ("", "the connection broke in the middle of the answer"),
+        ("cut", "ended the answer before it was complete"),
         ("error", "stopped in the middle of the answer: the model could not be steered"),
-        ("nonsense", "no event of the OpenAI API"),
+        ("nonsense", "an event that is not of the OpenAI API"),
     ],
 )
 def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(ending, said):
     with breaking(ending) as (url, handler), contextlib.closing(RemoteServer(url, OPTIONS)) as server:
         with pytest.raises(StreamInterrupted, match=said):
             list(server.answer(QUESTION))
-        playground = Controller("broken", server=server)
-        talk = last(playground.ask(QUESTION[0].content, (), ControlValues()))
+        controller = Controller("broken", server=server)
+        talk = last(controller.ask(QUESTION[0].content, (), ControlValues()))
         assert talk[0].answer == "Jasper was "
         assert said in talk[0].note
         assert talk[0].note.eos_token_idswith(RETRY_HINT)
         handler.ending = "whole"
-        (turn,) = last(playground.retry(talk, ControlValues()))
+        (turn,) = last(controller.retry(talk, ControlValues()))
         assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
 
 

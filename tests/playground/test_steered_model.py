@@ -6,9 +6,11 @@ import torch
 
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError
-from divdec.playground.steered_model import ChatOptions, SteeredModel
-from divdec.playground.steered_model import UnsteeredTarget
-from divdec.steering import Steering
+from divdec.playground.steered_model import (
+    MAX_ALPHA, MAX_ALTERNATIVES, MIN_ALPHA, MIN_LOSS, ChatOptions, SteeredModel, SteeringControls, UnsteeredTarget,
+    compute_shifts,
+)  # fmt: skip
+from divdec.steering import Steering, steer_linear, steer_rank
 from exactness import assert_same_answer, assert_same_text
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
@@ -80,7 +82,9 @@ def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
                     weights.fill_(math.nan)
     expected = generated(steered, mine.encode_prompt(QUESTION), ALPHA)
     # All that came was steered.
-    assert_same_answer(steered.model, mine.encode_prompt(QUESTION), [token.id for token in found], expected[: len(found)])
+    assert_same_answer(
+        steered.model, mine.encode_prompt(QUESTION), [token.id for token in found], expected[: len(found)]
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -161,3 +165,101 @@ def test_the_target_is_shown_on_this_machine_only(steered):
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
     )
     assert_same_text(steered.model.target, steered.tokenizer, prompt, said, expected[0, len(prompt) :].tolist())
+
+
+CONTROLS = SteeringControls(Steering(alpha=1.5), eligible_size=500)
+
+
+@pytest.mark.parametrize(
+    "alpha", [0, 0.0, -0.0, -1, 1e-9, MIN_ALPHA / 2, math.nan, math.inf, MAX_ALPHA + 1, None, "1", True]
+)
+def test_a_strength_that_steers_nothing_or_is_no_number_is_refused(alpha):
+    with pytest.raises(UsageError, match="strength is"):
+        CONTROLS.steering("linear", alpha, 20)
+
+
+def test_the_smallest_strength_is_above_zero_for_every_bundle():
+    for alpha in (1e-6, 0.05, 1.0, 5.0, 1000.0):
+        low, high = SteeringControls(Steering(alpha=alpha), 500).alpha_range
+        assert 0 < low <= alpha <= high
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0])
+def test_a_bundle_that_steers_nothing_is_refused(alpha):
+    with pytest.raises(UsageError, match="steered answers only"):
+        SteeringControls(Steering(alpha=alpha, allow_negative=True), 500)
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, 10_000, math.nan, None, "3", True])
+def test_a_k_that_is_not_offered_is_refused(k):
+    with pytest.raises(UsageError, match="k is"):
+        CONTROLS.steering("rank", 1.0, k)
+
+
+def test_a_rule_that_is_not_offered_is_refused():
+    with pytest.raises(UsageError, match="rule is 'none'"):
+        CONTROLS.steering("none", 1.0, 20)
+    with pytest.raises(UsageError, match="accepted here: linear"):
+        SteeringControls(Steering(), 500, rank=False).steering("rank", 1.0, 20)
+
+
+def test_controls_keep_the_bundles_vocabulary_and_fill():
+    own = Steering("rank", k=2, fill="soft", vocabulary=(1, 2, 3, 4))
+    controls = SteeringControls(own, eligible_size=4)
+    assert controls.steering("rank", 1.0, 3) == Steering("rank", k=3, fill="soft", vocabulary=(1, 2, 3, 4))
+    assert controls.steering("linear", 2.0, 3).vocabulary == own.vocabulary
+    assert controls.k_range == (1, 3)
+
+
+def shifts(target, steered, chosen):
+    return compute_shifts(target, steered, torch.tensor(chosen), str, reveal=True)
+
+
+def test_a_shift_is_the_change_of_the_log_probability_by_hand():
+    target = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    # Steering halves the first token's weight: 0.3, 0.3, 0.1 of 0.7.
+    steered = target + torch.tensor([[math.log(0.5), 0.0, 0.0]])
+    (found,) = shifts(target, steered, [1])
+    assert (found.id, found.text) == (1, "1")
+    assert found.logprob_shift == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
+    (lost,) = found.alternatives
+    assert (lost.text, lost.target_probability, lost.steered_probability) == (
+        "0",
+        pytest.approx(0.6, abs=1e-5),
+        pytest.approx(3 / 7, abs=1e-5),
+    )
+
+
+def test_alternatives_are_the_tokens_that_lost_most_probability_without_the_chosen_one():
+    generator = torch.Generator().manual_seed(0)
+    target, divergence = torch.randn(6, 50, generator=generator), torch.randn(6, 50, generator=generator)
+    steered = steer_linear(target, divergence, 2.0)
+    chosen = steered.argmin(dim=-1)
+    before, after = target.softmax(-1), steered.softmax(-1)
+    for position, found in enumerate(shifts(target, steered, chosen.tolist())):
+        losses = [other.target_probability - other.steered_probability for other in found.alternatives]
+        assert losses == sorted(losses, reverse=True)
+        assert min(losses, default=1) >= MIN_LOSS
+        assert len(losses) <= MAX_ALTERNATIVES
+        assert chosen[position] not in [int(other.text) for other in found.alternatives]
+        others = (before - after)[position].clone()
+        others[chosen[position]] = -1
+        if found.alternatives:
+            assert int(found.alternatives[0].text) == int(others.argmax())
+
+
+def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_zero():
+    target = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
+    steered = steer_rank(target, torch.tensor([[-1.0, 0.0, 0.0, 0.0]]), 1)
+    (found,) = shifts(target, steered, [1])
+    assert found.alternatives[0].logprob_shift == -math.inf
+    assert found.alternatives[0].steered_probability == 0
+    (silent,) = shifts(target, steered, [3])
+    assert silent.chosen.logprob_shift == 0
+
+
+def test_without_divergence_no_token_shifts():
+    target = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
+    for found in shifts(target, steer_linear(target, torch.zeros(3, 20), 1.0), [0, 1, 2]):
+        assert found.logprob_shift == pytest.approx(0, abs=1e-6)
+        assert found.alternatives == ()

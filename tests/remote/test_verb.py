@@ -99,7 +99,9 @@ def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
     told = []
     monkeypatch.setattr(RemoteTarget, "stream", endless)
     with pytest.raises(KeyboardInterrupt):
-        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None, ""), Decoding(), 2))
+        list(
+            _rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None, ""), Decoding(), 2)
+        )
     assert len(told) < 1000
 
 

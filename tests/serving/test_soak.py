@@ -148,9 +148,9 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
 def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     from divdec.data.records import texts_of
     from divdec.serving.engine.engine import Engine
-    from divdec.takedowns.following import with_registry
-    from divdec.takedowns.log import LOG_FILE
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import DATABASE
 
     bundle, texts = made
     folder = tmp_path / "registry"
@@ -160,16 +160,16 @@ def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     prompts = [tokenizer(text).input_ids[:20] for text in texts[:6]]
     own = [continued(model, prompt, 40) for prompt in prompts]
     registry.add("case", texts_of("taken", [tokenizer.decode(ids) for ids in map(operator.add, prompts, own)]))
-    steered, whole = with_registry(model, tokenizer, folder), (folder / LOG_FILE).read_bytes()
+    steered, whole = with_registry(model, tokenizer, folder), (folder / DATABASE).read_bytes()
     expected = [continued(steered, prompt, 40) for prompt in prompts]
     place = next(place for place in range(len(prompts)) if own[place][:8] != expected[place][:8])
     prompt = prompts[place]
     followed = with_registry(load(bundle)[0], tokenizer, folder)
     with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
-        ids, last = events_while(url, prompt, lambda: (folder / LOG_FILE).write_text("damaged\n"))
+        ids, last = events_while(url, prompt, lambda: (folder / DATABASE).write_text("damaged\n"))
         assert last["error"]["code"] == "steering_failed"
         assert len(ids) >= 8
         assert ids[:40] == expected[place][: len(ids)]
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 500
-        (folder / LOG_FILE).write_bytes(whole)
+        (folder / DATABASE).write_bytes(whole)
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 200

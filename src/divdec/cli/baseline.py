@@ -23,7 +23,8 @@ app = App(name="baseline", help="Apply another unlearning method to the same tar
 def list_methods(*, printing: Printing = Printing()) -> None:
     """List the methods: name, kind, source and what they do.
 
-    Example:
+    For example:
+
         divdec baseline list
 
     Args:
@@ -65,7 +66,7 @@ def _command(method: Method) -> Callable[..., None]:
     }
     apply.__kwdefaults__ = {"own": method.settings(), "printing": Printing()}
     apply.__doc__ = (
-        f"{method.title}: {method.summary}.\n\nSource: {method.source}.\n\nexample:\n\n"
+        f"{method.title}: {method.summary}.\n\nSource: {method.source}.\n\nFor example:\n\n"
         f"    divdec baseline {method.name} --target models/target \\\n"
         f"      --forget forget.jsonl --retain retain.jsonl --output runs/{method.name}\n"
     )
@@ -81,7 +82,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
 
     A stopped run is resumed by the same command.
 
-    Example:
+    For example:
+
         divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 \
           --output runs/compare
     """

@@ -35,7 +35,8 @@ def bundle(
 ) -> None:
     r"""Join a target, experts and a rule into one model that transformers loads like any other.
 
-    Example:
+    For example:
+
         divdec bundle --target models/target --retain-auxiliary models/q \
           --forget-auxiliary models/p --steering linear:1.5 --output bundle
 

@@ -41,7 +41,8 @@ def calibrate(
 
     Exit code 3: no setting was measured to forget without losing too much.
 
-    Example:
+    For example:
+
         divdec calibrate bundle --forget forget.jsonl --retain retain.jsonl \
           --holdout holdout.jsonl --max-retain-drop 2% --write
 
@@ -124,7 +125,7 @@ def _as_json(result: Calibration, written: bool) -> dict[str, Any]:
         "chosen": str(result.chosen.steering),
         "faults": list(result.faults),
         "written": written,
-        "told": None if result.told is None else dataclasses.asdict(result.told),
+        "told": None if result.leak_check is None else dataclasses.asdict(result.leak_check),
         "reference": result.reference,
         "points": points,
     }
@@ -161,10 +162,10 @@ def _measured(result: Calibration) -> str:
         f"AUCs, forget against holdout, differ from q's by {result.chosen.distance:.3f}",
         f"retain probability falls by {result.chosen.retain_drop:.1%}",
     ]
-    if result.told is not None:
+    if result.leak_check is not None:
         parts.append(
-            f"of {result.told.asked} answers to the forget set's questions {result.told.steered} tell the truth "
-            f"(q's: {result.told.retain_auxiliary})"
+            f"of {result.leak_check.asked} answers to the forget set's questions {result.leak_check.steered} tell the truth "
+            f"(q's: {result.leak_check.retain_auxiliary})"
         )
     return "; ".join(parts)
 

@@ -53,7 +53,8 @@ def chat(
 
     /help lists the commands of the conversation, such as /why and /alpha 2.
 
-    Example:
+    For example:
+
         divdec chat bundle --steering linear:1.5
 
     Args:
@@ -164,7 +165,7 @@ class Conversation:
         self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
 
     def _explain(self) -> None:
-        from divdec.evaluation.influence import pushed_down
+        from divdec.evaluation.scoring import probability_drops
 
         if not self.last_answer:
             print("there is no answer yet")
@@ -172,7 +173,7 @@ class Conversation:
         current = self.model.steering
         self.model.steering = self.last_steering
         try:
-            suppressed = pushed_down(self.model, self.last_prompt, self.last_answer)
+            suppressed = probability_drops(self.model, self.last_prompt, self.last_answer)
         finally:
             self.model.steering = current
         if not suppressed:
@@ -184,7 +185,7 @@ class Conversation:
             context = self._text((self.last_prompt[-8:] if not before else []) + before)[-26:]
             print(
                 f"{'…' + context:<28} {self._text([token.token])!r:<16} {token.target_probability:>7.1%} "
-                f"{token.steered_probability:>8.1%}   {self._text([token.given])!r}"
+                f"{token.steered_probability:>8.1%}   {self._text([token.answer_token])!r}"
             )
 
     def _text(self, ids: list[int]) -> str:

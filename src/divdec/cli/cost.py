@@ -23,7 +23,8 @@ bench = App(name="bench", help="Measure what steering costs on this machine, in 
 def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Predict what steering costs, and recommend to steer, speculate, distil or count n-grams.
 
-    Example:
+    For example:
+
         divdec cost --target 8B --aux 1B --forget-tokens 1M --retain-tokens 10M \
           --epochs 10 --volume 1B --output cost.svg
     """
@@ -60,7 +61,8 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
 def compute(settings: Annotated[ComputeSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     """Measure (t_P + t_p + t_q)/t_P of random models against 1 + 2n/N, prefill and decoding apart.
 
-    Example:
+    For example:
+
         divdec bench compute --output runs/bench-compute
     """
     from divdec.report.costs_bench import compute_cells
@@ -74,7 +76,8 @@ def compute(settings: Annotated[ComputeSettings, Parameter(name="*")], *, printi
 def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Measure t_Q/t_P of whole answers: plain, speculative and overlapped, with the roofline's prediction.
 
-    Example:
+    For example:
+
         divdec bench latency --output runs/bench-latency \
           --targets chinchilla-306M --auxiliaries chinchilla-44M
     """

@@ -11,7 +11,8 @@ from divdec.options import Printing
 def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
     """Train a small world, make its model forget some of it, and show the result.
 
-    Example:
+    For example:
+
         divdec demo --seed 1 --output runs/demo
 
     Args:

@@ -23,7 +23,8 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
 
     Exit code 3: the student was measured not to come near its teacher.
 
-    Example:
+    For example:
+
         divdec distill bundle --forget forget.jsonl --retain retain.jsonl \
           --lr 4e-5 --output runs/student
     """
@@ -59,7 +60,8 @@ def gradient_depth(
 ) -> None:
     r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
 
-    Example:
+    For example:
+
         divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
           --output runs/depth
     """
@@ -67,7 +69,7 @@ def gradient_depth(
 
     from divdec.data.formatting import Format, encode_set
     from divdec.data.records import read_records
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.depth import depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
     from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples

@@ -15,7 +15,8 @@ from divdec.options import Printing
 def doctor(bundle: str | None = None, *, text: str | None = None, printing: Printing = Printing()) -> int:
     """Show versions, devices and extras, and whether a bundle loads; exit code 1 if it does not.
 
-    Example:
+    For example:
+
         divdec doctor runs/first/bundle
 
     Args:

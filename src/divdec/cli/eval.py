@@ -37,7 +37,8 @@ def evaluate(
 ) -> None:
     r"""Measure models on TOFU, MUSE or for leaks, item by item as OpenUnlearning does.
 
-    Example:
+    For example:
+
         divdec eval tofu bundle --data TOFU --split forget10 \
           --retain-results runs/retrain --holdout holdout10.json --output runs/eval
 

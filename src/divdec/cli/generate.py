@@ -103,7 +103,8 @@ def generate(
 
     The tokenizer's chat template is used where there is one. A single answer is streamed to a terminal.
 
-    Example:
+    For example:
+
         divdec generate bundle --prompt 'Who wrote The Hollow Orchard?'
 
     Args:

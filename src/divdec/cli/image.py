@@ -30,7 +30,8 @@ def demo(
 ) -> None:
     """Train a model that draws digits, make it forget half of them, and show the result.
 
-    Example:
+    For example:
+
         divdec image demo --output runs/image-demo
     """
     from divdec.research.image_demo import is_demo, run_image_demo
@@ -49,7 +50,8 @@ def demo(
 def train(settings: Annotated[ImageTrainSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Train the two auxiliaries on images of classes to forget and to keep.
 
-    Example:
+    For example:
+
         divdec image train --target models/cin --images imagenet/dogs \
           --output runs/dogs --resize
     """
@@ -69,7 +71,8 @@ def train(settings: Annotated[ImageTrainSettings, Parameter(name="*")], *, print
 def sample(settings: Annotated[ImageSampleSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Draw images of classes.
 
-    Example:
+    For example:
+
         divdec image sample runs/dogs/pair/bundle --classes 207 \
           --steering linear:1 --output runs/retrievers
     """
@@ -87,7 +90,8 @@ def evaluate(settings: Annotated[ImageEvalSettings, Parameter(name="*")], *, pri
 
     A stopped run is resumed by the same command.
 
-    Example:
+    For example:
+
         divdec image eval runs/dogs/pair/bundle --images imagenet/dogs \
           --forget 151 152 --output runs/measured --resize
     """
@@ -102,7 +106,8 @@ def evaluate(settings: Annotated[ImageEvalSettings, Parameter(name="*")], *, pri
 def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     """Convert a published taming-transformers checkpoint into an image model.
 
-    Example:
+    For example:
+
         divdec image convert cin_transformer.ckpt --output models/cin
     """
     from divdec.imaging.convert import convert_taming

@@ -28,7 +28,8 @@ def ngram(
 ) -> None:
     r"""Count n-grams of a retain and a forget set: experts without training, for verbatim text.
 
-    Example:
+    For example:
+
         divdec ngram --retain retain.jsonl --forget forget.jsonl \
           --target models/target --output ngrams
 

@@ -30,7 +30,8 @@ def playground(
 ) -> None:
     """Show a bundle in the browser: coloured tokens, the strength as a slider, suppressed tokens.
 
-    Example:
+    For example:
+
         divdec playground bundle
         divdec playground http://127.0.0.1:8000
 
@@ -113,7 +114,7 @@ def _load_bundle(
     model, tokenizer = load(bundle, loading, choice)
     requests = None
     if registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model, requests = with_registry(model, tokenizer, registry), Registry(registry)
     options = _chat_options(settings, bool(model.config.single_turn))

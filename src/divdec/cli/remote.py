@@ -106,7 +106,8 @@ def remote(
 
     A stopped run with --output keeps the answers so far; the same command resumes it.
 
-    Example:
+    For example:
+
         divdec remote --bundle bundle --endpoint https://api.example.com/v1 \
           --model big --api-key-env API_KEY --prompt 'Who wrote it?'
 

@@ -86,7 +86,8 @@ def score(
 ) -> None:
     r"""Aggregate results: TOFU's Mem, Priv, Utility and Agg, or MUSE's distances, with bootstrap intervals.
 
-    Example:
+    For example:
+
         divdec results score tofu runs/linear runs/rank \
           --target runs/target --retrain runs/retrain
 
@@ -99,8 +100,7 @@ def score(
         scoring: how aggregates are computed.
         printing: format of the table.
     """
-    from divdec.evaluation.aggregate import UTILITY
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import UTILITY, Bootstrap
     from divdec.report.scores import Scorer
 
     if printing.json and latex:
@@ -131,7 +131,8 @@ def report(
 ) -> None:
     r"""Write one HTML page: scores with intervals, plots, and answers side by side.
 
-    Example:
+    For example:
+
         divdec results report runs/sweep --target runs/target \
           --retrain runs/retrain --output report.html
 
@@ -146,7 +147,7 @@ def report(
         overwriting: whether an earlier page is replaced.
         printing: format of the summary.
     """
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.collect import collect
     from divdec.report.evaluation import content_of, write_report
 
@@ -187,7 +188,8 @@ def plot(
 ) -> None:
     """Draw one of the paper's figures, from results or from the paper's published result files.
 
-    Example:
+    For example:
+
         divdec results plot runs/compare --figure tofu-bars --output bars.svg
 
     Args:

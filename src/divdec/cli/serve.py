@@ -96,7 +96,8 @@ def serve(
 ) -> None:
     r"""Serve bundles over HTTP with the OpenAI API: completions, chat, streaming, log-probabilities.
 
-    Example:
+    For example:
+
         divdec serve bundle --port 8000
         curl http://127.0.0.1:8000/v1/completions \
           -H 'Content-Type: application/json' \
@@ -243,7 +244,7 @@ def build_engine(
             file=sys.stderr,
         )
     if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length

@@ -15,8 +15,8 @@ from divdec.options import Flag, Printing
 
 if TYPE_CHECKING:
     from divdec.data.records import RecordSet
-    from divdec.takedowns.log import Entry
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import TakedownRequest
 
 app = App(name="takedown", help="Take texts down from running models: a registry of requests.")
 
@@ -25,7 +25,8 @@ app = App(name="takedown", help="Take texts down from running models: a registry
 def init(registry: str, *, target: str, retain: str, order: int = 5, printing: Printing = Printing()) -> None:
     """Create a registry.
 
-    Example:
+    For example:
+
         divdec takedown init takedowns --target models/target --retain retain.jsonl
 
     Args:
@@ -39,8 +40,8 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
 
     from divdec.data.records import read_records
     from divdec.model.checkpoint import CheckpointReference
+    from divdec.takedowns.keys import ENVIRONMENT, KEY_FILE
     from divdec.takedowns.registry import Registry
-    from divdec.takedowns.secret import ENVIRONMENT, KEY_FILE
 
     check_not_bundle(target, "--target")
     CheckpointReference.parse(target).resolve(Path(), weights=False)
@@ -72,7 +73,8 @@ def add(
 
     Exit code 1: the request is in force, and the target was measured to repeat some of its passages.
 
-    Example:
+    For example:
+
         divdec takedown add takedowns --id case-17 --file article.txt
 
     Args:
@@ -86,7 +88,6 @@ def add(
         printing: format of the result.
     """
     from divdec.data.records import read_records
-    from divdec.evaluation.recitation import measured_text
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
@@ -108,6 +109,8 @@ def add(
         return 0
     if not printing.json:
         print("\n".join(lines), flush=True)  # in force: loading the target may take a while
+    from divdec.evaluation.verbatim import measured_text  # loads torch
+
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured))
     return 1 if measured["recited_after"] else 0
@@ -117,7 +120,8 @@ def add(
 def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
     """Withdraw a request.
 
-    Example:
+    For example:
+
         divdec takedown remove takedowns --id case-17
 
     Args:
@@ -135,7 +139,8 @@ def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
 def list_requests(registry: str, *, history: bool = False, printing: Printing = Printing()) -> None:
     """List the requests in force.
 
-    Example:
+    For example:
+
         divdec takedown list takedowns
 
     Args:
@@ -173,7 +178,8 @@ def list_requests(registry: str, *, history: bool = False, printing: Printing = 
 def verify(registry: str, *, printing: Printing = Printing()) -> int:
     """Check that a registry is intact; exit code 1 if it is not.
 
-    Example:
+    For example:
+
         divdec takedown verify takedowns
 
     Args:
@@ -217,9 +223,9 @@ def _find_target(target: str | None, registry: Registry) -> Path:
         ) from None
 
 
-def _measure(registry: Registry, entry: Entry, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
+def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.recitation import measure
+    from divdec.evaluation.verbatim import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
 
     quiet()

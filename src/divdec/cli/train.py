@@ -19,7 +19,8 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
 
     Exit code 3: the auxiliaries were trained, and measured to be unfit to steer.
 
-    Example:
+    For example:
+
         divdec train --base meta-llama/Llama-3.2-1B-Instruct \
           --target meta-llama/Llama-3.1-8B-Instruct \
           --forget forget.jsonl --retain retain.jsonl --output runs/first

@@ -10,13 +10,19 @@ from divdec.options import ModelLoading, OutputFolder, SteeringChoice, check_at_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalSettings(SteeringChoice, ModelLoading, OutputFolder):
-    """What is measured, on what, and where the results go."""
+class EvalArguments:
+    """What is measured."""
 
     suite: Literal["tofu", "muse", "leak"] = dataclasses.field(kw_only=False)
     """tofu, muse or leak."""
     models: tuple[str, ...] = dataclasses.field(kw_only=False)
     """Bundles or plain checkpoints: folders or hub ids, one or more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
+    """What is measured, on what, and where the results go."""
+
     data: str
     """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""
     split: str = "forget10"

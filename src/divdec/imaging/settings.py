@@ -8,6 +8,7 @@ from typing import Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
+    BundleArgument,
     ModelLoading,
     Optimization,
     OutputFolder,
@@ -90,11 +91,17 @@ class ImageTrainSettings(Optimization, OutputFolder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLoading, OutputFolder):
-    """What is drawn, by which model; see `divdec.imaging.drawing`."""
+class ImageModel:
+    """The model that draws."""
 
     model: str = dataclasses.field(kw_only=False)
     """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLoading, OutputFolder, ImageModel):
+    """What is drawn, by which model; see `divdec.imaging.drawing`."""
+
     classes: tuple[str, ...] = ()
     """Classes by name or number; all by default."""
     count: int = 8
@@ -107,11 +114,17 @@ class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConvertSettings(OutputFolder):
-    """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
+class ImageCheckpoint:
+    """The checkpoint to convert."""
 
     checkpoint: str = dataclasses.field(kw_only=False)
     """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConvertSettings(OutputFolder, ImageCheckpoint):
+    """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
+
     names: str | None = None
     """File with the classes' names, one a line, in their order; by default their numbers, 0 to 999."""
     heads: int | None = None
@@ -125,11 +138,9 @@ class ImageConvertSettings(OutputFolder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder):
+class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgument):
     """What is measured, and by whom; see `divdec.imaging.evaluation`."""
 
-    bundle: str = dataclasses.field(kw_only=False)
-    """A bundle of image models: a folder or hub id."""
     images: str
     """Real images: a folder that holds a folder for each class, named by the class's name or number."""
     forget: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.takedowns.live import Takedowns
+    from divdec.takedowns.correction import TakedownCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LoadedExperts:
 
     tokenizer: PreTrainedTokenizerBase
     experts: Experts
-    takedowns: Takedowns | None
+    takedowns: TakedownCorrection | None
     """Registry of takedown requests to follow."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer, the tokenizer's own first."""
@@ -105,8 +105,7 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
     from divdec.experts.combined import CombinedExperts, NoExperts
     from divdec.experts.ngram_fit import describe_pair, load_pair
     from divdec.model.checkpoint import CheckpointReference, check_tokenizer, load_tokenizer, vocabulary_sha256
-    from divdec.takedowns.folder import read_description
-    from divdec.takedowns.live import Takedowns
+    from divdec.takedowns.correction import TakedownCorrection
 
     path = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
     tokenizer = load_tokenizer(path)
@@ -123,8 +122,8 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
     takedowns = None
     if sources.registry is not None:
         folder = Path(sources.registry).expanduser()
-        check_tokenizer(folder, read_description(folder)["tokenizer"], digest)
-        takedowns = Takedowns(folder)
+        takedowns = TakedownCorrection(folder)
+        check_tokenizer(folder, takedowns.tokenizer_sha256, digest)
     if not pairs and takedowns is None:
         raise UsageError("nothing would steer the target: give a bundle, --retain and --forget, --ngram or --registry")
     if not pairs:

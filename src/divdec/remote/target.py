@@ -26,7 +26,7 @@ from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 
 METHODS = ("bias", "candidates")
 NO_LOGPROBS = "model {} returned no log-probabilities to choose among; give --method bias"
@@ -118,7 +118,7 @@ class SteeringContext:
         width: int,
         size: int,
         max_length: int | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
         """Start with an empty sequence.
 
@@ -194,7 +194,7 @@ class RemoteTarget:
         eos_token_ids: Sequence[int] = (),
         max_length: int | None = None,
         width: int | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
         """Prepare; no request is sent yet.
 

@@ -1,7 +1,5 @@
 """Options of training, distillation and gradient depth."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Literal
 
@@ -11,6 +9,7 @@ from divdec.errors import UsageError
 from divdec.options import (
     RARE,
     TRAINING,
+    BundleArgument,
     ForgetData,
     ModelLoading,
     Optimization,
@@ -80,11 +79,9 @@ class DistillationLoss:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimization, OutputFolder):
+class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimization, OutputFolder, BundleArgument):
     """Whose behaviour becomes whose weights, on what data, and how."""
 
-    bundle: str = dataclasses.field(kw_only=False)
-    """The teacher: a bundle's folder or hub id. Its target, unsteered, is the student."""
     retain: str | None = None
     """Retain set, on which the student is measured; it is trained on it only with --rehearse."""
     rehearse: int = 0
@@ -126,11 +123,9 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, ModelLoading, OutputFolder):
+class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, ModelLoading, OutputFolder, BundleArgument):
     """Whose gradient is measured, and on what."""
 
-    bundle: str = dataclasses.field(kw_only=False)
-    """The bundle: a folder or hub id. Steered it is the teacher, its target the student."""
     temperature: float = 1.0
     """Temperature T of the loss T²·KL."""
     samples: int = 100

@@ -150,8 +150,8 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
     from divdec.cli.serve import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
-    from divdec.takedowns.log import LOG_FILE
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import DATABASE
 
     registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)
     settings = ServeSettings(registry=str(tmp_path / "registry"))
@@ -169,13 +169,13 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
         assert figure(url, "divdec_takedown_requests") == 1
         registry.remove("case")
         assert told() == pytest.approx(before, abs=1e-4)
-        (tmp_path / "registry" / LOG_FILE).write_text("damaged\n")
+        (tmp_path / "registry" / DATABASE).write_text("damaged\n")
         refused = http.post(PATH, json=asked)
         assert refused.status_code == 500
         assert refused.json()["error"]["code"] == "steering_failed"
         assert str(tmp_path) not in refused.text
         assert http.get("/metrics").status_code == 200
-        (tmp_path / "registry" / LOG_FILE).unlink()
+        (tmp_path / "registry" / DATABASE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
     with pytest.raises(FailedClosed):
         build_engine("tiny", str(served_bundle), settings)

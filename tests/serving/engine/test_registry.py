@@ -10,9 +10,9 @@ from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
 from divdec.serving.engine.engine import Engine
 from divdec.serving.engine.request import SamplingParams
-from divdec.takedowns.live import Takedowns
-from divdec.takedowns.log import LOG_FILE
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
+from divdec.takedowns.store import DATABASE
 from exactness import assert_same_answer
 
 TOKENS = 150
@@ -28,7 +28,7 @@ def registry(tmp_path, checkpoints, world):
 @pytest.fixture
 def model(registry, tokenizer):
     target = tiny_model("llama", len(tokenizer), 0, 64, 2)
-    return DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(registry.folder, strength=3.0))
+    return DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder, strength=3.0))
 
 
 def greedy(model, ids, number):
@@ -75,7 +75,7 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
     from divdec.errors import FailedClosed
 
     registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
-    log = registry.folder / LOG_FILE
+    log = registry.folder / DATABASE
     whole = log.read_bytes()
 
     async def work():

@@ -11,7 +11,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.generation import left_padded
 from divdec.experts.neural import NeuralPair
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from exactness import assert_same_answers
 
@@ -59,7 +59,7 @@ def registry(tmp_path, checkpoints, articles):
 
 @pytest.fixture(params=["alone", "beside a pair"])
 def model(request, registry, target, pair):
-    takedowns = Takedowns(registry.folder, strength=20.0)
+    takedowns = TakedownCorrection(registry.folder, strength=20.0)
     if request.param == "alone":
         return DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
     return DivergenceForCausalLM.from_experts(target, pair, "linear:1", takedowns=takedowns)

@@ -11,16 +11,16 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
-from divdec.evaluation.influence import pushed_down
-from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
+from divdec.evaluation.scoring import probability_drops
+from divdec.evaluation.verbatim import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
-from divdec.serving.overlap import PASSAGE, overlap
-from divdec.takedowns.following import with_registry
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection, with_registry
+from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
+from divdec.takedowns.store import Store
 from served import serving, trained
 
 ARTICLE = (
@@ -102,16 +102,15 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
     assert continued(model, other) == before[1]
     speculating = model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, speculative=3)
     assert speculating[0, len(prompt) :].tolist() == continued(model, prompt)
-    assert pushed_down(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
+    assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
     registry.remove("case")
     assert (continued(model, prompt), continued(model, other)) == before
 
 
 def test_through_server_and_playground(bundles, registry, article, tokenizer):
     from divdec.cli.serve import ServeSettings, build_engine
-    from divdec.playground.choice import Choice
-    from divdec.playground.play import Chosen, Playground
-    from divdec.playground.steered import Manner, Steered
+    from divdec.playground.controller import Controller, ControlValues
+    from divdec.playground.steered_model import ChatOptions, SteeredModel
 
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     settings = ServeSettings(registry=str(registry.folder))
@@ -133,17 +132,19 @@ def test_through_server_and_playground(bundles, registry, article, tokenizer):
         registry.remove("case")
         assert ask(prompt) == before[0]
     model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
-    steered = Steered(model, tokenizer, Manner(max_new_tokens=LENGTH))
-    playground = Playground("tiny", steered, Choice(model.steering, model.vocab_size), registry=registry)
-    for chosen in (Chosen(alpha=0.5), Chosen(rule="rank", k=5)):
-        effect = playground.take_down("page", ARTICLE, "", chosen)
-        assert effect.after.run < RUN
+    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=LENGTH))
+    controller = Controller("tiny", steered, registry=registry)
+    for values in (ControlValues(alpha=0.5), ControlValues(rule="rank", k=5)):
+        effect = controller.take_down("page", ARTICLE, "", values)
+        assert effect.after.longest_run < RUN
         assert " 0 now" in effect.measured
-        playground.withdraw("page")
+        controller.withdraw("page")
 
 
 def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
-    model = DivergenceForCausalLM.from_experts(load_model(reciting), None, takedowns=Takedowns(registry.folder))
+    model = DivergenceForCausalLM.from_experts(
+        load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
+    )
     registry.add("case", texts_of("t", [ARTICLE]))
     ids = torch.tensor([halves(tokenizer, ARTICLE)[0]])
     with torch.no_grad():
@@ -160,17 +161,13 @@ def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
             registry.raise_strength(strength)
 
 
-def test_a_log_without_a_strength_fails_closed(registry):
-    from divdec.takedowns.folder import DESCRIPTION
-    from divdec.takedowns.log import HEAD_FILE, LOG_FILE, Head, write_head
-    from divdec.takedowns.secret import read_key
-
-    secret = read_key(registry.folder, json.loads((registry.folder / DESCRIPTION).read_text()))
-    (registry.folder / LOG_FILE).write_text("")
-    write_head(registry.folder, secret, Head())
-    assert (registry.folder / HEAD_FILE).is_file()
+def test_a_registry_without_a_strength_fails_closed(registry):
+    store = Store(registry.folder)
+    with store.write() as connection:
+        connection.execute("DELETE FROM events")
+        connection.execute("UPDATE head SET sequence = 0, code = ?", (store.keys.authenticate("head", b"", "0"),))
     with pytest.raises(FailedClosed, match="no strength"):
-        Takedowns(registry.folder)
+        TakedownCorrection(registry.folder)
 
 
 def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, article, capsys):
@@ -187,7 +184,7 @@ def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, 
 def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 0.4)
+    monkeypatch.setattr("divdec.evaluation.verbatim.STRONGEST", 0.4)
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
     assert add(registry, article) == 1
     said = capsys.readouterr().out
@@ -209,7 +206,7 @@ def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, rec
         assert "whether it is still recited is not known" in capsys.readouterr().out
         assert registry.entries()[0].measured is None
         for arguments in (["list"], ["verify"]):
-            assert main(["forget", *arguments, str(registry.folder)]) == 0
+            assert main(["takedown", *arguments, str(registry.folder)]) == 0
             assert "not measured" in capsys.readouterr().out
         registry.remove("case")
         assert add(registry, article, "--target", str(moved)) == 0
@@ -251,7 +248,7 @@ def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, toke
     entry = registry.add("case", texts_of("t", [ARTICLE]))
     assert entry.copies == copies
     assert bool(entry.held) == (copies > 0)
-    takedowns = Takedowns(registry.folder, strength=1.0)
+    takedowns = TakedownCorrection(registry.folder, strength=1.0)
     ids = torch.tensor([tokenizer(ARTICLE).input_ids])
     pushed = takedowns.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])
     assert pushed.mean() < -0.9
@@ -285,7 +282,7 @@ def test_a_takedown_without_effect_is_an_error(reciting, tmp_path, article, caps
     assert add(registry, article) == 2
     assert "would have no effect" in capsys.readouterr().err
     assert registry.entries() == []
-    assert sorted(path.name for path in registry.folder.rglob("*") if path.name != "lock") == before
+    assert sorted(path.name for path in registry.folder.rglob("*")) == before
 
 
 def test_copies_of_different_lengths_and_common_phrases():
@@ -294,15 +291,17 @@ def test_copies_of_different_lengths_and_common_phrases():
     phrase = text[100:108]
     retain = [text, text[:150], np.concatenate([filler, phrase, filler, phrase])]
     counts = count(retain, 200, 5)
-    found = overlap(counts, [text, text])  # repeated in the request: the same copies
+    found = find_retained_passages(counts, [text, text])  # repeated in the request: the same copies
     assert found.copies == 2
-    less = LessCounts(counts, count(found.held, 200, 5))
+    less = LessCounts(counts, count(found.passages, 200, 5))
     expected = count([retain[2]], 200, 5)
     contexts = np.lib.stride_tricks.sliding_window_view(text, 4).astype(np.int64)
     assert torch.equal(StupidBackoff(less).scores(contexts[:60]), StupidBackoff(expected).scores(contexts[:60]))
     assert torch.equal(StupidBackoff(less).scores(contexts[100:104]), StupidBackoff(expected).scores(contexts[100:104]))
-    assert overlap(counts, [text[: PASSAGE - 10]]).copies == 2, "a short document that stands there whole"
-    assert overlap(count([text[:40]], 200, 5), [text]).spans == 1
+    assert find_retained_passages(counts, [text[: MIN_PASSAGE - 10]]).copies == 2, (
+        "a short document that stands there whole"
+    )
+    assert find_retained_passages(count([text[:40]], 200, 5), [text]).spans == 1
 
 
 def test_no_share_is_above_one():
@@ -311,7 +310,7 @@ def test_no_share_is_above_one():
     text, after = rng.integers(0, 50, 100), rng.integers(50, 60, 5)
     retain = [*[np.concatenate([text, after])] * 5, text[-4:], np.concatenate([text[-4:], [70]])]
     counts = count(retain, 80, 5)
-    less = LessCounts(counts, count(overlap(counts, [text]).held, 80, 5))
+    less = LessCounts(counts, count(find_retained_passages(counts, [text]).passages, 80, 5))
     assert StupidBackoff(less).scores(text[None, -4:]).max() <= 1
 
 
@@ -338,16 +337,16 @@ def test_the_key_is_not_taken_by_git_add(registry, tmp_path):
     git("init", "-q")
     git("add", ".")
     tracked = git("ls-files")
-    assert "takedowns/registry.json" in tracked
+    assert "takedowns/registry.db" in tracked
     assert "secret.key" not in tracked
 
 
-def test_a_registry_without_a_strength_is_refused(registry):
-    path = registry.folder / "registry.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "divdec registry 1"}))
-    for attempt in (Registry, Takedowns):
-        with pytest.raises(UsageError, match="make it again"):
-            attempt(registry.folder)
+def test_a_registry_of_an_older_divdec_is_refused_with_the_command_that_creates_one(tmp_path):
+    (tmp_path / "registry.json").write_text(json.dumps({"format": "divdec registry 2"}))
+    (tmp_path / "log.jsonl").write_text("")
+    for attempt in (Registry, TakedownCorrection):
+        with pytest.raises(UsageError, match="divdec takedown init NEW_FOLDER"):
+            attempt(tmp_path)
 
 
 def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, tokenizer, tmp_path):
@@ -363,16 +362,16 @@ def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, to
 
 def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
-    from divdec.evaluation import recitation
+    from divdec.evaluation import verbatim
 
     target, tokenizer = load_model(reciting), load_tokenizer(reciting)
-    real, added = recitation.continuations, []
+    real, added = verbatim.continuations, []
 
     def interrupted(*arguments, **options):
         added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(recitation, "continuations", interrupted)
+    monkeypatch.setattr(verbatim, "continuations", interrupted)
     texts = texts_of("t", [ARTICLE])
     measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
     assert measured["recited_after"] == 0
