@@ -55,6 +55,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def url(played_bundle):
+    (played_bundle.parent / "questions.txt").write_text(f"{QUESTION}\nWho was Sanna Galoway?\n")
     with process("playground", played_bundle, "--port", 0, "--max-new-tokens", 120) as (_, found):
         yield found
 
@@ -176,6 +177,33 @@ def test_the_curve_is_drawn(browser, url):
         assert "at strength 0.1" in page.inner_text("#dd-curve figcaption")
 
 
+def test_an_example_question_is_asked_by_a_click_and_begins_the_curve(browser, url):
+    with opened(browser, url) as page:
+        page.locator("#dd-examples").get_by_text(QUESTION).click()
+        page.wait_for_function(ANSWERED)
+        assert page.locator("#dd-conversation .dd-question").inner_text() == QUESTION
+        page.get_by_role("tab", name="Strength").click()
+        assert page.locator("#dd-curve-question textarea").input_value() == QUESTION
+
+
+def test_stop_is_enabled_only_while_an_answer_runs(browser, url):
+    with opened(browser, url) as page:
+        assert page.locator("#dd-stop").is_disabled()
+        ask(page, wait="() => !document.querySelector('#dd-stop').disabled")
+        page.wait_for_function(ANSWERED)
+        page.wait_for_function("() => document.querySelector('#dd-stop').disabled")
+
+
+def test_nothing_moves_when_the_tab_changes(browser, url):
+    with opened(browser, url) as page:
+        names = ("#dd-header", "#dd-alpha", "[role=tablist]")
+        before = [page.locator(name).first.bounding_box() for name in names]
+        for tab in ("Strength", "Chat"):
+            page.get_by_role("tab", name=tab).click()
+            page.wait_for_timeout(300)
+            assert [page.locator(name).first.bounding_box() for name in names] == before
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, scheme):
@@ -252,7 +280,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_the_text_and_can_be_asked_
         stack.enter_context(process(*serve))
         page.click("#dd-again")
         page.wait_for_function(
-            "() => document.querySelectorAll('#dd-conversation .dd-token').length > 2 && !document.querySelector('.dd-note')"
+            "() => document.querySelectorAll('.dd-token').length > 2 && !document.querySelector('.dd-note')"
         )
         page.click("#dd-stop")  # 3000 tokens are more than the test has time for
         # "Stopped." is not waited for: at this temperature the answer may have ended by itself before.

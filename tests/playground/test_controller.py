@@ -7,8 +7,13 @@ import torch
 from divdec.data.records import Message, texts_of
 from divdec.errors import UsageError
 from divdec.playground.controller import (
-    RETRY_HINT, Controller, ControlValues, read_example_questions, to_messages, without_last_answer,
-)  # fmt: skip
+    RETRY_HINT,
+    Controller,
+    ControlValues,
+    read_example_questions,
+    to_messages,
+    without_last_answer,
+)
 from divdec.playground.rendering import Token, Turn, effect_html, requests_html
 from divdec.playground.steered_model import ChatOptions, SteeredModel, UnsteeredTarget
 from divdec.steering import Steering
@@ -109,7 +114,7 @@ def test_a_model_that_fails_in_the_middle_says_so_keeps_the_text_and_can_be_aske
     assert turn.answer
     assert expected(steered).startswith(turn.answer)
     assert turn.note.startswith("The model cannot be steered, so there is no further answer")
-    assert turn.note.eos_token_idswith(RETRY_HINT)
+    assert turn.note.endswith(RETRY_HINT)
     model.experts.forget.load_state_dict(good)
     (turn,) = last(mine.retry(seen, VALUES))
     assert (turn.answer, turn.note) == (expected(steered), "")
@@ -158,7 +163,7 @@ def test_a_strength_of_zero_draws_no_curve(controller):
 
 
 def test_a_servers_client_gets_no_curve():
-    with pytest.raises(UsageError, match="cannot choose the strength"):
+    with pytest.raises(UsageError, match="the strength is the server"):
         Controller("served").compute_curve("Where?", "There.", ControlValues())
 
 

@@ -7,9 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divdec.playground.rendering import (
-    LEVELS, WELCOME, StrengthCurve, Token, TokenShift, Turn, color_level, conversation_html, curve_svg, describe_curve,
-    describe_shift, escape, tokens_html,
-)  # fmt: skip
+    LEVELS,
+    WELCOME,
+    StrengthCurve,
+    Token,
+    TokenShift,
+    Turn,
+    color_level,
+    conversation_html,
+    curve_svg,
+    describe_curve,
+    describe_shift,
+    escape,
+    tokens_html,
+)
 
 
 class Reader(html.parser.HTMLParser):
@@ -139,7 +150,7 @@ def test_an_empty_conversation_shows_the_welcome():
 
 def test_the_caption_names_the_rule_of_other_colours():
     turn = Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:3")
-    assert "answered with linear:1, recolor for linear:3" in conversation_html((turn,))
+    assert "answered with linear:1, coloured for linear:3" in conversation_html((turn,))
     assert "recolor" not in conversation_html((Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:1"),))
 
 

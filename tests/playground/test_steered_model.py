@@ -7,9 +7,16 @@ import torch
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError
 from divdec.playground.steered_model import (
-    MAX_ALPHA, MAX_ALTERNATIVES, MIN_ALPHA, MIN_LOSS, ChatOptions, SteeredModel, SteeringControls, UnsteeredTarget,
+    MAX_ALPHA,
+    MAX_ALTERNATIVES,
+    MIN_ALPHA,
+    MIN_LOSS,
+    ChatOptions,
+    SteeredModel,
+    SteeringControls,
+    UnsteeredTarget,
     compute_shifts,
-)  # fmt: skip
+)
 from divdec.steering import Steering, steer_linear, steer_rank
 from exactness import assert_same_answer, assert_same_text
 
@@ -111,7 +118,7 @@ def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(stee
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         target = steered.model.target(ids).logits[0, -1].float().softmax(-1)
-    assert tokens[0].before == pytest.approx(float(target[tokens[0].id]), abs=1e-5)
+    assert tokens[0].target_probability == pytest.approx(float(target[tokens[0].id]), abs=1e-5)
 
 
 def test_sampled_answers_follow_the_seed(loaded):
@@ -255,7 +262,7 @@ def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_
     assert found.alternatives[0].logprob_shift == -math.inf
     assert found.alternatives[0].steered_probability == 0
     (silent,) = shifts(target, steered, [3])
-    assert silent.chosen.logprob_shift == 0
+    assert silent.logprob_shift == 0
 
 
 def test_without_divergence_no_token_shifts():
