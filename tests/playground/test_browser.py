@@ -127,7 +127,7 @@ def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, ste
         before = colours(page)
         assert len(set(before)) > 2
         set_number(page, "#dd-alpha", 4)
-        page.wait_for_selector("text=recolor for linear:4")
+        page.wait_for_selector("text=coloured for linear:4")
         assert words(page) == expected
         assert colours(page) != before
         page.click("#dd-again")

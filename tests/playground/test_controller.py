@@ -229,10 +229,7 @@ def test_a_text_is_recited_before_and_not_after(following):
     assert "case-1" in requests_html(following.registry)
 
 
-def test_a_request_that_is_withdrawn_is_no_longer_in_force(following):
-    following.registry.add("case-1", texts_of("case-1", [ARTICLE]))
-    following.withdraw("case-1")
-    assert following.registry.entries() == []
+def test_requests_of_an_empty_registry(following):
     assert "No request is in force" in requests_html(following.registry)
 
 
@@ -270,8 +267,6 @@ def test_no_rank_rule_without_experts(following):
 def test_without_a_registry_nothing_is_taken_down(controller):
     with pytest.raises(UsageError, match="--registry"):
         controller.take_down("case-1", ARTICLE, "", ControlValues())
-    with pytest.raises(UsageError, match="--registry"):
-        controller.withdraw("case-1")
 
 
 def test_example_questions_are_read_from_the_file_beside_the_bundle(tmp_path):

@@ -138,7 +138,7 @@ def test_through_server_and_playground(bundles, registry, article, tokenizer):
         effect = controller.take_down("page", ARTICLE, "", values)
         assert effect.after.longest_run < RUN
         assert " 0 now" in effect.measured
-        controller.withdraw("page")
+        registry.remove("page")
 
 
 def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):

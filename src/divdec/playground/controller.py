@@ -161,16 +161,6 @@ class Controller:
         beginning = str(tokenizer.decode(prompt, skip_special_tokens=True))
         return TakedownEffect(request_id, beginning, len(rest), before, after, measured)
 
-    def withdraw(self, request_id: str) -> None:
-        """Withdraw a takedown request.
-
-        Raises:
-            UsageError: there is no such request, or no registry.
-        """
-        if self.registry is None:
-            raise UsageError("no registry is open; give one with --registry")
-        self.registry.remove(request_id)
-
     def _steering(self, model: SteeredModel, values: ControlValues) -> Steering:
         return model.controls.steering(values.rule, values.alpha, values.k)
 

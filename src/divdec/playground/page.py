@@ -230,7 +230,7 @@ def _add_takedown(controller: Controller) -> Callable[[list[Any], gr.Blocks], No
         return rendering.effect_html(controller.take_down(request_id, text, reference, ControlValues(*values)))
 
     def remove(request_id: str | None) -> str:
-        controller.withdraw(request_id or "")
+        registry.remove(request_id or "")
         return f'<p class="dd-hint">{escape(request_id or "")} is withdrawn.</p>'
 
     def connect(controls: list[Any], page: gr.Blocks) -> None:
