@@ -7,18 +7,24 @@ import pytest
 
 from divdec.data.records import Message
 from divdec.errors import UsageError
-from divdec.playground.over_http import Broken, OverHttp
-from divdec.playground.play import AGAIN, Chosen, Playground
-from divdec.playground.steered import Manner
-from divdec.playground.tokens import answer_html
+from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
+from divdec.playground.remote_server import RemoteServer
+from divdec.playground.rendering import tokens_html
+from divdec.playground.steered_model import ChatOptions
+from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
 from divdec.steering import Steering
 from exactness import assert_same_text
 from served import engine_of, serving
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
-MANNER = Manner(max_new_tokens=24)
+OPTIONS = ChatOptions(max_new_tokens=24)
 KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PLAYGROUND_TEST_KEY", KEY)
 
 
 @pytest.fixture(scope="module")
@@ -33,41 +39,44 @@ def last(talks):
 
 
 def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
-    with contextlib.closing(OverHttp(url, MANNER, key=KEY)) as server:
+    with contextlib.closing(RemoteServer(url, OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
         assert server.name == "tiny"
         tokens = list(server.answer(QUESTION))
-    prompt = steered.prompt(QUESTION)
+    prompt = steered.encode_prompt(QUESTION)
     expected = [token.id for token in steered.answer(prompt, Steering(alpha=1.5))]
     assert_same_text(steered.model, steered.tokenizer, prompt, "".join(token.text for token in tokens), expected)
-    assert all(token.push is None and token.before is None for token in tokens)
-    assert all(0 < token.after <= 1 for token in tokens)
-    assert "also likely here" in answer_html(tokens)
+    assert all(token.logprob_shift is None and token.target_probability is None for token in tokens)
+    assert all(0 < token.steered_probability <= 1 for token in tokens)
+    assert "also likely here" in tokens_html(tokens)
 
 
 def test_the_url_may_end_in_v1(url):
-    with contextlib.closing(OverHttp(f"{url}/v1/", MANNER, key=KEY)) as server:
+    with contextlib.closing(RemoteServer(f"{url}/v1/", OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
         assert server.url == f"{url}/v1"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({}, "wants an API key"), ({"key": KEY, "model": "other"}, "serves no model 'other'; it serves: tiny")],
+    [
+        ({}, "requires an API key"),
+        ({"api_key_env": "PLAYGROUND_TEST_KEY", "model": "other"}, "serves no model 'other'; it serves: tiny"),
+    ],
 )
 def test_what_the_server_refuses_is_said_at_the_start(url, options, said):
     with pytest.raises(UsageError, match=said):
-        OverHttp(url, MANNER, **options)
+        RemoteServer(url, OPTIONS, **options)
 
 
 @pytest.mark.parametrize("url", ["http://", "http://user:word@127.0.0.1:1", "https://[::1"])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(UsageError, match="URL"):
-        OverHttp(url, MANNER)
+        RemoteServer(url, OPTIONS)
 
 
 def test_a_server_that_is_not_there_is_one_line():
     port = bind("127.0.0.1", 0)  # taken, but nobody listens
-    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server up\?"):
-        OverHttp(f"http://127.0.0.1:{port.getsockname()[1]}", MANNER)
+    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
+        RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
 
 
 def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
@@ -92,11 +101,11 @@ def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
     )
     with (
         serving([engine_of(bundle, "plain")], shutdown_timeout=0.0) as url,
-        contextlib.closing(OverHttp(url, MANNER)) as server,
+        contextlib.closing(RemoteServer(url, OPTIONS)) as server,
     ):
         tokens = list(server.answer(QUESTION))
     assert tokens
-    assert all(0 < token.after <= 1 for token in tokens)
+    assert all(0 < token.steered_probability <= 1 for token in tokens)
 
 
 class _Breaking(http.server.BaseHTTPRequestHandler):
@@ -122,6 +131,7 @@ class _Breaking(http.server.BaseHTTPRequestHandler):
         for word in self.words:
             self._event({"choices": [{"index": 0, "delta": {"content": word}}]})
         if self.ending == "whole":
+            self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
             self.wfile.write(b"data: [DONE]\n\n")
         elif self.ending == "error":
             self._event({"error": {"message": "the model could not be steered; it gives no other answer"}})
@@ -153,30 +163,30 @@ def breaking(ending):
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        ("", "went away in the middle of the answer"),
-        ("cut", "ended the answer before its end"),
+        ("", "broke in the middle of the answer"),
+        ("cut", "ended the answer before it was complete"),
         ("error", "stopped in the middle of the answer: the model could not be steered"),
-        ("nonsense", "no event of the OpenAI API"),
+        ("nonsense", "an event that is not of the OpenAI API"),
     ],
 )
 def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(ending, said):
-    with breaking(ending) as (url, handler), contextlib.closing(OverHttp(url, MANNER)) as server:
-        with pytest.raises(Broken, match=said):
+    with breaking(ending) as (url, handler), contextlib.closing(RemoteServer(url, OPTIONS)) as server:
+        with pytest.raises(StreamInterrupted, match=said):
             list(server.answer(QUESTION))
-        playground = Playground("broken", server=server)
-        talk = last(playground.ask(QUESTION[0].content, (), Chosen()))
+        controller = Controller("broken", server=server)
+        talk = last(controller.ask(QUESTION[0].content, (), ControlValues()))
         assert talk[0].answer == "Jasper was "
         assert said in talk[0].note
-        assert talk[0].note.endswith(AGAIN)
+        assert talk[0].note.endswith(RETRY_HINT)
         handler.ending = "whole"
-        (turn,) = last(playground.ask_again(talk, Chosen()))
+        (turn,) = last(controller.retry(talk, ControlValues()))
         assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
 
 
 def test_a_server_that_is_gone_before_the_answer_says_so():
     with breaking("whole") as (url, _):
-        server = OverHttp(url, MANNER)
+        server = RemoteServer(url, OPTIONS)
     with contextlib.closing(server):
-        (turn,) = last(Playground("gone", server=server).ask("Where?", (), Chosen()))
+        (turn,) = last(Controller("gone", server=server).ask("Where?", (), ControlValues()))
     assert turn.answer == ""
     assert "cannot be reached" in turn.note
