@@ -10,10 +10,9 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from divdec.imaging.codec import Images
-from divdec.imaging.pictures import grid
-from divdec.imaging.png import data_url, png
-from divdec.imaging.tables import Mean, Setting, Table, cell_text
+from divdec.imaging.codecs import Images
+from divdec.imaging.files import data_url, grid, png
+from divdec.imaging.results import ImageTable, Mean, SettingResult, cell_text
 from divdec.report.page import write_page
 from divdec.report.plots.canvas import PAGE, style, svg_text
 from divdec.report.plots.palette import GRID, LOOKS
@@ -88,7 +87,7 @@ def write_images(
     *,
     title: str,
     lead: str,
-    tables: Mapping[str, Table],
+    tables: Mapping[str, ImageTable],
     samples: Sequence[Samples],
     notes: Sequence[str] = (),
 ) -> None:
@@ -126,7 +125,7 @@ def write_images(
     )
 
 
-def shown(settings: Sequence[Setting]) -> str:
+def shown(settings: Sequence[SettingResult]) -> str:
     """How much retain and forget classes still show, a row for each setting, with standard errors.
 
     Returns:
@@ -139,7 +138,7 @@ def shown(settings: Sequence[Setting]) -> str:
     return ""
 
 
-def _drawn(rows: Sequence[tuple[Setting, Sequence[Mean | None]]], words: str) -> str:
+def _drawn(rows: Sequence[tuple[SettingResult, Sequence[Mean | None]]], words: str) -> str:
     from matplotlib.figure import Figure
 
     with style("images-shown"):
@@ -163,11 +162,11 @@ def _drawn(rows: Sequence[tuple[Setting, Sequence[Mean | None]]], words: str) ->
         return svg_text(figure)
 
 
-def _groups(table: Table) -> list[tuple[str, int]]:
+def _groups(table: ImageTable) -> list[tuple[str, int]]:
     """The groups of a table's columns, each with how many it has."""
     return [(group, len(list(columns))) for group, columns in itertools.groupby(table.columns, lambda one: one.group)]
 
 
-def _means(setting: Setting, measure: str) -> list[Mean | None]:
+def _means(setting: SettingResult, measure: str) -> list[Mean | None]:
     values = getattr(setting, measure) or {}
     return [Mean.of(values.get(name, ())) for name in LOOKS_OF_SETS]

@@ -14,7 +14,7 @@ from divdec.evaluation.results import SUMMARY, Results, find_results, identify, 
 from divdec.report.measures import MEASURES, best_index
 from divdec.report.plots.panels import Kind
 from divdec.report.scores import Scorer
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
 from divdec.research.figures.drawn import Asked, Source, nothing, place_of
 from divdec.runs import read_json
 
