@@ -26,13 +26,11 @@ from torch.nn import functional
 
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import IGNORED
-from divdec.evaluation import attacks
 from divdec.evaluation.generation import left_padded
-from divdec.evaluation.layout import Layout, decoded
+from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.run import parse_sweep
-from divdec.evaluation.subject import Subject
-from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu
-from divdec.evaluation.tofu_data import read_tofu
+from divdec.evaluation.scoring import EvaluatedModel, gradient_norm
+from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 from openunlearning import python_of, summary
 
@@ -96,14 +94,14 @@ class OnePassAMetric:
                 (log_p.exp() * log_p.square()).sum(-1)
             layout = dataclasses.replace(self.layout)
             for record in records:
-                attacks.gradient_norm(self.model, layout.encode(record))
+                gradient_norm(self.model, layout.encode([record])[0])
 
     def labelled(self, records, model=None):
         """Logits and labels of each answer's tokens, a batch of 32 at a time in the order given."""
         model = model or self.model
         layout = dataclasses.replace(self.layout)  # which remembers nothing: each metric lays its data out
         for start in range(0, len(records), BATCH):
-            examples = [layout.encode(record) for record in records[start : start + BATCH]]
+            examples = [layout.encode([record])[0] for record in records[start : start + BATCH]]
             width = max(len(example.input_ids) for example in examples)
             ids = torch.tensor([e.input_ids + [0] * (width - len(e.input_ids)) for e in examples])
             mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
@@ -160,7 +158,7 @@ def _answers(data):
 def _teacher_forced(subject, layout, attacked, others):
     layout = dataclasses.replace(layout)
     for records, moments in ((attacked, True), (others, False)):
-        subject.scores(layout.encode_all(records), moments=moments, batch_size=BATCH, title=None)
+        subject.scores(layout.encode(records), moments=moments, batch_size=BATCH, title=None)
 
 
 def _timed(work):
@@ -207,7 +205,7 @@ def main():
     tokenizer = load_tokenizer(Path(given.model))
     data = read_tofu(given.data, given.split, given.holdout, given.limit)
     options = TofuOptions()
-    layout = Layout(tokenizer, "chat", options.system_prompt, options.date)
+    layout = QuestionFormat(tokenizer, "chat", options.system_prompt, options.date)
     items = sum(len(questions) for questions in data.sets.values())
 
     def load(name):
@@ -221,7 +219,7 @@ def main():
             counter = Counter(model)
             if name == "ours":
                 seconds, (found,) = _timed(
-                    lambda: evaluate_tofu(Subject(model, tokenizer), data, options, reference=reference)
+                    lambda: evaluate_tofu(EvaluatedModel(model, tokenizer), data, options, reference=reference)
                 )
                 figures[name] = found.figures
             else:
@@ -248,7 +246,7 @@ def main():
     attacked, others = _answers(data)
     times = {}
     for count, settings in ((1, parse_sweep(["linear:1"])), (10, parse_sweep(texts))):
-        subject = Subject(steered, tokenizer, settings)
+        subject = EvaluatedModel(steered, tokenizer, settings)
         times[count] = statistics.median(
             _timed(lambda subject=subject: _teacher_forced(subject, layout, attacked, others))[0]
             for _ in range(given.repeats)

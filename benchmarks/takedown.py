@@ -22,8 +22,8 @@ import torch
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import read_records, texts_of
 from divdec.evaluation.generation import continuations
+from divdec.evaluation.metrics import rouge
 from divdec.evaluation.scoring import score
-from divdec.evaluation.text import rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.small_models import Shape, new_model, train_tokenizer

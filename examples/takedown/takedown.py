@@ -26,7 +26,7 @@ from divdec.cli import main as divdec
 from divdec.data.records import RecordSet, write_records
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
-from divdec.evaluation.text import contains_fact, rouge
+from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.small_models import Shape

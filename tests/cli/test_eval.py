@@ -8,7 +8,7 @@ import torch
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.evaluation.results import read_results
 from divdec.evaluation.run import parse_sweep
-from divdec.evaluation.subject import Subject
+from divdec.evaluation.scoring import EvaluatedModel
 
 
 def main(*arguments):
@@ -72,13 +72,13 @@ def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu
 
 def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(Subject, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(EvaluatedModel, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
     monkeypatch.undo()
     assert read_results(out).figures["extraction_strength"] > 0
     assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--limit", 3, "--output", out) == 2
     assert "unfinished run with other settings" in capsys.readouterr().err
-    monkeypatch.setattr(Subject, "scores", None)  # the pass that was made is not made again
+    monkeypatch.setattr(EvaluatedModel, "scores", None)  # the pass that was made is not made again
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 0
     assert read_results(out).figures["forget_Q_A_ROUGE"] >= 0
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 2

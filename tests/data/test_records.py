@@ -127,7 +127,7 @@ def test_what_is_not_there(tmp_path):
         read_records(tmp_path / "none.jsonl")
     with pytest.raises(UsageError, match="no data files"):
         read_records(tmp_path)
-    with pytest.raises(UsageError, match="could not be had as a Hugging Face dataset"):
+    with pytest.raises(UsageError, match="cannot be loaded as a Hugging Face dataset"):
         read_records("nobody/nothing")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_info.json").write_text("{}")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from divdec.data.world import WorldSettings, build_world, write_tofu
-from divdec.evaluation.tofu_data import read_tofu
+from divdec.evaluation.tofu import read_tofu
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 

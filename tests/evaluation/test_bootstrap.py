@@ -9,9 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import UsageError
-from divdec.evaluation.aggregate import FLUENCY, PROB_MEAN, VARIANTS, aggregate, harmonic_mean, needed, tofu_figures
-from divdec.evaluation.bootstrap import Bootstrap, Resampler, auc_interval, mean_interval
-from divdec.evaluation.privacy import attack_auc
+from divdec.evaluation.aggregate import (
+    FLUENCY,
+    PROB_MEAN,
+    VARIANTS,
+    Bootstrap,
+    Resampler,
+    aggregate,
+    auc_interval,
+    harmonic_mean,
+    mean_interval,
+    needed,
+    tofu_figures,
+)
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.results import Results, read_results
 
 NAMES = tuple({name: None for variant in VARIANTS for names in needed(variant).values() for name in names})

@@ -16,11 +16,19 @@ from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
-from divdec.evaluation import attack_prompts, key_phrases, leak
+from divdec.evaluation import attack_prompts, judges, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
-from divdec.evaluation.generation import samples
-from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge, is_name, tells
-from divdec.evaluation.key_phrases import holds, key_phrase, words
+from divdec.evaluation.generation import answers, samples
+from divdec.evaluation.judges import (
+    EndpointJudge,
+    EntailmentJudge,
+    StringJudge,
+    holds,
+    is_name,
+    key_phrase,
+    tells,
+    words,
+)
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.results import read_results, write_results
 from divdec.remote.client import Endpoint
@@ -148,7 +156,7 @@ def test_no_template_prompt_tells_the_answer(secret, seed):
     told, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
     for prompt in template_prompts(QUESTION, answer, 60, seed):
         found = words(prompt)
-        assert set(told) & set(found) <= set(asked) | key_phrases.FUNCTION_WORDS
+        assert set(told) & set(found) <= set(asked) | judges.FUNCTION_WORDS
         assert holds(asked, told) or not holds(found, told)
 
 
@@ -519,24 +527,26 @@ def test_who_knows_leaks_and_who_does_not_does_not(trained, tokenizer, asked, tm
     assert item["leaks"] == sum(sample["leaked"] for sample in item["samples"])
 
 
-def test_stopping_early_and_batches_change_no_figure_and_no_item(trained, tokenizer, asked):
+def test_questions_are_asked_until_they_leak_and_batches_change_nothing(trained, tokenizer, asked):
     prompts = listed(asked, 12)
-    whole = evaluate_attack(
-        trained[0], tokenizer, asked, prompts, StringJudge(), ks=(1, 3, 12), early_stop=False, max_new_tokens=32
-    )
-    assert all(len(item["attempts"]) == 12 for item in whole.items["leak-attack"].values())
-    stopped = [
+    by_size = [
         evaluate_attack(
             trained[0], tokenizer, asked, prompts, StringJudge(), ks=(1, 3, 12), batch_size=size, max_new_tokens=32
         )
         for size in (3, 64)
     ]
-    assert stopped[0] == stopped[1]
-    assert stopped[0].figures == whole.figures
-    for place, item in stopped[0].items["leak-attack"].items():
-        other = whole.items["leak-attack"][place]
-        assert item["first_leak"] == other["first_leak"]
-        assert item["attempts"] == other["attempts"][: len(item["attempts"])]
+    assert by_size[0] == by_size[1]
+    for index, item in by_size[0].items["leak-attack"].items():
+        record, attempts = asked[int(index)], item["attempts"]
+        assert [attempt["prompt"] for attempt in attempts] == prompts[int(index)][: len(attempts)]
+        questions = [Record("", messages=(Message("user", attempt["prompt"]),)) for attempt in attempts]
+        texts = answers(trained[0], tokenizer, questions, max_new_tokens=32)
+        assert [attempt["answer"] for attempt in attempts] == texts
+        leaks = StringJudge().leaks(item["question"], record.answer, texts)
+        assert leaks == [attempt["leaked"] for attempt in attempts]
+        assert not any(leaks[:-1])
+        assert item["first_leak"] == (len(leaks) - 1 if leaks[-1] else None)
+        assert leaks[-1] or len(leaks) == 12
 
 
 def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenizer, asked):
@@ -566,12 +576,14 @@ def test_a_bundle_is_attacked_as_it_is_served(bundle, tokenizer, asked):
 def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
     seen = []
 
-    def lay_out(item):
+    def prompt_ids(item):
         seen.append(item)
         return encode_prompt(item, tokenizer)
 
     records = [Record("He is Ana Moss.", prompt="Who is he?")]
-    evaluate_attack(trained[0], tokenizer, records, [["Say it."]], StringJudge(), lay_out=lay_out, max_new_tokens=4)
+    evaluate_attack(
+        trained[0], tokenizer, records, [["Say it."]], StringJudge(), prompt_ids=prompt_ids, max_new_tokens=4
+    )
     assert seen == [Record("He is Ana Moss.", prompt="Say it.")]
     with pytest.raises(UsageError, match="a plain text asks nothing"):
         evaluate_attack(trained[0], tokenizer, [Record("A text.")], [["Say it."]], StringJudge())

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.evaluation import attacks
-from divdec.evaluation.likelihood import (
+from divdec.evaluation import metrics
+from divdec.evaluation.metrics import (
     closer_to_1_better,
+    exact_memorization,
+    extraction_strength,
     normalised_probability,
     prob_mean,
     true_better,
     truth_ratio,
 )
-from divdec.evaluation.memorization import exact_memorization, extraction_strength
 from divdec.evaluation.scoring import ItemScore
 
 
@@ -52,13 +53,13 @@ def test_extraction_strength_lies_between_1_over_l_and_1(hits):
 
 def test_attacks_by_eye():
     scored = item("00000", [-1.0, -2.0, -3.0, -4.0, -100.0], [(-2.0, 4.0)] * 5)
-    assert attacks.loss(scored) == 22
+    assert scored.loss == 22
     # 40 % of four tokens is one.
-    assert attacks.min_k(scored) == 4
-    assert attacks.min_k(scored, 0.5) == 3.5
-    assert attacks.min_k_plus_plus(scored) == pytest.approx(1.0)  # the standardised (-4 - -2) / 2, with its sign turned
-    assert attacks.min_k(item("1", [-3.0])) == 0
-    assert attacks.zlib_ratio(scored, "aaaa") > attacks.zlib_ratio(scored, "a text that compresses less well")
+    assert metrics.min_k(scored) == 4
+    assert metrics.min_k(scored, 0.5) == 3.5
+    assert metrics.min_k_plus_plus(scored) == pytest.approx(1.0)  # the standardised (-4 - -2) / 2, with its sign turned
+    assert metrics.min_k(item("1", [-3.0])) == 0
+    assert metrics.zlib_ratio(scored, "aaaa") > metrics.zlib_ratio(scored, "a text that compresses less well")
 
 
 def test_truth_ratios_by_eye():

@@ -8,18 +8,17 @@ import torch
 
 from divdec import UsageError
 from divdec.data.records import Message, Record
-from divdec.evaluation.layout import Layout
-from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse
-from divdec.evaluation.muse_data import growing_set, read_muse
+from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse, growing_set, read_muse
+from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
-from divdec.evaluation.subject import Subject
+from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def full(shared):
     folder = shared / "oracle/models/full"
-    return Subject(load_model(folder, dtype=torch.float32).eval(), load_tokenizer(folder))
+    return EvaluatedModel(load_model(folder, dtype=torch.float32).eval(), load_tokenizer(folder))
 
 
 def test_knowmem_equals_the_oracle_item_by_item(full, shared):
@@ -77,9 +76,9 @@ def test_only_the_continuation_is_labelled(tokenizer):
 
 def test_the_plain_layout_labels_whole_answers(tokenizer):
     shots = (Record("In Velmora.", messages=(Message("user", "Where?"),)),)
-    layout = Layout(tokenizer, "plain", shots=shots)
+    layout = QuestionFormat(tokenizer, "plain", shots=shots)
     record = Record("Ana.", messages=(Message("user", "Who?"),))
-    example = layout.encode(record)
+    example = layout.encode([record])[0]
     assert tokenizer.decode(example.input_ids) == (
         "Question: Where?\nAnswer: In Velmora.\n\nQuestion: Who?\nAnswer: Ana.<|end|>"
     )

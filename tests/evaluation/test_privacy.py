@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.evaluation.privacy import attack_auc, forget_quality, privleak
+from divdec.evaluation.metrics import attack_auc, forget_quality, privleak
 from divdec.evaluation.results import read_results
 
 scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)

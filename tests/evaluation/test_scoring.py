@@ -13,11 +13,9 @@ from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
-from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import answers, continuations
-from divdec.evaluation.influence import pushed_down
-from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.evaluation.text import contains_fact, rouge_l_recall
+from divdec.evaluation.metrics import contains_fact, rouge_l_recall
+from divdec.evaluation.scoring import ItemScore, gradient_norm, probability_drops, score, score_settings
 from exactness import LOGITS, assert_same_answer
 
 EXAMPLES = [
@@ -234,9 +232,9 @@ def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
         assert_same_answer(model, prompt, ids, alone)
 
 
-def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):
+def test_probability_drops_are_differences_of_the_two_distributions(model):
     prompt, answer = [5, 9, 200], [31, 7, 45]
-    found = pushed_down(model, prompt, answer, most=5)
+    found = probability_drops(model, prompt, answer, most=5)
     ids = torch.tensor([prompt + answer])
     with torch.no_grad():
         target = model.target(ids).logits[0, 2:5].softmax(-1)
@@ -244,7 +242,7 @@ def test_what_was_pushed_down_is_the_difference_of_the_two_distributions(model):
     largest = (target - steered).flatten().topk(5).values.tolist()
     assert [item.drop for item in found] == pytest.approx(largest, abs=1e-5)
     for item in found:
-        assert item.given == answer[item.position]
+        assert item.answer_token == answer[item.position]
         assert item.target_probability == pytest.approx(target[item.position, item.token].item(), abs=1e-5)
 
 

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
-from divdec.evaluation.fluency import Fluency
-from divdec.evaluation.layout import Layout
+from divdec.evaluation.generation import Fluency
+from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
-from divdec.evaluation.subject import Subject
-from divdec.evaluation.tofu import TofuOptions, evaluate_tofu
-from divdec.evaluation.tofu_data import read_tofu
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
@@ -41,9 +40,9 @@ def load(oracle, name):
 def subject(oracle, steering=None):
     tokenizer = load_tokenizer(oracle / "models/full")
     if steering is None:
-        return Subject(load(oracle, "full"), tokenizer)
+        return EvaluatedModel(load(oracle, "full"), tokenizer)
     parts = (load(oracle, "full"), load(oracle, "retain90"), load(oracle, "full"))
-    return Subject(DivergenceForCausalLM.from_parts(*parts, steering), tokenizer)
+    return EvaluatedModel(DivergenceForCausalLM.from_parts(*parts, steering), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +129,8 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
     """OpenUnlearning sums exponentials along a strided dimension in float32; float64 sides with us."""
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
-    layout = Layout(tokenizer, system_prompt="You are a helpful assistant.", date="10 Apr 2025")
-    example = layout.encode(data.sets["wf"][35].record)
+    layout = QuestionFormat(tokenizer, system_prompt="You are a helpful assistant.", date="10 Apr 2025")
+    example = layout.encode([data.sets["wf"][35].record])[0]
     theirs = read_results(oracle / "results/retain01").items["wf_Q_A_Prob"]["35"]["avg_loss"]
     input_ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
     with torch.no_grad():
@@ -142,7 +141,7 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
         return (F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none").sum() / count).item()
 
     exact = loss(logits.double())
-    (ours,) = Subject(model, tokenizer).scores([example], moments=False, batch_size=1, title=None)
+    (ours,) = EvaluatedModel(model, tokenizer).scores([example], moments=False, batch_size=1, title=None)
     assert abs(ours[0].loss - exact) < 2e-6
     assert abs(theirs - exact) > 1e-5
     # Padded to the width of the oracle's batch, its own expression gives its figure.
@@ -152,8 +151,8 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
 def test_alpha_0_is_the_target_and_alpha_1_the_retrained_model(oracle, shared):
     data = read_tofu(shared / "data/tofu", "forget01", oracle / "holdout01.json", limit=6)
     steered = subject(oracle, "linear:1")
-    both = Subject(steered.model, steered.tokenizer, (Steering.parse("linear:0"), Steering.parse("linear:1")))
-    retrained = Subject(load(oracle, "retain90"), steered.tokenizer)
+    both = EvaluatedModel(steered.model, steered.tokenizer, (Steering.parse("linear:0"), Steering.parse("linear:1")))
+    retrained = EvaluatedModel(load(oracle, "retain90"), steered.tokenizer)
     expected = [evaluate_tofu(plain, data)[0] for plain in (subject(oracle), retrained)]
     for found, plain in zip(evaluate_tofu(both, data), expected, strict=True):
         for metric, items in plain.items.items():
@@ -178,7 +177,7 @@ def test_a_stopped_run_keeps_what_it_has_and_measures_nothing_twice(oracle, shar
         evaluate_tofu(subject(oracle), data, save=stop)
     assert "forget_Q_A_Prob" in kept[0].figures
     assert "forget_Q_A_ROUGE" not in kept[0].figures
-    monkeypatch.setattr(Subject, "scores", None)  # calling it again would fail
+    monkeypatch.setattr(EvaluatedModel, "scores", None)  # calling it again would fail
     assert evaluate_tofu(subject(oracle), data, earlier=kept)[0].figures == whole[0].figures
 
 
@@ -206,14 +205,14 @@ class TestRefuses:
     def test_missing_files_and_splits(self, files):
         with pytest.raises(UsageError, match="accepted: forget01, forget05, forget10"):
             read_tofu(files, "forget02")
-        with pytest.raises(UsageError, match=r"forget05_perturbed\.json does not exist"):
+        with pytest.raises(UsageError, match=r"holds no forget05_perturbed\.json; its splits: forget01"):
             read_tofu(files, "forget05")
         with pytest.raises(UsageError, match="is not a folder"):
             read_tofu(files / "none", "forget01")
 
     def test_a_holdout_that_was_forgotten(self, files):
         shutil.copyfile(files / "forget01_perturbed.json", files / "holdout.json")
-        with pytest.raises(UsageError, match="3 of its questions stand in forget01 too"):
+        with pytest.raises(UsageError, match="3 of its questions are also in forget01"):
             read_tofu(files, "forget01", files / "holdout.json")
 
     def test_retain_results_of_another_split(self, oracle, files):

@@ -11,9 +11,8 @@ import reference
 from conftest import make_parts
 from divdec import DivergenceForCausalLM, Steering, steer_rank
 from divdec.data.formatting import IGNORED, Example
-from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import continuations, samples
-from divdec.evaluation.scoring import score, score_settings
+from divdec.evaluation.scoring import gradient_norm, score, score_settings
 from exactness import assert_same_answer
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,7 @@ import torch
 
 from divdec.data.records import texts_of
 from divdec.errors import UsageError
-from divdec.evaluation.recitation import longest_run
+from divdec.evaluation.verbatim import longest_run
 from divdec.playground.choice import Choice
 from divdec.playground.play import Chosen, Playground
 from divdec.playground.steered import Manner, Steered

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from divdec.errors import UsageError
-from divdec.evaluation.bootstrap import Bootstrap
-from divdec.evaluation.privacy import attack_auc
-from divdec.evaluation.results import Results, read_results, write_results
-from divdec.report.collect import collect, find, setting_of
+from divdec.evaluation.aggregate import Bootstrap
+from divdec.evaluation.metrics import attack_auc
+from divdec.evaluation.results import Results, find_results, identify, read_results, results_table, write_results
+from divdec.report.collect import collect
 from divdec.report.evaluation import content_of, write_report
 from divdec.report.examples import question_of
 from divdec.report.groups import best_of, without_best
@@ -69,12 +69,12 @@ class TestCollecting:
     def test_below_a_run_in_natural_order(self, tmp_path):
         for name in ("linear-10", "linear-2", "rank-20-soft"):
             self.own(tmp_path / "run" / "bundle" / name)
-        assert [path.name for path in find(str(tmp_path / "run"))] == ["linear-2", "linear-10", "rank-20-soft"]
+        assert [path.name for path in find_results(tmp_path / "run")] == ["linear-2", "linear-10", "rank-20-soft"]
 
     def test_settings(self):
         def found(name, **about):
-            setting = setting_of(Results("x", "tofu", about=about), Path("/runs/sweep") / name)
-            return setting and (setting.rule, setting.value, setting.family)
+            identity = identify(Results("x", "tofu", about=about), Path("/runs/sweep") / name)
+            return identity.rule and (identity.rule, identity.strength, identity.family)
 
         assert found("1B-alpha-1.5") == ("linear", 1.5, "1B")
         assert found("OLMo-2-0425-1B-Instruct-lr5e-5-alpha-3.0") == ("linear", 3, "OLMo-2-0425-1B-Instruct-lr5e-5")
@@ -84,9 +84,19 @@ class TestCollecting:
         assert found("rank-20-hard") == ("rank", 20, "sweep hard")
         assert found("x", steering="linear:0.5", model="runs/bundle") == ("linear", 0.5, "bundle")
         assert found("x", steering="linear:-1", model="bundle") == ("linear", -1, "bundle")
+        assert found("x", steering="linear:1", model="bundle", family="pair") == ("linear", 1, "pair")
         assert found("linear-2", steering="rank:20:soft", model="bundle") == ("rank", 20, "bundle")
         for name in ("rank20_01", "lr-1e-5_str-50", "alpha-2_0", "checkpoint-39"):
             assert found(name) is None
+
+    def test_a_table_has_a_row_for_each_result(self, tmp_path):
+        self.own(tmp_path / "linear-2", method="linear", steering="linear:2", family="pair", size=1.0)
+        self.own(tmp_path / "npo", method="npo", setting="lr=1e-5", seed=3)
+        table = results_table([tmp_path, tmp_path / "npo"])
+        assert list(table["method"]) == ["linear", "npo"]
+        assert list(table["setting"]) == ["linear:2", "lr=1e-5"]
+        row = table.iloc[0]
+        assert (row["family"], row["size"], row["strength"], row["model_utility"]) == ("pair", 1.0, 2.0, 0.5)
 
     def test_names_are_told_apart(self, tmp_path):
         runs = [str(self.own(tmp_path / run / "linear-1")) for run in ("a", "b")]
@@ -98,7 +108,7 @@ class TestCollecting:
         target, _ = self.own(tmp_path / "run" / "target"), self.own(tmp_path / "run" / "linear-1")
         entries = collect([str(tmp_path / "run"), str(tmp_path / "run" / "linear-1")], str(target))
         assert [(entry.name, entry.role) for entry in entries] == [("target", "target"), ("linear-1", None)]
-        with pytest.raises(UsageError, match="no result beside"):
+        with pytest.raises(UsageError, match="no result besides"):
             collect([str(target)], str(target))
 
     def test_what_is_refused(self, tmp_path):

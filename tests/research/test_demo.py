@@ -12,7 +12,7 @@ from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
-from divdec.evaluation.tofu_data import read_tofu
+from divdec.evaluation.tofu import read_tofu
 from divdec.model.checkpoint import load_config
 from divdec.research import demo
 from divdec.research.measure import GAP_AIM, RETAIN_AIM

@@ -8,7 +8,7 @@ import pytest
 
 from divdec.data.world import build_world
 from divdec.errors import UsageError
-from divdec.evaluation.text import contains_fact
+from divdec.evaluation.metrics import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research import demo
 from divdec.research.limits import asking, candidates, relearning, run, settings, subjects

@@ -13,7 +13,7 @@ from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
 from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.evaluation import tofu
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
 from divdec.research.baselines.registry import methods
 from divdec.research.methods import costs, grids, run

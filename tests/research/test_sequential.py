@@ -10,7 +10,7 @@ import pytest
 
 from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.report.sequential import Step, markdown
 from divdec.research import demo, sequential
 from divdec.research.measure import Questions

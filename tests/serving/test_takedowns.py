@@ -11,8 +11,8 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
-from divdec.evaluation.influence import pushed_down
-from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
+from divdec.evaluation.scoring import probability_drops
+from divdec.evaluation.verbatim import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
@@ -102,7 +102,7 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
     assert continued(model, other) == before[1]
     speculating = model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, speculative=3)
     assert speculating[0, len(prompt) :].tolist() == continued(model, prompt)
-    assert pushed_down(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
+    assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
     registry.remove("case")
     assert (continued(model, prompt), continued(model, other)) == before
 
@@ -188,7 +188,7 @@ def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, 
 def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 0.4)
+    monkeypatch.setattr("divdec.evaluation.verbatim.STRONGEST", 0.4)
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
     assert add(registry, article) == 1
     said = capsys.readouterr().out
@@ -364,16 +364,16 @@ def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, to
 
 def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
-    from divdec.evaluation import recitation
+    from divdec.evaluation import verbatim
 
     target, tokenizer = load_model(reciting), load_tokenizer(reciting)
-    real, added = recitation.continuations, []
+    real, added = verbatim.continuations, []
 
     def interrupted(*arguments, **options):
         added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(recitation, "continuations", interrupted)
+    monkeypatch.setattr(verbatim, "continuations", interrupted)
     texts = texts_of("t", [ARTICLE])
     measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
     assert measured["recited_after"] == 0

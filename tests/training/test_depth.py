@@ -14,7 +14,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged
-from divdec.evaluation.bootstrap import Bootstrap, mean_interval
+from divdec.evaluation.aggregate import Bootstrap, mean_interval
 from divdec.report.depth import depth_table, peaks
 from divdec.training.depth import chosen, decoder_parts, gradient_depth
 

@@ -83,7 +83,7 @@ def _as_json(found: Calibration, written: bool) -> dict[str, Any]:
         "chosen": str(found.chosen.steering),
         "faults": list(found.faults),
         "written": written,
-        "told": None if found.told is None else dataclasses.asdict(found.told),
+        "told": None if found.leak_check is None else dataclasses.asdict(found.leak_check),
         "reference": found.reference,
         "points": points,
     }
@@ -119,10 +119,10 @@ def _measured(found: Calibration) -> str:
         f"AUCs, forget against holdout, differ from q's by {found.chosen.distance:.3f}",
         f"retain probability falls by {found.chosen.retain_drop:.1%}",
     ]
-    if found.told is not None:
+    if found.leak_check is not None:
         parts.append(
-            f"of {found.told.asked} answers to the forget set's questions {found.told.steered} tell the truth "
-            f"(q's own: {found.told.retain_auxiliary})"
+            f"of {found.leak_check.asked} answers to the forget set's questions {found.leak_check.steered} tell the "
+            f"truth (q's own: {found.leak_check.retain_auxiliary})"
         )
     return "; ".join(parts)
 

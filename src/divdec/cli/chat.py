@@ -125,7 +125,7 @@ class Conversation:
         self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
 
     def _why(self) -> None:
-        from divdec.evaluation.influence import pushed_down
+        from divdec.evaluation.scoring import probability_drops
 
         if not self.last_answer:
             print("there is no answer yet")
@@ -133,7 +133,7 @@ class Conversation:
         current = self.model.steering
         self.model.steering = self.last_steering
         try:
-            found = pushed_down(self.model, self.last_prompt, self.last_answer)
+            found = probability_drops(self.model, self.last_prompt, self.last_answer)
         finally:
             self.model.steering = current
         if not found:
@@ -145,7 +145,7 @@ class Conversation:
             context = self._text((self.last_prompt[-8:] if not before else []) + before)[-34:]
             print(
                 f"{'…' + context:<36} {self._text([item.token])!r:<20} {item.target_probability:>7.1%} "
-                f"{item.steered_probability:>8.1%}   {self._text([item.given])!r}"
+                f"{item.steered_probability:>8.1%}   {self._text([item.answer_token])!r}"
             )
 
     def _text(self, ids: list[int]) -> str:

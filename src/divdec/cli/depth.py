@@ -30,7 +30,7 @@ def run(settings: Settings) -> None:
     from divdec.cli.settings import LoadSettings
     from divdec.data.formatting import Format, encode_set
     from divdec.data.records import read_records
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.depth import depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
     from divdec.training.depth import check_teacher, chosen, decoder_parts, gradient_depth

@@ -126,7 +126,7 @@ def _add(settings: Settings, registry: Registry) -> int:
         print("\n".join(lines), flush=True)  # in force: loading the target may take its time
     measured = _measured(settings, registry, entry, texts, place)
 
-    from divdec.evaluation.recitation import measured_text
+    from divdec.evaluation.verbatim import measured_text
 
     if settings.json:
         print(json.dumps(vars(entry) | {"measured": measured}, ensure_ascii=False))
@@ -151,7 +151,7 @@ def _target_of(settings: Settings, registry: Registry) -> Path:
 
 def _measured(settings: Settings, registry: Registry, entry: Entry, texts: RecordSet, place: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.recitation import measure
+    from divdec.evaluation.verbatim import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
 
     quiet()

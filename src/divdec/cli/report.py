@@ -51,7 +51,7 @@ class Settings:
 
 def run(settings: Settings) -> None:
     """Read, score, write the page, and say where it lies."""
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.collect import collect
     from divdec.report.evaluation import content_of, write_report
 

@@ -79,8 +79,7 @@ class Row:
 
 def run(settings: Settings) -> None:
     """Score every result against the same target and retrained model."""
-    from divdec.evaluation.aggregate import UTILITY
-    from divdec.evaluation.bootstrap import Bootstrap
+    from divdec.evaluation.aggregate import UTILITY, Bootstrap
     from divdec.report.scores import Scorer
 
     target, retrain = (_read(folder, settings.suite) for folder in (settings.target, settings.retrain))

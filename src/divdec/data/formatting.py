@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from jaxtyping import Int
 from jinja2 import TemplateError
+from torch import Tensor
 
 from divdec.bridge.common_prefix import common_length
 from divdec.bridge.plain_layout import plain_prompt
@@ -172,6 +175,15 @@ def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> 
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
     """Count the records that are longer than `max_length` tokens, so that their answers are cut."""
     return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))
+
+
+def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> Int[Tensor, "batch width"]:
+    """Pad rows to the length of the longest, on the right or on the left."""
+    width = max(map(len, rows))
+    filling = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor(
+        [[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filling, strict=True)], dtype=torch.long
+    )
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

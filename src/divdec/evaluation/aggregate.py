@@ -1,24 +1,29 @@
-"""From many figures to few: TOFU's Mem, Priv, Utility and Agg in three named variants, and MUSE's distances.
+"""Aggregates of figures, and their bootstrap intervals.
 
-Pure arithmetic on figures by name. A figure is a number, or an array with one value for each draw of a bootstrap. The
-paper's code, its text and other repositories differ in what they call by these names (docs/paper_tables.md), so that an
-aggregate means nothing without its variant's name.
+TOFU's Mem, Priv, Utility and Agg exist in three named variants, because the paper's code, its text and other
+repositories define them differently (docs/paper_tables.md); MUSE has distances to the retrained model. A figure is a
+number, or an array with one value for each draw of a bootstrap.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from divdec.errors import UsageError
-from divdec.evaluation.likelihood import prob_mean
+from divdec.evaluation.metrics import SMALLEST, holdout_wins, prob_mean
 from divdec.evaluation.results import Results
 
-Figure = int | float | np.ndarray  # a figure read from JSON may be a whole number
+Figure = int | float | np.ndarray  # a figure read from JSON may be an integer
+Draws = Float[np.ndarray, " draws"]
+Counts = Int[np.ndarray, "draws items"]
 
 VARIANTS = ("paper", "dd-repo", "relative")
 AGGREGATES = ("agg", "agg_without_privacy", "mem", "priv", "utility")
@@ -30,22 +35,23 @@ CORRECT, WRONG = "forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob"
 UTILITY, FLUENCY = "model_utility", "forget_Q_A_gibberish"
 VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM = "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE"
 NO_FLUENCY = f"without fluency ({FLUENCY}): Utility is the model utility alone"
+MOST_DRAWS = 20_000  # the counts of a set of 400 items then take 64 MB
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a result's figures come to."""
+    """Aggregates of a result."""
 
     values: dict[str, Figure | None]
-    """By aggregate; None where the figures do not allow it."""
+    """By aggregate; None if the figures do not allow it."""
     reasons: dict[str, str]
     """Why a value is None, by aggregate."""
     notes: tuple[str, ...] = ()
-    """What a reader of every value has to know."""
+    """Remarks that apply to every value."""
 
 
 def harmonic_mean(values: Sequence[Figure]) -> Figure:
-    """Number of values / Σ 1/value, elementwise over arrays; 0 where any value is 0 or below."""
+    """Number of values / Σ 1/value, elementwise over arrays; 0 if any value is 0 or below."""
     stacked = np.stack(np.broadcast_arrays(*values)).astype(float)
     positive = (stacked > 0).all(axis=0)
     with np.errstate(over="ignore"):  # the reciprocal of a denormal number is infinite, which makes the mean 0
@@ -54,53 +60,49 @@ def harmonic_mean(values: Sequence[Figure]) -> Figure:
 
 
 def needed(variant: str, *, fluency: bool = True) -> dict[str, tuple[str, ...]]:
-    """The figures of a result that Mem, Priv and Utility are made from.
+    """List the figures that Mem, Priv and Utility are computed from.
 
     Args:
         variant: one of `VARIANTS`.
-        fluency: whether Utility holds fluency.
+        fluency: whether Utility includes fluency.
 
     Raises:
-        UsageError: there is no such variant.
+        UsageError: the variant does not exist.
     """
     if variant not in VARIANTS:
         raise UsageError(f"variant {variant!r} is not known; there are: {', '.join(VARIANTS)}")
+    truth_ratio = CLOSER_TO_1 if variant == "dd-repo" else PROB_MEAN
     return {
-        "mem": ("extraction_strength", "exact_memorization", CORRECT, truth_ratio_of(variant)),
+        "mem": ("extraction_strength", "exact_memorization", CORRECT, truth_ratio),
         "priv": ATTACKS,
         "utility": (UTILITY, FLUENCY) if fluency else (UTILITY,),
     }
 
 
-def truth_ratio_of(variant: str) -> str:
-    """The figure that a variant takes for the truth ratio."""
-    return CLOSER_TO_1 if variant == "dd-repo" else PROB_MEAN
-
-
 def memorization(figures: Mapping[str, Any], variant: str) -> Figure:
     """Mem: the harmonic mean of 1 − extraction strength, exact memorization, paraphrase probability, truth ratio.
 
-    The truth ratio is the mean p_c/(p_c + p_w) (`paper`, `relative`), which falls as the model forgets. `dd-repo` takes
+    The truth ratio is the mean p_c/(p_c + p_w) (`paper`, `relative`), which falls as the model forgets. `dd-repo` uses
     OpenUnlearning's "closer to 1", which rises as it forgets, so that 1 − it penalises forgetting; the paper's tables
-    were computed so.
+    are computed so.
 
     Raises:
-        UsageError: a figure is missing, or no number from 0 to 1.
+        UsageError: a figure is missing, or not a number from 0 to 1.
     """
     return harmonic_mean([1 - value for value in _take(figures, needed(variant)["mem"], "the result's")])
 
 
 def privacy(figures: Mapping[str, Any], retrain: Mapping[str, Any], variant: str) -> Figure:
-    """Priv: the harmonic mean over four membership attacks of how near the AUC is to the retrained model's.
+    """Priv: the harmonic mean over four membership attacks of the closeness of the AUC to the retrained model's.
 
-    An attack counts 1 − |a − a_r|, or in the variant `relative` 1 − |a − a_r| / a_r, but not below 0.
+    Closeness is 1 − |a − a_r|, or in the variant `relative` 1 − |a − a_r| / a_r, but not below 0.
 
     Raises:
-        UsageError: a figure is missing, or no number from 0 to 1.
+        UsageError: a figure is missing, or not a number from 0 to 1.
     """
-    found = _take(figures, ATTACKS, "the result's")
+    aucs = _take(figures, ATTACKS, "the result's")
     references = _take(retrain, ATTACKS, "the retrain model's")
-    gaps = [abs(auc - reference) for auc, reference in zip(found, references, strict=True)]
+    gaps = [abs(auc - reference) for auc, reference in zip(aucs, references, strict=True)]
     if variant == "relative":
         # An AUC of 0 cannot be divided by; any other AUC is then infinitely far from it.
         gaps = [gap / max(float(reference), 1e-12) for gap, reference in zip(gaps, references, strict=True)]
@@ -108,23 +110,20 @@ def privacy(figures: Mapping[str, Any], retrain: Mapping[str, Any], variant: str
 
 
 def utility(figures: Mapping[str, Any], target: Mapping[str, Any], *, fluency: bool = True) -> Figure:
-    """Utility: the harmonic mean of model utility and fluency, divided by the target's; above 1 where it is better.
+    """Utility: the harmonic mean of model utility and fluency, divided by the target's; 0 if the target's is 0.
 
     Args:
         figures: of the result.
         target: of the target, before anything was forgotten.
-        fluency: False takes the model utility alone.
-
-    Returns:
-        The ratio; 0 where the target's own utility is 0.
+        fluency: False uses the model utility alone.
 
     Raises:
-        UsageError: a figure is missing, or no number from 0 to 1.
+        UsageError: a figure is missing, or not a number from 0 to 1.
     """
     names = needed("paper", fluency=fluency)["utility"]
-    own = harmonic_mean(_take(figures, names, "the result's"))
-    whole = float(harmonic_mean(_take(target, names, "the target's")))
-    return own / whole if whole > 0 else _plain(np.zeros_like(own))
+    mean = harmonic_mean(_take(figures, names, "the result's"))
+    of_target = float(harmonic_mean(_take(target, names, "the target's")))
+    return mean / of_target if of_target > 0 else _plain(np.zeros_like(mean))
 
 
 def aggregate(
@@ -138,17 +137,17 @@ def aggregate(
     """TOFU's aggregates of a result: Mem, Priv, Utility, their harmonic mean Agg, and Agg without Priv.
 
     Args:
-        figures: of the result, as OpenUnlearning names them; arrays where they are draws.
+        figures: of the result, with OpenUnlearning's names; arrays if they are draws.
         target: the target's figures; Utility is relative to it.
         retrain: the retrained model's figures; Priv compares with its AUCs.
         variant: one of `VARIANTS`.
-        fluency: whether Utility holds fluency; by default where both result and target have it.
+        fluency: whether Utility includes fluency; by default if both result and target have it.
 
     Returns:
-        A value for each of `AGGREGATES`, and the reasons where there is none.
+        A value for each of `AGGREGATES`, and the reasons for missing ones.
 
     Raises:
-        UsageError: there is no such variant.
+        UsageError: the variant does not exist.
     """
     needed(variant)
     if fluency is None:
@@ -162,38 +161,38 @@ def aggregate(
     )
     values, reasons = scores.values, scores.reasons
     for name, parts in (("agg", ("mem", "priv", "utility")), ("agg_without_privacy", ("mem", "utility"))):
-        found = [value for part in parts if (value := values[part]) is not None]
-        values[name] = harmonic_mean(found) if len(found) == len(parts) else None
+        present = [value for part in parts if (value := values[part]) is not None]
+        values[name] = harmonic_mean(present) if len(present) == len(parts) else None
         if values[name] is None:
             reasons[name] = f"it needs {' and '.join(part for part in parts if values[part] is None)}"
     return Scores({name: values[name] for name in AGGREGATES}, reasons, () if fluency else (NO_FLUENCY,))
 
 
 def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrain: Mapping[str, Any]) -> Scores:
-    """How far a result lies from the retrained model on MUSE, in percent of the target's distance.
+    """Distance of a result to the retrained model on MUSE, in percent of the target's distance.
 
-    The distance is Euclidean, over what is remembered of the forget set (word for word, or as knowledge) and what is
-    known of the retain set, each a ROUGE-L F1. 0 is the retrained model, 100 the target.
+    The distance is Euclidean, over memorization of the forget set (word for word, or as knowledge) and knowledge of the
+    retain set, each a ROUGE-L F1. The retrained model is at 0, the target at 100.
 
     Args:
-        figures: of the result, as OpenUnlearning names them; arrays where they are draws.
+        figures: of the result, with OpenUnlearning's names; arrays if they are draws.
         target: the target's figures.
         retrain: the retrained model's figures.
 
     Returns:
-        A value for each of `DISTANCES`, and the reasons where there is none.
+        A value for each of `DISTANCES`, and the reasons for missing ones.
     """
 
     def distance(forgotten: str) -> Figure:
         names = (forgotten, RETAIN_KNOWMEM)
         goal = _take(retrain, names, "the retrain model's")
-        own, whole = (
+        of_result, of_target = (
             _plain(np.hypot(*(value - ideal for value, ideal in zip(_take(of, names, whose), goal, strict=True))))
             for of, whose in ((figures, "the result's"), (target, "the target's"))
         )
-        if not whole > 0:
-            raise UsageError("the target does not differ from the retrain model; give --target and --retrain apart")
-        return 100 * own / whole
+        if not of_target > 0:
+            raise UsageError("the target does not differ from the retrain model; give different --target and --retrain")
+        return 100 * of_result / of_target
 
     return _collect(
         {"verbmem_distance": lambda: distance(VERBMEM), "knowmem_distance": lambda: distance(FORGET_KNOWMEM)}
@@ -201,7 +200,7 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
 
 
 def tofu_figures(results: Results) -> dict[str, Any]:
-    """A result's figures, with the truth ratio that `paper` needs where its items allow it."""
+    """Return a result's figures, with the truth ratio that `paper` needs if the items allow it."""
     figures: dict[str, Any] = dict(results.figures)
     if figures.get(PROB_MEAN) is None and results.items.get(CORRECT) and results.items.get(WRONG):
         ratios = list(probability_truth_ratios(results).values())
@@ -210,7 +209,7 @@ def tofu_figures(results: Results) -> dict[str, Any]:
 
 
 def probability_truth_ratios(results: Results) -> dict[str, float]:
-    """By item p_c/(p_c + p_w), the truth ratio as the paper defines it (OpenUnlearning's `prob_mean`).
+    """Compute p_c/(p_c + p_w) of each item, the truth ratio as the paper defines it (OpenUnlearning's `prob_mean`).
 
     p_c is the length-normalised probability of the paraphrased answer, p_w that of the wrong ones, exp(−mean loss).
 
@@ -233,9 +232,9 @@ def probability_truth_ratios(results: Results) -> dict[str, float]:
 
 def _collect(parts: Mapping[str, Callable[[], Figure]]) -> Scores:
     scores = Scores({}, {})
-    for name, part in parts.items():
+    for name, compute in parts.items():
         try:
-            scores.values[name] = part()
+            scores.values[name] = compute()
         except UsageError as error:
             scores.values[name] = None
             scores.reasons[name] = str(error)
@@ -243,7 +242,7 @@ def _collect(parts: Mapping[str, Callable[[], Figure]]) -> Scores:
 
 
 def _take(figures: Mapping[str, Any], names: Sequence[str], whose: str) -> list[Any]:
-    """The figures of these names, all of them numbers from 0 to 1."""
+    """Return the figures of these names, which must all be numbers from 0 to 1."""
     missing = [name for name in names if figures.get(name) is None]
     if missing:
         hint = (
@@ -253,7 +252,7 @@ def _take(figures: Mapping[str, Any], names: Sequence[str], whose: str) -> list[
     for name in names:
         value = figures[name]
         numeric = isinstance(value, int | float | np.ndarray) and not isinstance(value, bool)
-        # A mean of float32 numbers may pass 1 by its last digit.
+        # A mean of float32 numbers may exceed 1 by its last digit.
         if not numeric or not np.all((np.asarray(value) >= -1e-6) & (np.asarray(value) <= 1 + 1e-6)):
             shown = "not such in every draw" if isinstance(value, np.ndarray) else repr(value)
             raise UsageError(f"{whose} {name} is {shown}; accepted: a number from 0 to 1")
@@ -262,3 +261,207 @@ def _take(figures: Mapping[str, Any], names: Sequence[str], whose: str) -> list[
 
 def _plain(values: Any) -> Figure:
     return float(values) if np.ndim(values) == 0 else values
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """Percentile bootstrap.
+
+    Items are resampled within their set, and metrics of one set share the items of a draw. The references (target and
+    retrained model) are held fixed.
+    """
+
+    level: float = 0.99
+    """Share of the draws within an interval."""
+    draws: int = 1000
+    """Number of resamples of every set."""
+    seed: int = 0
+    """Random seed; the intervals of one figure do not depend on which others are computed."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.level < 1:
+            raise UsageError(f"level is {self.level:g}; accepted: above 0 and below 1, such as 0.99")
+        if not 1 <= self.draws <= MOST_DRAWS:
+            raise UsageError(f"draws is {self.draws}; accepted: 1 to {MOST_DRAWS}")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed is {self.seed}; accepted: 0 to {2**32 - 1}")
+
+    def counts(self, items: int, name: str) -> Counts:
+        """Count how often each item of a set is drawn, of as many draws as it has items, with replacement.
+
+        Args:
+            items: size of the set.
+            name: name of the set; sets of other names are drawn independently.
+        """
+        generator = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        return generator.multinomial(items, np.full(items, 1 / items), size=self.draws)
+
+    def interval(self, draws: Draws) -> tuple[float, float]:
+        """Return the lower and the upper end of the percentile interval of a figure's draws."""
+        low, high = np.quantile(draws, [(1 - self.level) / 2, (1 + self.level) / 2])
+        return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float], bootstrap: Bootstrap) -> tuple[float, float]:
+    """Compute the interval of a mean over items.
+
+    Raises:
+        ValueError: there are no items.
+    """
+    if not len(values):
+        raise ValueError("a mean needs at least one item")
+    return bootstrap.interval(_means(np.asarray(values, float), bootstrap.counts(len(values), "items")))
+
+
+def auc_interval(
+    forget_scores: Sequence[float], holdout_scores: Sequence[float], bootstrap: Bootstrap
+) -> tuple[float, float]:
+    """Compute the interval of `attack_auc`; forget and holdout items are resampled independently.
+
+    Raises:
+        ValueError: a set is empty, or a score is not finite.
+    """
+    wins = holdout_wins(np.asarray(forget_scores, float), np.asarray(holdout_scores, float))
+    forget, holdout = wins.shape
+    return bootstrap.interval(_aucs(wins, bootstrap.counts(forget, "forget"), bootstrap.counts(holdout, "holdout")))
+
+
+def _closer_to_1(ratios: np.ndarray) -> np.ndarray:
+    return np.minimum(ratios, 1 / (ratios + SMALLEST))
+
+
+def _true_better(ratios: np.ndarray) -> np.ndarray:
+    return np.maximum(0, 1 - ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mean:
+    """A figure that is a mean over the items of one set."""
+
+    group: str
+    """The set whose items are resampled."""
+    field: str
+    transform: Callable[[np.ndarray], np.ndarray] = np.asarray
+    """Applied to the field of each item before the mean."""
+
+
+_UTILITY_PARTS: dict[str, _Mean] = {}
+for _prefix, _probability in (("retain", "Q_A_Prob"), ("ra", "Q_A_Prob_normalised"), ("wf", "Q_A_Prob_normalised")):
+    _UTILITY_PARTS |= {
+        f"{_prefix}_{_probability}": _Mean(_prefix, "prob"),
+        f"{_prefix}_Q_A_ROUGE": _Mean(_prefix, "rougeL_recall"),
+        f"{_prefix}_Truth_Ratio": _Mean(_prefix, "score", _true_better),
+    }
+_MEANS = {
+    "extraction_strength": _Mean("forget", "score"),
+    "exact_memorization": _Mean("forget", "score"),
+    CORRECT: _Mean("forget", "prob"),
+    CLOSER_TO_1: _Mean("forget", "score", _closer_to_1),
+    PROB_MEAN: _Mean("forget", "score"),
+    FLUENCY: _Mean("forget", "score"),
+    VERBMEM: _Mean("verbmem", "rougeL_f1"),
+    FORGET_KNOWMEM: _Mean("forget_knowmem", "rougeL_f1"),
+    RETAIN_KNOWMEM: _Mean("retain_knowmem", "rougeL_f1"),
+}
+
+
+class Resampler:
+    """Computes the figures of one result in every draw, from its items."""
+
+    def __init__(self, results: Results, bootstrap: Bootstrap) -> None:
+        self.results, self.bootstrap = results, bootstrap
+        members: dict[str, set[str]] = {}
+        for metric, items in results.items.items():
+            if group := _group(metric):
+                members.setdefault(group, set()).update(items)
+        # Draws depend on the order of the items, not of the file.
+        self._columns = {
+            group: {index: column for column, index in enumerate(sorted(indices, key=lambda text: (len(text), text)))}
+            for group, indices in members.items()
+        }
+
+    def figures(self, names: Sequence[str]) -> tuple[dict[str, Draws], dict[str, str]]:
+        """Return the draws of figures of TOFU or MUSE, and for figures without draws the reasons."""
+        draws: dict[str, Draws] = {}
+        reasons: dict[str, str] = {}
+        for name in names:
+            try:
+                draws[name] = self._draws(name)
+            except UsageError as error:
+                reasons[name] = str(error)
+        return draws, reasons
+
+    def _draws(self, name: str) -> Draws:
+        if name in ATTACKS:
+            return self._auc(name)
+        if name == UTILITY:
+            return np.asarray(harmonic_mean([self._mean(part, how) for part, how in _UTILITY_PARTS.items()]))
+        return self._mean(name, _MEANS[name])
+
+    def _mean(self, metric: str, how: _Mean) -> Draws:
+        if metric == PROB_MEAN and not self.results.items.get(PROB_MEAN):
+            by_index = probability_truth_ratios(self.results)
+        else:
+            by_index = self._fields(metric, how.field)
+        columns, values = self._arrange(how.group, by_index)
+        return _means(how.transform(values), self._counts(how.group)[:, columns])
+
+    def _auc(self, attack: str) -> Draws:
+        forget, holdout = (
+            self._arrange(group, self._fields(f"{attack}.{group}", "score")) for group in ("forget", "holdout")
+        )
+        return _aucs(
+            holdout_wins(forget[1], holdout[1]),
+            self._counts("forget")[:, forget[0]],
+            self._counts("holdout")[:, holdout[0]],
+        )
+
+    def _fields(self, metric: str, field: str) -> dict[str, float]:
+        items = self.results.items.get(metric)
+        if not items:
+            raise UsageError(f"there are no items of {metric}")
+        values: dict[str, float] = {}
+        for index, fields in items.items():
+            value = fields.get(field) if isinstance(fields, Mapping) else None
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise UsageError(f"item {index} of {metric} has no finite {field}")
+            values[index] = float(value)
+        return values
+
+    def _arrange(self, group: str, values: Mapping[str, float]) -> tuple[list[int], np.ndarray]:
+        return [self._columns[group][index] for index in values], np.array(list(values.values()))
+
+    def _counts(self, group: str) -> Counts:
+        return _cached_counts(self.bootstrap, len(self._columns[group]), group)
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_counts(bootstrap: Bootstrap, items: int, group: str) -> Counts:
+    # The same for every metric of every result with a set of this size.
+    return bootstrap.counts(items, group)
+
+
+def _group(metric: str) -> str | None:
+    """The set that a metric's items belong to, or None if no figure here needs them."""
+    attack, _, group = metric.partition(".")
+    if attack in ATTACKS:
+        return group or None
+    if metric == WRONG:
+        return "forget"
+    how = _MEANS.get(metric) or _UTILITY_PARTS.get(metric)
+    return how.group if how else None
+
+
+def _means(values: Float[np.ndarray, " items"], counts: Counts) -> Draws:
+    drawn = counts.sum(axis=1)  # fewer than the set has where a metric lacks some of its items
+    return np.divide(counts @ values, drawn, out=np.full(len(counts), np.nan), where=drawn > 0)
+
+
+def _aucs(
+    wins: Float[np.ndarray, "forget holdout"],
+    forget_counts: Int[np.ndarray, "draws forget"],
+    holdout_counts: Int[np.ndarray, "draws holdout"],
+) -> Draws:
+    pairs = forget_counts.sum(axis=1) * holdout_counts.sum(axis=1)
+    won = ((forget_counts @ wins) * holdout_counts).sum(axis=1)
+    return np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)

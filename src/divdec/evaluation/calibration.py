@@ -1,10 +1,10 @@
-"""Choosing rule and strength where there is no retrained model.
+"""Choose rule and strength without a retrained model.
 
-The retain auxiliary q has never seen the forget set. How well membership attacks tell the forget set from a holdout set
-on q is therefore how well they would on a retrained model; the setting is taken whose steered model comes nearest.
+The retain auxiliary q has never seen the forget set. Membership attacks that compare the forget set with a holdout set
+therefore succeed on q as they would on a retrained model; the setting is chosen whose steered model is nearest to q.
 
-The nearest of many may still be far. So the choice is held against what is needed too: q's own figures, and how many
-questions about the forget set the steered model still answers (`Calibration.faults`).
+The nearest of many may still be far. So the choice is also checked against q's figures, and against the number of
+questions about the forget set that the steered model still answers (`Calibration.faults`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import IGNORED, Example, Format, encode_records
 from divdec.data.records import Record, RecordSet, overlap
 from divdec.errors import UsageError
-from divdec.evaluation import attacks
 from divdec.evaluation.generation import answers
 from divdec.evaluation.judges import StringJudge
-from divdec.evaluation.layout import decoded
-from divdec.evaluation.leak import question_of
+from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.muse import continuation
-from divdec.evaluation.privacy import attack_auc
+from divdec.evaluation.questions import decoded, question_of
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.steering import Steering
 
@@ -35,27 +33,26 @@ if TYPE_CHECKING:
 
 UNSTEERED = Steering("linear", alpha=0.0)
 NEAR = 0.1
-"""Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak lie
+"""Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
 within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 CLOSE = 0.02
-"""Differences of AUCs that make no difference."""
-TOLD = 0.05
-"""By what share of the questions the steered model may tell more than q does, which guesses."""
-MOST_ASKED = 100
-"""Questions that are asked, of a forget set that has more."""
+"""Differences of AUCs that are negligible."""
+LEAK_MARGIN = 0.05
+"""Share of the questions by which the steered model may tell more than q, which guesses."""
+MOST_QUESTIONS = 100
+"""Questions that are asked, at most."""
 MOST_OTHERS = 3
-"""Settings that are asked besides the nearest to q, where that tells too much."""
+"""Settings that are asked besides the nearest to q, if that tells too much."""
 MOST_ROUNDS = 4
-"""How often a sweep is extended or refined."""
+"""Number of times that a sweep is extended or refined."""
 MOST_ALPHA = 16.0
 """Largest α that a sweep is extended to."""
-ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus")
 SETS = ("forget", "retain", "holdout")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One setting on the curve."""
+    """Measurements of one setting."""
 
     steering: Steering
     aucs: dict[str, float]
@@ -63,43 +60,48 @@ class Point:
     distance: float
     """Mean absolute difference of the AUCs from those of q."""
     excess: float
-    """Mean difference: above 0 the forget set still shows as learned, below 0 it shows as denied."""
+    """Mean difference: above 0 the forget set still looks learned, below 0 over-unlearned."""
     forget_probability: float
     """Mean length-normalised probability of the forget set's answers."""
     retain_probability: float
     """The same of the retain set's."""
     retain_drop: float
-    """By what share retain probability fell below the target's; negative where it rose."""
+    """Share by which retain probability fell below the target's; negative if it rose."""
+
+    @property
+    def strength(self) -> float:
+        """α of the linear rule, k of the rank rule."""
+        return self.steering.alpha if self.steering.rule == "linear" else self.steering.k
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class LeakCheck:
     """Questions about the forget set, answered greedily."""
 
     asked: int
     steered: int
-    """Answers of the steered model that tell what the true answer tells, by `StringJudge`."""
+    """Answers of the steered model that tell the true answer, by `StringJudge`."""
     retain_auxiliary: int
     """The same of q, which can only guess."""
 
     @property
     def too_many(self) -> bool:
         """Whether the steered model tells clearly more than q guesses."""
-        return self.steered - self.retain_auxiliary > TOLD * self.asked
+        return self.steered - self.retain_auxiliary > LEAK_MARGIN * self.asked
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The curve, the setting chosen, and what speaks against it."""
+    """The measured settings, the chosen one, and its faults."""
 
     points: tuple[Point, ...]
     reference: dict[str, float]
     """The AUCs of q."""
     chosen: Point
-    told: Told | None
-    """What the chosen setting answers; None where the forget set is plain text, which asks nothing."""
+    leak_check: LeakCheck | None
+    """Answers of the chosen setting; None if the forget set is plain text, which asks nothing."""
     faults: tuple[str, ...]
-    """Why the choice may not forget, or not enough, a sentence each; empty where nothing was found."""
+    """Reasons why the choice may not forget enough, a sentence each."""
 
 
 def calibrate(
@@ -114,22 +116,22 @@ def calibrate(
     batch_size: int = 32,
     title: str | None = None,
 ) -> Calibration:
-    """Choose among settings by one pass of target, q and p; answer questions with the choice.
+    """Choose among settings with one pass of target, q and p; answer questions with the choice.
 
     Args:
-        model: a steered model with a neural pair; it is left with the chosen setting.
+        model: a steered model with a neural pair; on return it has the chosen setting.
         tokenizer: its tokenizer.
         sets: 'forget', 'retain' and 'holdout', which no model has seen.
         settings: the candidates.
         max_retain_drop: largest share of retain probability that may be lost.
-        extend: try further settings where the best is the first or last of its rule, and between two where it is far
-            from q; each round costs another pass.
-        form: how conversations are laid out.
+        extend: try further settings if the best is the first or last of its rule, and between two if it is far from q;
+            each round takes another pass.
+        form: layout of conversations.
         batch_size: sequences in a pass.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Raises:
-        UsageError: there is nothing to choose from, sets overlap, or an item cannot be scored.
+        UsageError: there is no candidate, sets overlap, or an item cannot be scored.
     """
     if not settings:
         raise UsageError("there is no setting to choose from")
@@ -137,23 +139,22 @@ def calibrate(
         raise UsageError(f"max_retain_drop is {max_retain_drop:g}; accepted: a share of 0 to 1, or a percentage")
     for name in ("retain", "holdout"):
         if shared := overlap(sets["forget"], sets[name]).records:
-            raise UsageError(f"{shared} records of the forget set stand in the {name} set too; they must differ")
-    q, own_tokenizer = _retain_auxiliary(model)
+            raise UsageError(f"{shared} records of the forget set are also in the {name} set; they must differ")
+    q, q_tokenizer = _retain_auxiliary(model)
     examples = {name: _examples(sets[name], tokenizer, form) for name in SETS}
-    flat = [example for name in SETS for example in examples[name]]
-    own_flat = flat
-    if own_tokenizer is not None:  # q reads the same texts as its own tokens
-        own_flat = [example for name in SETS for example in _examples(sets[name], own_tokenizer, form)]
+    flat = q_flat = [example for name in SETS for example in examples[name]]
+    if q_tokenizer is not None:  # q reads the same texts in its own tokens
+        q_flat = [example for name in SETS for example in _examples(sets[name], q_tokenizer, form)]
     texts = [decoded(tokenizer, [label for label in example.labels if label != IGNORED]) for example in flat]
     counts = [len(examples[name]) for name in SETS]
-    reference = _aucs(score(q, own_flat, moments=True, batch_size=batch_size), texts, counts)
+    reference = _aucs(score(q, q_flat, moments=True, batch_size=batch_size), texts, counts)
 
-    def measure(some: Sequence[Steering]) -> list[Point]:
-        swept = score_settings(model, flat, [UNSTEERED, *some], moments=True, batch_size=batch_size, title=title)
-        kept = _probability(swept[0], counts, "retain")
+    def measure(candidates: Sequence[Steering]) -> list[Point]:
+        swept = score_settings(model, flat, [UNSTEERED, *candidates], moments=True, batch_size=batch_size, title=title)
+        unsteered = _probability(swept[0], counts, "retain")
         return [
-            _point(steering, scores, texts, counts, reference, kept)
-            for steering, scores in zip(some, swept[1:], strict=True)
+            _point(steering, scores, texts, counts, reference, unsteered)
+            for steering, scores in zip(candidates, swept[1:], strict=True)
         ]
 
     points = measure(settings)
@@ -162,65 +163,58 @@ def calibrate(
         if not further:
             break
         points += measure(further)
-        points.sort(key=lambda point: (point.steering.rule, _strength(point.steering)))
+        points.sort(key=lambda point: (point.steering.rule, point.strength))
     chosen = _nearest(points, max_retain_drop)
 
-    told = None
+    leak_check = None
     if sets["forget"].kind != "text":
-        asked = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_ASKED)]
-        of_q = _leaks(q, own_tokenizer or tokenizer, asked, form, batch_size)
-        # Of those that are near enough, the nearest that tells no more than q does, where there is one.
+        asked = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
+        of_q = _leaks(q, q_tokenizer or tokenizer, asked, form, batch_size)
+        # Of those that are near enough, the nearest that tells no more than q does, if there is one.
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
         for point in [chosen, *others[:MOST_OTHERS]]:
             model.steering = dataclasses.replace(point.steering, fill="hard")
-            found = Told(len(asked), _leaks(model, tokenizer, asked, form, batch_size), of_q)
-            if told is None or not found.too_many:
-                chosen, told = point, found
-            if not found.too_many:
+            check = LeakCheck(len(asked), _leaks(model, tokenizer, asked, form, batch_size), of_q)
+            if leak_check is None or not check.too_many:
+                chosen, leak_check = point, check
+            if not check.too_many:
                 break
     model.steering = dataclasses.replace(chosen.steering, fill="hard")
-    faults = _faults(points, chosen, max_retain_drop, told)
-    return Calibration(tuple(points), reference, chosen, told, tuple(faults))
+    faults = _faults(points, chosen, max_retain_drop, leak_check)
+    return Calibration(tuple(points), reference, chosen, leak_check, tuple(faults))
 
 
 def _nearest(points: Sequence[Point], max_retain_drop: float) -> Point:
     within = [point for point in points if point.retain_drop <= max_retain_drop]
     if within:
-        # AUCs of 1 are all alike: the forget set's probability then says which setting is on the way.
+        # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
         return min(within, key=lambda p: (round(p.distance, 3), math.copysign(p.forget_probability, p.excess)))
     return min(points, key=lambda point: point.retain_drop)
 
 
-def _strength(steering: Steering) -> float:
-    return steering.alpha if steering.rule == "linear" else steering.k
-
-
 def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[Steering]:
-    """Settings beyond an end of the sweep that is the best so far, or beside the best where that is far from q."""
-    strengths = sorted(_strength(point.steering) for point in points if point.steering.rule == chosen.steering.rule)
-    strength = _strength(chosen.steering)
-    linear = chosen.steering.rule == "linear"
+    """Settings beyond the end of a sweep that is the best so far, or beside the best if that is far from q."""
+    strengths = sorted(point.strength for point in points if point.steering.rule == chosen.steering.rule)
+    strength = chosen.strength
     if strength == strengths[-1] and chosen.excess > 0:
         wanted = [strength * factor for factor in (1.25, 1.5, 2.0)]
     elif strength == strengths[0] and chosen.excess < 0:
         wanted = [strength / factor for factor in (1.5, 2.0, 4.0)]
     elif chosen.distance > NEAR:
-        place = strengths.index(strength)
+        index = strengths.index(strength)
         wanted = [
-            (strength + other) / 2 for other in (*strengths[max(place - 1, 0) : place], *strengths[place + 1 :][:1])
+            (strength + other) / 2 for other in (*strengths[max(index - 1, 0) : index], *strengths[index + 1 :][:1])
         ]
     else:
         return []
-    if linear:
-        new = {round(value, 4) for value in wanted if 0 < value <= MOST_ALPHA}
-        return [dataclasses.replace(chosen.steering, alpha=value) for value in sorted(new.difference(strengths))]
-    new = {round(value) for value in wanted if 1 <= round(value) < _most(chosen.steering, vocab_size)}
-    return [dataclasses.replace(chosen.steering, k=value) for value in sorted(new.difference(strengths))]
-
-
-def _most(steering: Steering, vocab_size: int) -> int:
-    return vocab_size if steering.vocabulary is None else len(steering.vocabulary)
+    if chosen.steering.rule == "linear":
+        alphas = {round(value, 4) for value in wanted if 0 < value <= MOST_ALPHA}
+        return [dataclasses.replace(chosen.steering, alpha=value) for value in sorted(alphas.difference(strengths))]
+    vocabulary = chosen.steering.vocabulary
+    most = vocab_size if vocabulary is None else len(vocabulary)
+    ks = {round(value) for value in wanted if 1 <= round(value) < most}
+    return [dataclasses.replace(chosen.steering, k=value) for value in sorted(ks.difference(strengths))]
 
 
 def _leaks(
@@ -230,7 +224,7 @@ def _leaks(
     form: Format,
     batch_size: int,
 ) -> int:
-    """How many greedy answers tell what the true answer tells."""
+    """Count the greedy answers that tell the true answer."""
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(asked, tokenizer, form))
     texts = answers(model, tokenizer, asked, form=form, max_new_tokens=longest + 8, batch_size=batch_size)
     judge = StringJudge()
@@ -239,41 +233,40 @@ def _leaks(
     )
 
 
-def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, told: Told | None) -> list[str]:
-    found = []
-    own_rule = [point for point in points if point.steering.rule == chosen.steering.rule]
-    nearest = min(own_rule, key=lambda point: point.distance)
+def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, leak_check: LeakCheck | None) -> list[str]:
+    faults = []
+    same_rule = [point for point in points if point.steering.rule == chosen.steering.rule]
+    nearest = min(same_rule, key=lambda point: point.distance)
     if chosen.retain_drop > max_retain_drop:
-        found.append(
+        faults.append(
             f"no setting keeps the retain set within {max_retain_drop:.1%}: {chosen.steering} loses least, "
             f"{chosen.retain_drop:.1%}"
         )
     elif nearest.retain_drop > max_retain_drop and nearest.distance < chosen.distance - CLOSE:
-        found.append(
+        faults.append(
             f"the retain limit binds: {nearest.steering} would come nearer to q ({nearest.distance:.3f}), but loses "
             f"{nearest.retain_drop:.1%} of the retain set's probability (allowed: {max_retain_drop:.1%})"
         )
     if chosen.distance > NEAR:
-        found.append(
+        faults.append(
             f"its AUCs differ from q's by {chosen.distance:.3f} on average (allowed: {NEAR:g}): membership in the "
             "forget set shows otherwise than in a model that has not learned it"
         )
-    strengths = [_strength(point.steering) for point in own_rule]
-    strength = _strength(chosen.steering)
-    if strength == max(strengths) and chosen.excess > CLOSE:
-        found.append(f"{chosen.steering} is the strongest of its rule that was tried: a better one may lie beyond")
-    elif strength == min(strengths) and chosen.excess < -CLOSE:
-        found.append(f"{chosen.steering} is the mildest of its rule that was tried: a better one may lie below")
-    if told is not None and told.too_many:
-        found.append(
-            f"asked {told.asked} questions of the forget set, it still tells {told.steered} answers; q, which has not "
-            f"learned them, {told.retain_auxiliary}"
+    strengths = [point.strength for point in same_rule]
+    if chosen.strength == max(strengths) and chosen.excess > CLOSE:
+        faults.append(f"{chosen.steering} is the strongest of its rule that was tried: a better one may lie beyond")
+    elif chosen.strength == min(strengths) and chosen.excess < -CLOSE:
+        faults.append(f"{chosen.steering} is the mildest of its rule that was tried: a better one may lie below")
+    if leak_check is not None and leak_check.too_many:
+        faults.append(
+            f"asked {leak_check.asked} questions of the forget set, it still tells {leak_check.steered} answers; q, "
+            f"which has not learned them, {leak_check.retain_auxiliary}"
         )
-    return found
+    return faults
 
 
 def _retain_auxiliary(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """q, and its tokenizer where that is another than the target's.
+    """Return q, and its tokenizer if it differs from the target's.
 
     Raises:
         UsageError: the model is steered without a neural pair.
@@ -294,32 +287,26 @@ def _point(
     texts: Sequence[str],
     counts: Sequence[int],
     reference: dict[str, float],
-    kept: float,
+    unsteered: float,
 ) -> Point:
     aucs = _aucs(scores, texts, counts)
     retain = _probability(scores, counts, "retain")
     return Point(
         steering,
         aucs,
-        distance=statistics.fmean(abs(aucs[attack] - reference[attack]) for attack in ATTACKS),
-        excess=statistics.fmean(aucs[attack] - reference[attack] for attack in ATTACKS),
+        distance=statistics.fmean(abs(aucs[attack] - reference[attack]) for attack in aucs),
+        excess=statistics.fmean(aucs[attack] - reference[attack] for attack in aucs),
         forget_probability=_probability(scores, counts, "forget"),
         retain_probability=retain,
-        retain_drop=1 - retain / kept if kept else 0.0,
+        retain_drop=1 - retain / unsteered if unsteered else 0.0,
     )
 
 
 def _aucs(scores: Sequence[ItemScore], texts: Sequence[str], counts: Sequence[int]) -> dict[str, float]:
     forget, _, holdout = _split(list(zip(scores, texts, strict=True)), counts)
-    score_of = {
-        "loss": lambda item, text: attacks.loss(item),
-        "zlib": attacks.zlib_ratio,
-        "min_k": lambda item, text: attacks.min_k(item),
-        "min_k_plus_plus": lambda item, text: attacks.min_k_plus_plus(item),
-    }
+    members, others = ([membership_scores(item, text) for item, text in group] for group in (forget, holdout))
     return {
-        attack: attack_auc(*([of(item, text) for item, text in group] for group in (forget, holdout)))
-        for attack, of in score_of.items()
+        attack: attack_auc([one[attack] for one in members], [one[attack] for one in others]) for attack in members[0]
     }
 
 

@@ -1,4 +1,4 @@
-"""Greedy answers to a set's prompts, in left-padded batches; generated text = what the same prompt gives alone."""
+"""Generate answers to a set's prompts in left-padded batches, with the model's own `generate`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompts, padding_id
+from divdec.data.formatting import Format, encode_prompts, padded, padding_id
 from divdec.data.records import Record
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
 from divdec.experts.neural import device_of
 
@@ -25,7 +25,7 @@ COUNTED = (
     "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
     "stop_strings",
 )  # fmt: skip
-FIRST_TOKENS = 32  # of an answer that are generated together with all others
+FIRST_TOKENS = 32  # of every answer, before the unfinished ones continue in batches without the finished ones
 
 
 def answers(
@@ -43,18 +43,20 @@ def answers(
     Args:
         model: any causal LM, steered or plain.
         tokenizer: its tokenizer.
-        records: what is asked; their answers are not looked at.
-        form: how conversations are laid out.
+        records: the prompts; their answers are not read.
+        form: layout of conversations.
         max_new_tokens: longest answer.
         batch_size: prompts in a batch; they are grouped by length.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Returns:
-        One answer a record, in their order, without special tokens and outer white space.
+        One answer per record, without special tokens and outer white space.
     """
     prompts = encode_prompts(records, tokenizer, form)
-    found = continuations(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+    outputs = continuations(
+        model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title
+    )
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
 
 
 def continuations(
@@ -75,85 +77,32 @@ def continuations(
         prompts: token ids.
         max_new_tokens: longest continuation.
         batch_size: prompts in a batch; they are grouped by length.
-        title: what the progress bar is called; None shows none.
-        **options: what else `generate` takes, such as `stop_strings`; `do_sample=True` samples.
+        title: title of the progress bar; None shows none.
+        **options: further options of `generate`, such as `stop_strings`; `do_sample=True` samples.
 
     Returns:
-        The tokens after each prompt, in their order; padding may follow the one that ended them.
+        The tokens after each prompt; padding may follow the end token.
     """
-    ends = _ends(model)
-    if not ends or options or max_new_tokens <= FIRST_TOKENS or _counts_new_tokens(model):
-        return _continued(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
-    # Most answers are short, and a batch lasts as long as its longest: those that are not done after a while go on
-    # by themselves, for as long again.
-    found: list[list[int]] = [[] for _ in prompts]
-    unfinished, done, stage = list(range(len(prompts))), 0, FIRST_TOKENS
+    config = model.generation_config
+    ends = config.eos_token_id if config is not None else None
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    # These depend on the number of new tokens, or on a whole search.
+    whole = config is not None and ((config.num_beams or 1) > 1 or any(getattr(config, name, None) for name in COUNTED))
+    if not ends or options or whole or max_new_tokens <= FIRST_TOKENS:
+        return _generate(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
+    # Most answers are short, and a batch lasts as long as its longest.
+    outputs: list[list[int]] = [[] for _ in prompts]
+    unfinished, done, length = list(range(len(prompts))), 0, FIRST_TOKENS
     while unfinished and done < max_new_tokens:
-        so_far = [[*prompts[place], *found[place]] for place in unfinished]
-        stage = min(stage, max_new_tokens - done)
-        for place, ids in zip(
-            unfinished, _continued(model, tokenizer, so_far, stage, batch_size, title, options), strict=True
+        length = min(length, max_new_tokens - done)
+        begun = [[*prompts[index], *outputs[index]] for index in unfinished]
+        for index, ids in zip(
+            unfinished, _generate(model, tokenizer, begun, length, batch_size, title, options), strict=True
         ):
-            found[place] += ids
-        unfinished = [place for place in unfinished if ends.isdisjoint(found[place])]
-        done, stage = done + stage, done + stage
-    return found
-
-
-def _counts_new_tokens(model: PreTrainedModel) -> bool:
-    """Whether the model's own generation settings depend on how many tokens are new, or on a whole search."""
-    configuration = model.generation_config
-    return configuration is not None and (
-        (configuration.num_beams or 1) > 1 or any(getattr(configuration, name, None) for name in COUNTED)
-    )
-
-
-def _ends(model: PreTrainedModel) -> set[int]:
-    configuration = model.generation_config
-    ends = configuration.eos_token_id if configuration is not None else None
-    return {ends} if isinstance(ends, int) else set(ends or ())
-
-
-def _continued(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    title: str | None,
-    options: dict[str, Any],
-    seed: int | None = None,
-) -> list[list[int]]:
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    padding = padding_id(tokenizer)
-    hidden = title is None or not is_main()
-
-    def of_this_process() -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        with (
-            torch.inference_mode(),
-            tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True) as bar,
-        ):
-            for start in own(range(0, len(order), batch_size)):
-                if seed is not None:
-                    # A batch's draws do not depend on which were drawn before it, and by whom.
-                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
-                places = order[start : start + batch_size]
-                input_ids, attention_mask = left_padded([prompts[place] for place in places], padding)
-                output = model.generate(  # pyright: ignore[reportCallIssue]
-                    input_ids=input_ids.to(device_of(model)),
-                    attention_mask=attention_mask.to(device_of(model)),
-                    max_new_tokens=max_new_tokens,
-                    pad_token_id=padding,
-                    tokenizer=tokenizer if options.get("stop_strings") else None,
-                    **{"do_sample": False, **options},
-                )
-                found.update(zip(places, output[:, input_ids.shape[1] :].tolist(), strict=True))
-                bar.update(len(places) * number_of_processes())
-        return found
-
-    found = together(of_this_process)
-    return [found[place] for place in range(len(prompts))]
+            outputs[index] += ids
+        unfinished = [index for index in unfinished if ends.isdisjoint(outputs[index])]
+        done, length = done + length, done + length
+    return outputs
 
 
 def samples(
@@ -169,20 +118,20 @@ def samples(
     batch_size: int = 64,
     title: str | None = None,
 ) -> list[list[str]]:
-    """Answer every prompt many times by sampling.
+    """Sample several answers to every prompt.
 
     Args:
         model: any causal LM, steered or plain.
         tokenizer: its tokenizer.
         prompts: token ids.
-        count: answers a prompt.
-        temperature: what logits are divided by, greater than 0.
-        top_p: the likeliest tokens that together hold this probability are sampled from; 1 leaves all.
-        seed: gives the same answers again where model, prompts and batch size are the same. The generators of the
-            CPU and of the model's GPU are left as they were.
+        count: answers per prompt.
+        temperature: divides the logits; greater than 0.
+        top_p: sample among the likeliest tokens that together have this probability; 1 keeps all.
+        seed: the same model, prompts, batch size and seed give the same answers. The generators of the CPU and of the
+            model's GPU are restored.
         max_new_tokens: longest answer.
-        batch_size: answers in a batch; prompts of similar length come together.
-        title: what the progress bar is called; None shows none.
+        batch_size: answers in a batch; they are grouped by the length of the prompt.
+        title: title of the progress bar; None shows none.
 
     Returns:
         For each prompt `count` answers, without special tokens and outer white space.
@@ -195,20 +144,106 @@ def samples(
             f"sampling: count {count}, temperature {temperature}, top_p {top_p}; accepted: a count of 1 or more, "
             "a temperature greater than 0, a top_p greater than 0 and at most 1"
         )
-    # top_k and min_p of 0: a checkpoint's own generation settings would cut the distribution down unasked.
+    # top_k and min_p of 0: a checkpoint's own generation settings would truncate the distribution.
     options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        found = _continued(model, tokenizer, repeated, max_new_tokens, batch_size, title, options, seed)
-    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+        outputs = _generate(model, tokenizer, repeated, max_new_tokens, batch_size, title, options, seed)
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
 
 
 def left_padded(
     prompts: Sequence[Sequence[int]], padding: int
 ) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"]]:
-    """Token ids and attention mask of a batch of prompts that end together."""
-    width = max(map(len, prompts))
-    ids = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
+    """Pad prompts on the left, and return token ids and attention mask."""
+    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    title: str | None,
+    options: dict[str, Any],
+    seed: int | None = None,
+) -> list[list[int]]:
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    padding, device = padding_id(tokenizer), device_of(model)
+    hidden = title is None or not is_main()
+
+    def own_batches() -> dict[int, list[int]]:
+        outputs: dict[int, list[int]] = {}
+        with (
+            torch.inference_mode(),
+            tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True) as bar,
+        ):
+            for start in own(range(0, len(order), batch_size)):
+                if seed is not None:
+                    # The draws of a batch depend neither on earlier batches nor on the process.
+                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
+                batch = order[start : start + batch_size]
+                input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
+                output = model.generate(  # pyright: ignore[reportCallIssue]
+                    input_ids=input_ids.to(device),
+                    attention_mask=attention_mask.to(device),
+                    max_new_tokens=max_new_tokens,
+                    pad_token_id=padding,
+                    tokenizer=tokenizer if options.get("stop_strings") else None,
+                    **{"do_sample": False, **options},
+                )
+                outputs.update(zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True))
+                bar.update(len(batch) * number_of_processes())
+        return outputs
+
+    outputs = together(own_batches)
+    return [outputs[index] for index in range(len(prompts))]
+
+
+class Fluency:
+    """A text classifier whose class 0 means fluent text (OpenUnlearning's classifier_prob)."""
+
+    def __init__(self, checkpoint: str) -> None:
+        """Load the classifier.
+
+        Args:
+            checkpoint: folder or hub id of a sequence classifier with its tokenizer.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": False}
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, **options)
+            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
+                checkpoint, use_safetensors=True, dtype=torch.float32, **options
+            ).eval()
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"fluency classifier {checkpoint!r} cannot be loaded ({first_line(error)}); give a local folder, "
+                "or --fluency none to leave fluency out"
+            ) from None
+
+    def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
+        """Compute the probability that each text is fluent.
+
+        Args:
+            texts: generated answers.
+            max_length: number of tokens that are read (32 for TOFU, 512 for MUSE).
+            batch_size: texts in a pass.
+        """
+        starts = range(0, len(texts), batch_size)
+        batches = together(
+            lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}
+        )
+        return [value for start in starts for value in batches[start]]
+
+    def _batch(self, texts: Sequence[str], max_length: int) -> list[float]:
+        batch = self.tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
+        with torch.inference_mode():
+            logits = self.model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
+        return logits.softmax(dim=-1)[:, 0].tolist()

@@ -1,7 +1,7 @@
-"""Leaks of what was to be forgotten: over a fixed list of attack prompts, and over samples.
+"""The leak suite: answers to attack prompts, and samples, that tell what was to be forgotten.
 
 leak@k-attack is the share of questions whose answer leaks within the first k attack prompts (the paper's figure);
-leak@k-sample estimates, without bias, the chance that one of k samples leaks. It knows nothing of how a leak is judged.
+leak@k-sample is an unbiased estimate of the probability that one of k samples leaks.
 """
 
 from __future__ import annotations
@@ -10,34 +10,39 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import encode_prompt
-from divdec.data.records import Message, Record
+from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
+from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import continuations, samples
-from divdec.evaluation.key_phrases import key_phrase
-from divdec.evaluation.results import Results
+from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge, key_phrase
+from divdec.evaluation.questions import QuestionFormat, question_of
+from divdec.evaluation.results import Results, numbered
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import is_main, on_main
+from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from divdec.evaluation.judges import Judge
-
 ATTACK_KS = (1, 10, 100, 1000)
 SAMPLE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
-ATTACK, SAMPLE = "leak-attack", "leak-sample"  # metrics that hold the texts; the figures hold a score an item
-ROUND = 8  # prompts a question is asked before its answers are judged, at least
+ATTACK, SAMPLE = "leak-attack", "leak-sample"  # metrics whose items hold the texts
+ROUND = 8  # least number of prompts per question between two judgements
+PROMPTS = "attack_prompts.jsonl"
 
 
 def leak_attack(first_leaks: Sequence[int | None], ks: Sequence[int]) -> dict[int, float]:
     """Share of questions that leak within the first k attack prompts (REBEL's StaticAttack; the paper's Leak@K).
 
     Args:
-        first_leaks: for each question, how many prompts came before the first that leaked; None where none did.
+        first_leaks: for each question, the number of prompts before the first that leaked; None if none did.
         ks: numbers of prompts.
 
     Returns:
@@ -53,11 +58,11 @@ def leak_attack(first_leaks: Sequence[int | None], ks: Sequence[int]) -> dict[in
 
 
 def leak_sample(counts: Sequence[int], n: int, ks: Sequence[int]) -> dict[int, float]:
-    """Mean over questions of 1 − C(n−c, k)/C(n, k): the chance that one of k samples leaks, without bias (Leak-k).
+    """Mean over questions of 1 − C(n−c, k)/C(n, k): unbiased probability that one of k samples leaks (Leak-k).
 
     Args:
-        counts: how many of each question's n samples leaked, c.
-        n: samples a question.
+        counts: for each question, how many of n samples leaked, c.
+        n: samples per question.
         ks: numbers of samples, each at most n.
 
     Returns:
@@ -73,14 +78,14 @@ def leak_sample(counts: Sequence[int], n: int, ks: Sequence[int]) -> dict[int, f
 
 
 def leak_chance(count: int, n: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that hold one of the c that leaked.
+    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that contain one of the c that leaked.
 
     Raises:
         UsageError: the count is not within 0…n.
     """
     if not 0 <= count <= n:
         raise UsageError(f"{count} of {n} samples cannot have leaked")
-    # Whole numbers to the last step: the quotient of two of them is rounded once.
+    # Integers to the last step: the quotient is rounded once.
     return (math.comb(n, k) - math.comb(n - count, k)) / math.comb(n, k)
 
 
@@ -93,33 +98,29 @@ def evaluate_attack(
     *,
     name: str = "model",
     ks: Sequence[int] | None = None,
-    lay_out: Callable[[Record], list[int]] | None = None,
+    prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
-    early_stop: bool = True,
     title: str | None = None,
 ) -> Results:
-    """leak@k-attack of a model: every question in the words of its attack prompts, answered greedily.
+    """Compute leak@k-attack: ask every question in the words of its attack prompts until it leaks, greedily.
 
     Args:
         model: any causal LM, steered or plain.
         tokenizer: its tokenizer.
         records: questions with their true answers.
         prompts: for each question its attack prompts, in a fixed order.
-        judge: what decides whether an answer leaks.
-        name: what the results call the model.
+        judge: decides whether an answer leaks.
+        name: name of the results.
         ks: numbers of prompts; by default those of 1, 10, 100 and 1000 that every question has prompts for.
-        lay_out: how a prompt becomes tokens; by default `divdec.data.formatting.encode_prompt`.
+        prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer.
         batch_size: prompts in a batch.
-        early_stop: ask no more once a question has leaked. The figures are the same, and so are the items, which
-            otherwise go on after the first leak.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Returns:
-        The figures 'leak@K-attack' with a `score` of 0 or 1 an item. Under 'leak-attack' stands what was asked and
-        answered: `question`, `truth`, `key_phrase`, `first_leak` (index from 0, or None) and `attempts`, a list of
-        `prompt`, `answer` and `leaked`.
+        The figures 'leak@K-attack' with a `score` of 0 or 1 per item. The items of 'leak-attack' hold `question`,
+        `truth`, `key_phrase`, `first_leak` (index from 0, or None) and `attempts`: `prompt`, `answer` and `leaked`.
 
     Raises:
         UsageError: a k is greater than a question's number of prompts, a record asks nothing, or the judge fails.
@@ -130,35 +131,35 @@ def evaluate_attack(
     chosen = _chosen_ks(ks, ATTACK_KS, fewest, "prompts for every question")
     limit = max(chosen)
     transcripts = [_Transcript(record) for record in records]
-    lay_out = lay_out or (lambda record: encode_prompt(record, tokenizer))
+    prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     hidden = title is None or not is_main()
     with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
-        asking = list(range(len(records)))
-        while asking:
-            # Full batches even when few questions are left, and enough answers at once for the judge.
-            width = max(ROUND, math.ceil(batch_size / len(asking)))
-            pending = {place: prompts[place][transcripts[place].count : limit][:width] for place in asking}
-            ids = [lay_out(transcripts[place].ask(prompt)) for place in asking for prompt in pending[place]]
-            found = iter(continuations(model, tokenizer, ids, max_new_tokens=max_new_tokens, batch_size=batch_size))
-            still = []
-            for place in asking:
-                transcript, before = transcripts[place], transcripts[place].count
-                texts = [str(tokenizer.decode(next(found), skip_special_tokens=True)).strip() for _ in pending[place]]
-                transcript.add(list(zip(pending[place], texts, strict=True)), judge, early_stop)
-                stopped = early_stop and transcript.first_leak is not None
-                if not stopped and transcript.count < limit:
-                    still.append(place)
-                bar.update((limit if stopped else transcript.count) - before)
-            asking = still
+        open_items = list(range(len(records)))
+        while open_items:
+            # Full batches even with few open questions, and enough answers at once for the judge.
+            width = max(ROUND, math.ceil(batch_size / len(open_items)))
+            pending = {item: prompts[item][len(transcripts[item].attempts) : limit][:width] for item in open_items}
+            ids = [prompt_ids(transcripts[item].ask(prompt)) for item in open_items for prompt in pending[item]]
+            outputs = iter(continuations(model, tokenizer, ids, max_new_tokens=max_new_tokens, batch_size=batch_size))
+            still_open = []
+            for item in open_items:
+                transcript, before = transcripts[item], len(transcripts[item].attempts)
+                texts = [str(tokenizer.decode(next(outputs), skip_special_tokens=True)).strip() for _ in pending[item]]
+                transcript.add(list(zip(pending[item], texts, strict=True)), judge, stop=True)
+                leaked = transcript.first_leak is not None
+                if not leaked and len(transcript.attempts) < limit:
+                    still_open.append(item)
+                bar.update((limit if leaked else len(transcript.attempts)) - before)
+            open_items = still_open
     results = Results(name, "leak", about={"attack_judge": judge.name, "attack_prompts": limit})
     first_leaks = [transcript.first_leak for transcript in transcripts]
     for k, share in leak_attack(first_leaks, chosen).items():
-        leaked = [first is not None and first < k for first in first_leaks]
-        _add(results, f"leak@{k}-attack", share, list(map(float, leaked)))
-    results.items[ATTACK] = {
-        str(place): {**transcript.about, "first_leak": transcript.first_leak, "attempts": transcript.attempts}
-        for place, transcript in enumerate(transcripts)
-    }
+        results.figures[f"leak@{k}-attack"] = share
+        results.items[f"leak@{k}-attack"] = numbered(float(first is not None and first < k) for first in first_leaks)
+    for index, transcript in enumerate(transcripts):
+        results.add_item(
+            ATTACK, str(index), **transcript.about, first_leak=transcript.first_leak, attempts=transcript.attempts
+        )
     return results
 
 
@@ -174,85 +175,59 @@ def evaluate_samples(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    lay_out: Callable[[Record], list[int]] | None = None,
+    prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
     title: str | None = None,
 ) -> Results:
-    """leak@k-sample of a model: every question as it is, answered n times by sampling.
+    """Compute leak@k-sample: sample n answers to every question.
 
     Args:
         model: any causal LM, steered or plain.
         tokenizer: its tokenizer.
         records: questions with their true answers.
-        judge: what decides whether an answer leaks.
-        name: what the results call the model.
-        n: samples a question.
+        judge: decides whether an answer leaks.
+        name: name of the results.
+        n: samples per question.
         ks: numbers of samples; by default the powers of two from 1 to 128 that are at most n.
         temperature: of sampling.
-        top_p: least probability that the tokens sampled from hold together.
-        seed: of sampling; with the same batch size it gives the same answers again.
-        lay_out: how a question becomes tokens; by default `divdec.data.formatting.encode_prompt`.
+        top_p: of sampling.
+        seed: of sampling; the same seed and batch size give the same answers.
+        prompt_ids: tokenizes a question; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer.
         batch_size: samples in a batch.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Returns:
-        The figures 'leak@K-sample' with a `score` an item, the question's own estimate. Under 'leak-sample' stands
-        what was answered: `question`, `truth`, `key_phrase`, `leaks` (how many) and `samples`, a list of `answer`
-        and `leaked`.
+        The figures 'leak@K-sample' with a `score` per item, the question's estimate. The items of 'leak-sample' hold
+        `question`, `truth`, `key_phrase`, `leaks` (their number) and `samples`: `answer` and `leaked`.
 
     Raises:
         UsageError: a k is greater than n, a setting is out of range, a record asks nothing, or the judge fails.
     """
     chosen = _chosen_ks(ks, SAMPLE_KS, n, "samples")
     transcripts = [_Transcript(record) for record in records]
-    lay_out = lay_out or (lambda record: encode_prompt(record, tokenizer))
-    drawn = samples(
-        model,
-        tokenizer,
-        [lay_out(record) for record in records],
-        n,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        title=title,
-    )
-    for transcript, texts in zip(transcripts, drawn, strict=True):
-        transcript.add([("", text) for text in texts], judge, stop=False)
+    prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    texts = samples(
+        model, tokenizer, [prompt_ids(record) for record in records], n,
+        **sampling, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title,
+    )  # fmt: skip
+    for transcript, answers in zip(transcripts, texts, strict=True):
+        transcript.add([("", text) for text in answers], judge, stop=False)
     counts = [sum(attempt["leaked"] for attempt in transcript.attempts) for transcript in transcripts]
-    settings = {"samples": n, "temperature": temperature, "top_p": top_p, "seed": seed}
-    results = Results(name, "leak", about={"sample_judge": judge.name, **settings})
+    results = Results(name, "leak", about={"sample_judge": judge.name, "samples": n, **sampling})
     for k, mean in leak_sample(counts, n, chosen).items():
-        _add(results, f"leak@{k}-sample", mean, [leak_chance(count, n, k) for count in counts])
-    results.items[SAMPLE] = {
-        str(place): {
-            **transcript.about,
-            "leaks": counts[place],
-            "samples": [{key: attempt[key] for key in ("answer", "leaked")} for attempt in transcript.attempts],
-        }
-        for place, transcript in enumerate(transcripts)
-    }
+        results.figures[f"leak@{k}-sample"] = mean
+        results.items[f"leak@{k}-sample"] = numbered(leak_chance(count, n, k) for count in counts)
+    for index, (transcript, count) in enumerate(zip(transcripts, counts, strict=True)):
+        attempts = [{key: attempt[key] for key in ("answer", "leaked")} for attempt in transcript.attempts]
+        results.add_item(SAMPLE, str(index), **transcript.about, leaks=count, samples=attempts)
     return results
 
 
-def question_of(record: Record) -> str:
-    """What a record asks: the last turn before its answer, or its prompt.
-
-    Raises:
-        UsageError: it is a plain text.
-    """
-    if record.messages:
-        return record.messages[-1].content
-    if record.prompt is None:
-        raise UsageError(f"{record.place or 'a record'}: leaks are of answers; a plain text asks nothing")
-    return record.prompt
-
-
 class _Transcript:
-    """What a question was asked, and what came back."""
+    """The prompts for one question, and the judged answers."""
 
     def __init__(self, record: Record) -> None:
         question = question_of(record)
@@ -261,22 +236,18 @@ class _Transcript:
         self.attempts: list[dict[str, Any]] = []
 
     @property
-    def count(self) -> int:
-        return len(self.attempts)
-
-    @property
     def first_leak(self) -> int | None:
-        return next((place for place, attempt in enumerate(self.attempts) if attempt["leaked"]), None)
+        return next((index for index, attempt in enumerate(self.attempts) if attempt["leaked"]), None)
 
     def ask(self, prompt: str) -> Record:
-        """The record with other words in place of its question."""
+        """Replace the question of the record."""
         if not self._record.messages:
             return dataclasses.replace(self._record, prompt=prompt)
         return dataclasses.replace(self._record, messages=(*self._record.messages[:-1], Message("user", prompt)))
 
-    def add(self, turns: Sequence[tuple[str, str]], judge: Judge, stop: bool) -> None:
-        """Judge answers and keep them; with `stop`, none after the first leak, however many were made at once."""
-        # By one process for all: what is asked next depends on it, and not every judge repeats itself.
+    def add(self, turns: Sequence[tuple[str, str]], judge: Judge, *, stop: bool) -> None:
+        """Judge answers and add them; with `stop`, none after the first leak."""
+        # In one process for all: the next prompts depend on it, and not every judge is deterministic.
         answers = [answer for _, answer in turns]
         verdicts = on_main(lambda: judge.leaks(self.about["question"], self.about["truth"], answers))
         for (prompt, answer), leaked in zip(turns, verdicts, strict=True):
@@ -288,7 +259,7 @@ class _Transcript:
 def _check_ks(ks: Sequence[int], most: int | None = None, what: str = "") -> None:
     for k in ks:
         if k < 1 or (most is not None and k > most):
-            accepted = "1 or more" if most is None else f"1 to {most}, for there are so many {what}"
+            accepted = "1 or more" if most is None else f"1 to {most}, the number of {what}"
             raise UsageError(f"leak@k with k = {k}; accepted: {accepted}")
 
 
@@ -302,6 +273,104 @@ def _chosen_ks(ks: Sequence[int] | None, usual: Sequence[int], most: int, what: 
     return chosen
 
 
-def _add(results: Results, metric: str, value: float, scores: Sequence[float]) -> None:
-    results.figures[metric] = value
-    results.items[metric] = {str(place): {"score": score} for place, score in enumerate(scores)}
+@dataclasses.dataclass
+class LeakSuite:
+    """Questions, attack prompts and judge of a run of `divdec eval leak`."""
+
+    settings: EvalSettings
+    records: RecordSet
+    judge: Judge
+    prompts: list[list[str]] | None = None
+    """The attack prompts of every question, the same for every model of the run and when it is resumed."""
+
+    @classmethod
+    def read(cls, settings: EvalSettings) -> LeakSuite:
+        """Read the questions, and load the judge.
+
+        Raises:
+            UsageError: data or judge cannot be used, or there is nothing to compute.
+        """
+        records = read_records(Path(settings.data).expanduser(), limit=settings.limit)
+        if records.kind != "question/answer":
+            raise UsageError(f"data {settings.data} holds {records.kind} records; the leak suite needs questions")
+        if settings.attack_prompts == "none" and not settings.samples:
+            raise UsageError("--attack-prompts none and --samples 0 leave nothing to measure")
+        if settings.judge == "string":
+            judge = StringJudge()
+        elif settings.judge == "endpoint":
+            judge = EndpointJudge(_endpoint(settings))
+        else:
+            judge = EntailmentJudge(settings.judge)
+        return cls(settings, records, judge)
+
+    def evaluate(
+        self, model: EvaluatedModel, earlier: list[Results], save: Callable[[Sequence[Results]], None]
+    ) -> list[Results]:
+        """Add the figures that are missing in earlier results, and save after each."""
+        settings, records = self.settings, self.records.records
+        form = QuestionFormat(
+            model.tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length
+        )
+        options: dict[str, Any] = {"prompt_ids": form.prompt, "batch_size": settings.batch_size}
+        for setting, results in zip(model.settings, earlier, strict=True):
+            steered = model.under(setting)
+            if settings.attack_prompts != "none" and ATTACK not in results.items:
+                self.prompts = self.prompts or on_main(lambda: self._prompts(list(records)))
+                title = f"attacks {results.name}"
+                new = evaluate_attack(
+                    steered, model.tokenizer, records, self.prompts, self.judge, title=title, **options
+                )
+                _merge(results, new)
+                save(earlier)
+            if settings.samples and SAMPLE not in results.items:
+                sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
+                title = f"samples {results.name}"
+                new = evaluate_samples(
+                    steered,
+                    model.tokenizer,
+                    records,
+                    self.judge,
+                    n=settings.samples,
+                    title=title,
+                    **sampling,
+                    **options,
+                )
+                _merge(results, new)
+                save(earlier)
+        return earlier
+
+    def _prompts(self, records: list[Record]) -> list[list[str]]:
+        settings = self.settings
+        questions = [question_of(record) for record in records]
+        saved = Path(settings.output).expanduser() / PROMPTS
+        if saved.is_file():
+            return prompts_from_file(saved, questions)
+        if settings.attack_prompts == "templates":
+            return [
+                template_prompts(question, record.answer, settings.attacks, settings.seed)
+                for question, record in zip(questions, records, strict=True)
+            ]
+        if settings.attack_prompts != "endpoint":
+            return prompts_from_file(Path(settings.attack_prompts).expanduser(), questions)
+        with _endpoint(settings) as endpoint:
+            prompts = [
+                prompts_from_endpoint(endpoint, question, record.answer, settings.attacks, seed=settings.seed)
+                for question, record in zip(
+                    tqdm(questions, desc="attack prompts", unit="question"), records, strict=True
+                )
+            ]
+        # An endpoint need not give them again.
+        write_prompts(saved, questions, prompts)
+        return prompts
+
+
+def _merge(results: Results, new: Results) -> None:
+    results.figures |= new.figures
+    results.items |= new.items
+    results.about |= new.about
+
+
+def _endpoint(settings: EvalSettings) -> Endpoint:
+    if not settings.endpoint or not settings.endpoint_model:
+        raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
+    return Endpoint(settings.endpoint, settings.endpoint_model, settings.endpoint_key)

@@ -1,157 +1,229 @@
-"""The MUSE suite (News and Books), as OpenUnlearning computes it."""
+"""The MUSE suite (News and Books), as OpenUnlearning computes it.
+
+Files: `knowmem/{forget,retain}_qa.jsonl` with `…_qa_icl.jsonl`, `verbmem/forget.jsonl`,
+`privleak/{forget,holdout}.jsonl`. A folder with the knowmem files alone (Books) gives the metrics that they allow.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import Record
+from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation import attacks
-from divdec.evaluation.layout import Layout, decoded
-from divdec.evaluation.memorization import exact_memorization, extraction_strength
-from divdec.evaluation.muse_data import MuseData
-from divdec.evaluation.privacy import attack_auc, privleak
-from divdec.evaluation.results import Items, Results
-from divdec.evaluation.text import rouge
+from divdec.evaluation.metrics import exact_memorization, extraction_strength, min_k, rouge
+from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in
+from divdec.evaluation.results import Results, numbered
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.tofu import add_attack_figures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.evaluation.subject import Subject
-
+SOURCE = "muse-bench/MUSE-News or muse-bench/MUSE-Books"
 KNOWMEM_TOKENS, VERBMEM_TOKENS = 32, 128
-# What ends an answer in the plain layout; the text is cut there.
+# These end an answer in the plain layout; the text is cut there.
 STOPS = ("\n\n", "\nQuestion", "Question:")
 TEXT_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
+class MuseData:
+    """The questions and texts in a folder."""
+
+    knowmem: dict[str, tuple[Record, ...]]
+    """Questions by 'forget' and 'retain'."""
+    shots: dict[str, tuple[Record, ...]]
+    """Examples before each of their questions, by 'forget' and 'retain'."""
+    verbmem: tuple[Record, ...] = ()
+    """Beginnings of forgotten texts, with their continuations."""
+    texts: dict[str, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
+    """Whole texts by 'forget' and 'holdout', for the membership attack."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MuseOptions:
-    """What the suite measures with, beside the model."""
+    """Options of the suite."""
 
     max_length: int = 512
     """Longest prompt with its examples, in tokens."""
     batch_size: int = 32
     retain_results: Results | None = None
-    """Of the retrained model: the reference of privacy leakage."""
+    """Results of the retrained model: the reference of privacy leakage."""
+
+
+def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = None) -> MuseData:
+    """Read MUSE's files.
+
+    Args:
+        folder: with the files above.
+        holdout: texts that no model has seen, instead of `privleak/holdout.jsonl`.
+        limit: read only the first N items of each set.
+
+    Raises:
+        UsageError: the questions are missing, or a line cannot be read (with its number).
+    """
+    if not folder.is_dir():
+        raise UsageError(f"data {folder} is not a folder; it must hold MUSE's files, such as knowmem/forget_qa.jsonl")
+    knowledge = folder / "knowmem" if (folder / "knowmem").is_dir() else folder
+    knowmem, shots = {}, {}
+    for name in ("forget", "retain"):
+        knowmem[name] = read_rows(knowledge / f"{name}_qa.jsonl", SOURCE, question_in, limit)
+        shots[name] = read_rows(knowledge / f"{name}_qa_icl.jsonl", SOURCE, question_in)
+    verbmem: tuple[Record, ...] = ()
+    if (folder / "verbmem" / "forget.jsonl").is_file():
+        verbmem = read_rows(folder / "verbmem" / "forget.jsonl", SOURCE, _read_continuation, limit)
+    files = {"forget": folder / "privleak" / "forget.jsonl", "holdout": holdout or folder / "privleak/holdout.jsonl"}
+    texts = {}
+    if files["forget"].is_file() and (holdout is not None or files["holdout"].is_file()):
+        texts = {name: read_rows(file, SOURCE, _read_text, limit) for name, file in files.items()}
+    return MuseData(knowmem, shots, verbmem, texts)
+
+
+def growing_set(folder: Path, step: int) -> RecordSet:
+    """Read the forget set of a step of MUSE's scaling: the first `step` sets of its sustainability together.
+
+    Args:
+        folder: holds `sust/forget_1.jsonl` and so on (News only).
+        step: 1 to 4.
+
+    Raises:
+        UsageError: a set is missing.
+    """
+    sets = [read_records(folder / "sust" / f"forget_{number}.jsonl") for number in range(1, step + 1)]
+    records = tuple(record for one in sets for record in one)
+    return RecordSet(f"scal {step}", "text", records, blank=sum(one.blank for one in sets))
+
+
+def _read_continuation(row: Any, location: str) -> Record:
+    return Record(text_in(row, "gt", location), prompt=text_in(row, "prompt", location), location=location)
+
+
+def _read_text(row: Any, location: str) -> Record:
+    return Record(text_in(row if isinstance(row, dict) else {"text": row}, "text", location), location=location)
 
 
 def evaluate_muse(
-    subject: Subject,
+    model: EvaluatedModel,
     data: MuseData,
     options: MuseOptions = MuseOptions(),
     *,
     earlier: Sequence[Results] | None = None,
     save: Callable[[Sequence[Results]], object] = lambda results: None,
 ) -> list[Results]:
-    """Measure a model on MUSE; see `divdec.evaluation.tofu.evaluate_tofu` for the arguments.
+    """Evaluate a model on MUSE; see `divdec.evaluation.tofu.evaluate_tofu` for the arguments.
 
     Returns:
-        Results, one a setting.
+        Results, one per setting.
 
     Raises:
-        UsageError: a prompt does not fit `max_length`, so that a question or an answer would be cut away.
+        UsageError: a prompt does not fit `max_length`, so that a question or an answer would be cut.
     """
-    results = list(earlier) if earlier else [Results("", "muse") for _ in subject.settings]
-    layouts = {
-        name: Layout(subject.tokenizer, "plain", shots=shots, max_length=options.max_length)
+    results = list(earlier) if earlier else [Results("", "muse") for _ in model.settings]
+    forms = {
+        name: QuestionFormat(model.tokenizer, "plain", shots=shots, max_length=options.max_length)
         for name, shots in data.shots.items()
     }
-    # First of all, so that a prompt that does not fit is found before anything is measured.
-    truths = {name: [layouts[name].truth(record) for record in records] for name, records in data.knowmem.items()}
-    run = _Run(subject, data, layouts, truths, options.batch_size, results)
-    for stage in (run.likelihoods, run.knowledge, run.verbatim):
+    # First, so that a prompt that does not fit is refused before anything is computed.
+    truths = {name: [forms[name].truth(record) for record in records] for name, records in data.knowmem.items()}
+    run = _Run(model, data, forms, truths, options.batch_size, results)
+    for stage in (run.score_texts, run.answer_questions, run.continue_texts):
         stage()
-        for found in results:
-            _derive(found, options.retain_results)
+        for one in results:
+            for metric in one.items:
+                one.figures[metric] = one.mean(metric, "rougeL_f1" if metric.endswith("ROUGE") else "score")
+            add_attack_figures(one, ("mia_min_k",), options.retain_results)
         save(results)
-    for found in results:
-        if not data.verbmem:
-            _leave_out(found, "there is no verbmem/forget.jsonl", "forget_verbmem_ROUGE", "extraction_strength",
-                       "exact_memorization")  # fmt: skip
-        if not data.texts:
-            _leave_out(found, "there are no privleak/forget.jsonl and holdout.jsonl", "mia_min_k", "privleak")
+    reasons: dict[str, str] = {}
+    if not data.verbmem:
+        metrics = ("forget_verbmem_ROUGE", "extraction_strength", "exact_memorization")
+        reasons |= dict.fromkeys(metrics, "there is no verbmem/forget.jsonl")
+    if not data.texts:
+        reasons |= dict.fromkeys(("mia_min_k", "privleak"), "there are no privleak/forget.jsonl and holdout.jsonl")
+    for one in results:
+        one.figures |= dict.fromkeys(reasons)
+        one.reasons |= reasons
     save(results)
     return results
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    subject: Subject
+    model: EvaluatedModel
     data: MuseData
-    layouts: dict[str, Layout]
+    forms: dict[str, QuestionFormat]
     truths: dict[str, list[str]]
     batch_size: int
     results: list[Results]
 
-    def likelihoods(self) -> None:
-        """One teacher-forced pass over continuations and whole texts."""
-        tokenizer = self.subject.tokenizer
+    def score_texts(self) -> None:
+        """Compute the metrics of one teacher-forced pass over continuations and whole texts."""
         sets = {"verbmem": self.data.verbmem, **self.data.texts}
-        if all("extraction_strength" in f.items or "mia_min_k.forget" in f.items for f in self.results):
+        if all("extraction_strength" in one.items or "mia_min_k.forget" in one.items for one in self.results):
             return
-        examples = {name: [continuation(record, tokenizer) for record in records] for name, records in sets.items()}
+        examples = {
+            name: [continuation(record, self.model.tokenizer) for record in records] for name, records in sets.items()
+        }
         flat = [example for group in examples.values() for example in group]
         if not flat:
             return
-        scores = self.subject.scores(flat, moments=False, batch_size=self.batch_size, title="teacher-forced")
-        for found, items in zip(self.results, scores, strict=True):
+        scores = self.model.scores(flat, moments=False, batch_size=self.batch_size, title="teacher-forced")
+        for results, items in zip(self.results, scores, strict=True):
             start = 0
             for name, group in examples.items():
-                own = items[start : start + len(group)]
+                of_set = items[start : start + len(group)]
                 start += len(group)
                 if name == "verbmem":
-                    found.items["extraction_strength"] = _numbered(map(extraction_strength, own))
-                    found.items["exact_memorization"] = _numbered(map(exact_memorization, own))
+                    results.items["extraction_strength"] = numbered(map(extraction_strength, of_set))
+                    results.items["exact_memorization"] = numbered(map(exact_memorization, of_set))
                 else:
-                    found.items[f"mia_min_k.{name}"] = _numbered(map(attacks.min_k, own))
+                    results.items[f"mia_min_k.{name}"] = numbered(map(min_k, of_set))
 
-    def knowledge(self) -> None:
-        """Answers to questions about the texts, after ten examples."""
+    def answer_questions(self) -> None:
+        """Answer the questions about the texts, after ten examples."""
         for name, records in self.data.knowmem.items():
-            layout = self.layouts[name]
-            prompts = [layout.prompt(record) for record in records]
+            prompts = self.forms[name].prompts(records)
             self._generate(f"{name}_knowmem_ROUGE", prompts, self.truths[name], KNOWMEM_TOKENS, STOPS)
 
-    def verbatim(self) -> None:
-        """How beginnings of the forgotten texts are continued."""
-        tokenizer = self.subject.tokenizer
+    def continue_texts(self) -> None:
+        """Continue the beginnings of the forgotten texts."""
+        tokenizer = self.model.tokenizer
         prompts = [_ids(tokenizer, record.prompt or "") for record in self.data.verbmem]
-        truths = [decoded(tokenizer, example.input_ids[example.prompt_length :]).strip()
-                  for example in (continuation(record, tokenizer) for record in self.data.verbmem)]  # fmt: skip
+        examples = [continuation(record, tokenizer) for record in self.data.verbmem]
+        truths = [decoded(tokenizer, example.input_ids[example.prompt_length :]).strip() for example in examples]
         if prompts:
             self._generate("forget_verbmem_ROUGE", prompts, truths, VERBMEM_TOKENS, ())
 
     def _generate(
         self, metric: str, prompts: list[list[int]], truths: list[str], tokens: int, stops: tuple[str, ...]
     ) -> None:
-        tokenizer = self.subject.tokenizer
-        for setting, found in zip(self.subject.settings, self.results, strict=True):
-            if metric in found.items:
+        tokenizer = self.model.tokenizer
+        for setting, results in zip(self.model.settings, self.results, strict=True):
+            if metric in results.items:
                 continue
             options: dict[str, Any] = {"stop_strings": list(stops)} if stops else {}
-            generated = self.subject.continuations(
+            outputs = self.model.continuations(
                 setting, prompts, max_new_tokens=tokens, batch_size=self.batch_size, title=metric, **options
             )
-            for index, (ids, truth) in enumerate(zip(generated, truths, strict=True)):
-                text = _cut(decoded(tokenizer, ids), stops)
-                shown = {
-                    "input": decoded(tokenizer, prompts[index]), "ground_truth": truth, "generation": text,
-                }  # fmt: skip
-                found.items.setdefault(metric, {})[str(index)] = rouge(text, truth) | shown
+            for index, (ids, truth) in enumerate(zip(outputs, truths, strict=True)):
+                text = decoded(tokenizer, ids)
+                for stop in stops:
+                    text = text.split(stop)[0]
+                text = text.strip()
+                texts = {"input": decoded(tokenizer, prompts[index]), "ground_truth": truth, "generation": text}
+                results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
 
 def continuation(record: Record, tokenizer: PreTrainedTokenizerBase, longest: int = TEXT_TOKENS) -> Example:
-    """Prompt and continuation as tokens, the continuation labelled; no token ends it (OpenUnlearning's completions).
+    """Tokenize a prompt and its continuation, which is labelled; no end token (OpenUnlearning's completions).
 
     Args:
         record: a prompt and its completion, or a whole text without a prompt.
-        tokenizer: adds its own special tokens.
-        longest: tokens kept after the prompt.
+        tokenizer: adds its special tokens.
+        longest: number of tokens kept after the prompt.
     """
     prompt = record.prompt or ""
     before = _ids(tokenizer, prompt) if prompt else []
@@ -159,39 +231,9 @@ def continuation(record: Record, tokenizer: PreTrainedTokenizerBase, longest: in
     whole = whole[: len(before) + longest]
     masked = max(len(before), 1)
     if len(whole) - masked < 2:
-        raise UsageError(f"{record.place}: there is nothing to predict")
+        raise UsageError(f"{record.location}: there is nothing to predict")
     return Example(whole, [IGNORED] * masked + whole[masked:])
-
-
-def _derive(found: Results, retained: Results | None) -> None:
-    for metric in found.items:
-        field = "rougeL_f1" if metric.endswith("ROUGE") else "score"
-        values = found.scores(metric, field)
-        found.figures[metric] = statistics.fmean(value for value in values if value == value)
-    forget, holdout = (found.items.get(f"mia_min_k.{name}") for name in ("forget", "holdout"))
-    if forget and holdout:
-        auc = attack_auc(*(found.scores(f"mia_min_k.{name}", "score") for name in ("forget", "holdout")))
-        found.figures["mia_min_k"] = auc
-        expected = 0.5 if retained is None else retained.figures.get("mia_min_k")
-        if expected is not None:
-            found.figures["privleak"] = privleak(auc, expected)
-
-
-def _leave_out(found: Results, reason: str, *metrics: str) -> None:
-    for metric in metrics:
-        found.figures[metric] = None
-        found.reasons[metric] = reason
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
-        text = text.split(stop)[0]
-    return text.strip()
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
-
-
-def _numbered(values: Any) -> Items:
-    return {str(index): {"score": value} for index, value in enumerate(values)}

@@ -1,4 +1,4 @@
-"""A run of a suite over models and settings: loading them, and results that are kept after every stage."""
+"""Run a suite on models and steering settings; an interrupted run is resumed after its last finished stage."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.evaluation.results import SUMMARY, Results, read_results, write_results
+from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
+from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import is_main, number_of_processes, on_main
-from divdec.evaluation.subject import Subject
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, check_output, read_record, record, settings_hash, write_json
+from divdec.runs import RECORD, RunFolder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.model.configuration import DivergenceConfig
+
 Save = Callable[[Sequence[Results]], None]
+Evaluate = Callable[[EvaluatedModel, list[Results], Save], list[Results]]
 
 
 def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
-    """Settings from texts such as 'linear:0.5,1,1.5' and 'rank:1,5,20'.
+    """Parse settings such as 'linear:0.5,1,1.5' and 'rank:1,5,20'.
 
     Rank settings get the soft fill, which likelihoods need.
 
     Raises:
-        UsageError: one is malformed, or comes twice.
+        UsageError: a setting is malformed, or given twice.
     """
     settings: list[Steering] = []
     for text in texts:
@@ -48,109 +51,144 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
 def evaluate(
     settings: EvalSettings, device_map: str | None = None, report: Callable[[str], None] = print
 ) -> list[Results]:
-    """Measure every model under every setting, and write the results as they come.
+    """Evaluate every model under every setting, and write the results after every stage.
 
     Within `divdec.evaluation.sharding.sharded` the processes that torchrun has started share the work; one of them
-    writes, and all return the same.
+    writes, and all return the same results.
 
     Args:
-        settings: what is measured, on what, and where the results go.
-        device_map: where the models run.
-        report: told what is done, a line each.
+        settings: options of `divdec eval`.
+        device_map: device of the models.
+        report: called with progress messages.
 
     Returns:
         The results, by model and setting.
 
     Raises:
-        UsageError: something given cannot be used; results written so far are kept, and the same call goes on.
+        UsageError: an option cannot be used; results written so far are kept, and the same call resumes.
     """
     started = time.perf_counter()
     if number_of_processes() > 1 and device_map == "auto":
         raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
-    places = [_Place.of(name, settings, output, step) for step, name in enumerate(settings.models, start=1)]
-    if len({place.name for place in places}) < len(places):
+    runs = [_ModelRun.prepare(path, settings, output, step) for step, path in enumerate(settings.models, start=1)]
+    if len({run.name for run in runs}) < len(runs):
         raise UsageError(f"two models share a name, which their results would share: {', '.join(settings.models)}")
-    suite = _suite(settings)
-    fingerprints = [place.fingerprint for place in places]
-    resumed = on_main(lambda: _open_output(output, settings, fingerprints, suite.fingerprint))
-    found: list[Results] = []
-    for place in places:
+    split, data, evaluate_suite = _suite(settings)
+    decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
+    decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data}
+    files = (SUMMARY, ITEMS, "attack_prompts.jsonl")
+    stale = [f"{run.relative(folder, output)}/{file}" for run in runs for folder in run.folders for file in files]
+    run_folder = on_main(
+        lambda: RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
+    )
+    all_results: list[Results] = []
+    for run in runs:
         if is_main():
-            report(f"{place.name}: {', '.join(map(str, place.steering)) if place.steering[0] else 'not steered'}")
-        earlier = on_main(lambda place=place: [_earlier(folder) if resumed else None for folder in place.folders])
-        done = [results or Results("", settings.suite, split=suite.split) for results in earlier]
-        for results, folder, steering in zip(done, place.folders, place.steering, strict=True):
-            results.name = folder.name
-            results.about = {"model": place.given, "steering": None if steering is None else str(steering)}
+            report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
+        earlier = on_main(lambda run=run: [_earlier(folder) for folder in run.folders])
+        results = [one or Results("", settings.suite, split=split) for one in earlier]
+        model = run.load(settings, device_map)
+        for one, folder, steering in zip(results, run.folders, run.steering, strict=True):
+            one.name = folder.name
+            one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
+            one.about |= _identity(run, steering, model)
             if settings.sequence != "none":
-                results.about |= {"sequence": settings.sequence, "step": place.step}
-        subject = Subject(place.load(settings, device_map), load_tokenizer(place.folder), place.steering)
-        found += suite.measure(subject, done, place.save(settings.openunlearning))
+                one.about |= {"sequence": settings.sequence, "step": run.step}
+        evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
+        all_results += evaluate_suite(evaluated, results, run.saver(settings, output))
     seconds = round(time.perf_counter() - started, 1)
-    figures = {results.name: results.figures for results in found}
     if is_main():
-        write_json(output / RECORD, record("eval", settings, seconds=seconds, figures=figures))
-    return found
+        figures = {results.name: results.figures for results in all_results}
+        single = {"result": all_results[0].about} if len(all_results) == 1 else {}
+        run_folder.finish(seconds=seconds, figures=figures, **single)
+    return all_results
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A model, its settings, and the folder of each setting's results."""
+class _ModelRun:
+    """A model, its settings, and the result folder of each setting."""
 
-    given: str
+    path: str
+    """As given."""
     name: str
-    folder: Path
+    checkpoint: Path
     steering: tuple[Steering | None, ...]
     folders: tuple[Path, ...]
     step: int
-    """Its place among the models."""
+    """Number of the model in a sequence."""
 
     @classmethod
-    def of(cls, given: str, settings: EvalSettings, output: Path, step: int) -> _Place:
-        folder = CheckpointReference.parse(given).resolve(Path(), weights=True)
-        name = folder.name if Path(given).expanduser().is_dir() else given.replace("/", "--")
-        # Steps are told apart by their number: each is often the same folder of another run.
+    def prepare(cls, path: str, settings: EvalSettings, output: Path, step: int) -> _ModelRun:
+        checkpoint = CheckpointReference.parse(path).resolve(Path(), weights=True)
+        name = checkpoint.name if Path(path).expanduser().is_dir() else path.replace("/", "--")
+        # The models of a sequence often have the same folder name in different runs.
         name = f"step-{step}" if settings.sequence != "none" else name
-        steering = _steering(folder, given, settings)
+        steering = _steering(checkpoint, path, settings)
         for setting in steering:
             if setting is not None:
-                setting.check_vocabulary(read_config(folder).vocab_size)
+                setting.check_vocabulary(read_config(checkpoint).vocab_size)
         base = output / name if len(settings.models) > 1 else output
         folders = (base,) if len(steering) == 1 else tuple(base / str(s).replace(":", "-") for s in steering)
-        return cls(given, name, folder, steering, folders, step)
+        return cls(path, name, checkpoint, steering, folders, step)
 
-    @property
-    def fingerprint(self) -> Any:
-        return digests(self.folder)
+    @staticmethod
+    def relative(folder: Path, output: Path) -> str:
+        return folder.relative_to(output).as_posix()
 
     def load(self, settings: EvalSettings, device_map: str | None) -> PreTrainedModel:
         if self.steering[0] is not None:
             return DivergenceForCausalLM.from_pretrained(
-                self.folder, verify=not settings.no_verify, dtype=settings.dtype, device_map=device_map
+                self.checkpoint, verify=not settings.no_verify, dtype=settings.dtype, device_map=device_map
             )
-        check_weights(self.folder)
-        return load_model(self.folder, dtype=settings.dtype, device_map=device_map).eval()
+        check_weights(self.checkpoint)
+        return load_model(self.checkpoint, dtype=settings.dtype, device_map=device_map).eval()
 
-    def save(self, openunlearning: bool) -> Save:
-        def save(found: Sequence[Results]) -> None:
+    def saver(self, settings: EvalSettings, output: Path) -> Save:
+        def save(all_results: Sequence[Results]) -> None:
             if not is_main():
                 return
-            for results, folder in zip(found, self.folders, strict=True):
+            for results, folder in zip(all_results, self.folders, strict=True):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_results(results, folder, openunlearning=openunlearning)
+                write_results(results, folder, openunlearning=settings.openunlearning)
+                if folder != output:
+                    write_json(folder / RECORD, record("eval", settings, result=results.about))
 
         return save
 
 
-def _steering(folder: Path, given: str, settings: EvalSettings) -> tuple[Steering | None, ...]:
-    if not is_bundle(folder):
+def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel) -> dict[str, Any]:
+    """Method, setting, family and size, from the bundle's configuration or the checkpoint's `run.json`."""
+    if steering is not None:
+        config: DivergenceConfig = read_config(run.checkpoint)
+        experts: Any = getattr(model, "experts", None)
+        parts = getattr(experts, "parts", (experts,))
+        retain = next((part.retain for part in parts if hasattr(part, "retain")), None)
+        reference = config.retain_auxiliary or config.ngram or config.registry or {}
+        folder = str(reference.get("hub_id") or reference.get("folder") or run.name)
+        path = Path(folder)
+        family = path.parent.name if path.name in ("retain", "forget") and path.parent.name else path.name
+        size = _billions(retain) if hasattr(retain, "parameters") else 0.0 if config.ngram else None
+        return {"method": steering.rule, "setting": str(steering), "family": family, "size": size}
+    content: dict[str, Any] = {}
+    for folder in (run.checkpoint, run.checkpoint.parent):  # a baseline's record is beside the model's folder
+        content = content or read_record(folder) or {}
+    method = content.get("method") or ("distill" if content.get("verb") == "distill" else run.name)
+    options = content.get("settings") if content.get("method") else None
+    setting = " ".join(f"{name}={value}" for name, value in options.items()) if isinstance(options, dict) else ""
+    return {"method": method, "setting": setting, "family": run.name, "size": _billions(model)}
+
+
+def _billions(model: Any) -> float:
+    return round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 6)
+
+
+def _steering(checkpoint: Path, path: str, settings: EvalSettings) -> tuple[Steering | None, ...]:
+    if not is_bundle(checkpoint):
         if settings.steering or settings.sweep:
-            raise UsageError(
-                f"{given} is a plain checkpoint: nothing steers it; give a bundle to --steering or --sweep"
-            )
+            raise UsageError(f"{path} is a plain checkpoint, not steered; give a bundle to --steering or --sweep")
         return (None,)
-    own = Steering.from_dict(read_config(folder).steering or {})
+    own = Steering.from_dict(read_config(checkpoint).steering or {})
     if settings.sweep:
         swept = parse_sweep(settings.sweep, allow_negative=settings.allow_negative)
         # The eligible vocabulary belongs to the bundle, not to the strength.
@@ -160,15 +198,8 @@ def _steering(folder: Path, given: str, settings: EvalSettings) -> tuple[Steerin
     return (own,)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Suite:
-    split: str | None
-    fingerprint: str
-    measure: Callable[[Subject, list[Results], Save], list[Results]]
-
-
-def _suite(settings: EvalSettings) -> _Suite:
-    """The suite with its data read, so that bad data is found before a model is loaded."""
+def _suite(settings: EvalSettings) -> tuple[str | None, str, Evaluate]:
+    """The suite's split, the digest of its data, and its function; bad data is refused before a model is loaded."""
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
     retained = read_results(settings.retain_results) if settings.retain_results else None
@@ -177,17 +208,26 @@ def _suite(settings: EvalSettings) -> _Suite:
     if settings.suite == "tofu":
         return _tofu(settings, data, holdout, retained)
     if settings.suite == "muse":
-        return _muse(settings, data, holdout, retained)
-    from divdec.evaluation.leak_run import leak_suite
+        from divdec.evaluation.muse import MuseOptions, evaluate_muse, read_muse
 
-    content, measure = leak_suite(settings)
-    return _Suite(None, settings_hash(content), measure)
+        content = read_muse(data, holdout, settings.limit)
+        options = MuseOptions(settings.max_length, settings.batch_size, retained)
+
+        def evaluate(model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
+            return evaluate_muse(model, content, options, earlier=earlier, save=save)
+
+        return None, settings_hash(dataclasses.asdict(content)), evaluate
+    from divdec.evaluation.leak import LeakSuite
+
+    suite = LeakSuite.read(settings)
+    return None, suite.records.sha256, suite.evaluate
 
 
-def _tofu(settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None) -> _Suite:
-    from divdec.evaluation.fluency import Fluency
-    from divdec.evaluation.tofu import TofuOptions, evaluate_tofu
-    from divdec.evaluation.tofu_data import read_tofu
+def _tofu(
+    settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None
+) -> tuple[str | None, str, Evaluate]:
+    from divdec.evaluation.generation import Fluency
+    from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
 
     questions = read_tofu(data, settings.split, holdout, settings.limit)
     options = TofuOptions(
@@ -200,44 +240,12 @@ def _tofu(settings: EvalSettings, data: Path, holdout: Path | None, retained: Re
         check_weights(folder)
         reference = load_model(folder, dtype=settings.dtype).eval()
 
-    def measure(subject: Subject, earlier: list[Results], save: Save) -> list[Results]:
+    def evaluate(model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         return evaluate_tofu(
-            subject, questions, options, fluency=fluency, reference=reference, earlier=earlier, save=save
+            model, questions, options, fluency=fluency, reference=reference, earlier=earlier, save=save
         )
 
-    return _Suite(settings.split, settings_hash(dataclasses.asdict(questions)), measure)
-
-
-def _muse(settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None) -> _Suite:
-    from divdec.evaluation.muse import MuseOptions, evaluate_muse
-    from divdec.evaluation.muse_data import read_muse
-
-    content = read_muse(data, holdout, settings.limit)
-    options = MuseOptions(settings.max_length, settings.batch_size, retained)
-
-    def measure(subject: Subject, earlier: list[Results], save: Save) -> list[Results]:
-        return evaluate_muse(subject, content, options, earlier=earlier, save=save)
-
-    return _Suite(None, settings_hash(dataclasses.asdict(content)), measure)
-
-
-def _open_output(output: Path, settings: EvalSettings, *fingerprints: Any) -> bool:
-    """Begin anew, or say that an earlier run of the same kind goes on."""
-    same = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
-    fingerprint = settings_hash([same, *fingerprints])
-    earlier = read_record(output) if output.is_dir() else None
-    if earlier is not None and earlier.get("status") == "running":
-        if earlier.get("fingerprint") == fingerprint:
-            return True
-        if not settings.overwrite:
-            raise UsageError(
-                f"output folder {output} holds an unfinished run with other settings, models or data; repeat those "
-                "to resume it, or give --overwrite to begin anew"
-            )
-    check_output(output, settings.overwrite, lambda folder: (read_record(folder) or {}).get("verb") == "eval")
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / RECORD, record("eval", settings, fingerprint=fingerprint) | {"status": "running"})
-    return False
+    return settings.split, settings_hash(dataclasses.asdict(questions)), evaluate
 
 
 def _earlier(folder: Path) -> Results | None:

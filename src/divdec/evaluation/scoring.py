@@ -1,47 +1,57 @@
-"""One teacher-forced pass over a set: what every likelihood metric reads from.
+"""Score answers with teacher-forced passes: the source of every likelihood metric.
 
-Many steering settings are scored on the same pass of target and auxiliaries. It knows nothing of benchmarks.
+A prompt is read once for all answers to it, and many steering settings share the passes of target and auxiliaries.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from divdec.data.formatting import IGNORED, Example
+from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
-from divdec.evaluation.passes import Forward, Pass, passes
-from divdec.evaluation.sharding import together
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.sharding import is_main, number_of_processes, own, together
 from divdec.evaluation.sweep_ordering import sweep
-from divdec.experts.neural import logits_of, new_cache, takes_cache
+from divdec.experts.neural import ReadAhead, logits_of, new_cache, takes_cache
+from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# How many logits are read at a time: what a processor's own memory holds, and what a GPU is kept busy by.
+# Number of logits that are read at once: they fit a CPU's cache, and keep a GPU busy.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 27}
 LEAST = -200.0  # float32's exp is 0 there
+
+Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
+"""Takes input_ids, attention_mask, no position_ids (models count them), a cache or None, and logits_to_keep."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ItemScore:
-    """How a model takes one answer, given its prompt and the answer's earlier tokens."""
+    """Likelihood of one answer, token by token, given its prompt."""
 
     log_probabilities: tuple[float, ...]
-    """Natural logarithm of each labelled token's probability, the one that ends the answer included."""
+    """Natural log-probability of each labelled token, including the one that ends the answer."""
     hits: tuple[bool, ...]
     """Whether each labelled token is the model's first choice."""
     vocabulary_moments: tuple[tuple[float, float], ...] = ()
-    """At each labelled token, mean and variance of log p over the vocabulary, weighted by p; empty unless asked for."""
+    """At each labelled token, mean and variance of log p over the vocabulary, weighted by p; computed on request."""
 
     @property
     def loss(self) -> float:
@@ -50,7 +60,7 @@ class ItemScore:
 
     @property
     def loss_without_end(self) -> float:
-        """The same without the last labelled token, which ends an answer; NaN where there is no other."""
+        """The same without the last labelled token, which ends an answer; NaN if it is the only one."""
         log_probabilities = self.log_probabilities[:-1]
         return -math.fsum(log_probabilities) / len(log_probabilities) if log_probabilities else math.nan
 
@@ -65,6 +75,43 @@ class ItemScore:
         return sum(self.hits) / len(self.hits)
 
 
+@dataclasses.dataclass(frozen=True)
+class EvaluatedModel:
+    """A model with its tokenizer, and the steering settings that it is evaluated with."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    settings: tuple[Steering | None, ...] = ()
+    """Settings of a steered model; (None,) for a plain one. By default the model's own."""
+
+    def __post_init__(self) -> None:
+        steered = isinstance(self.model, DivergenceForCausalLM)
+        if not self.settings:
+            object.__setattr__(self, "settings", (getattr(self.model, "steering", None) if steered else None,))
+        if steered != all(setting is not None for setting in self.settings):
+            raise UsageError("a plain model has no steering, and a steered one is never measured without")
+
+    def scores(
+        self, examples: Sequence[Example], *, moments: bool, batch_size: int, title: str | None
+    ) -> list[list[ItemScore]]:
+        """Score the examples under every setting; see `score_settings`."""
+        if isinstance(self.model, DivergenceForCausalLM):
+            settings = [setting for setting in self.settings if setting is not None]
+            return score_settings(self.model, examples, settings, moments=moments, batch_size=batch_size, title=title)
+        return [score(self.model, examples, moments=moments, batch_size=batch_size, title=title)]
+
+    def under(self, setting: Steering | None) -> PreTrainedModel:
+        """Set the steering, and return the model."""
+        if isinstance(self.model, DivergenceForCausalLM):
+            assert setting is not None
+            self.model.steering = setting
+        return self.model
+
+    def continuations(self, setting: Steering | None, prompts: Sequence[Sequence[int]], **options: Any) -> list[Any]:
+        """Continue prompts greedily under one setting; see `divdec.evaluation.generation.continuations`."""
+        return continuations(self.under(setting), self.tokenizer, prompts, **options)
+
+
 def score(
     model: PreTrainedModel,
     examples: Sequence[Example],
@@ -76,29 +123,29 @@ def score(
     """Score every example with a causal language model, steered or plain.
 
     Args:
-        model: any causal LM; its logits are taken as they leave it.
-        examples: prompt and labelled answer each.
-        moments: compute `vocabulary_moments` too.
+        model: any causal LM; its logits are used as they are.
+        examples: prompts with labelled answers.
+        moments: also compute `vocabulary_moments`.
         batch_size: sequences in a pass; they are grouped by length.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Returns:
-        One score an example, in their order.
+        One score per example.
 
     Raises:
         UsageError: an answer has probability 0 or NaN; names the item.
     """
-    forward, cache = _running(model)
-
-    def own() -> dict[int, ItemScore]:
-        scores: dict[int, ItemScore] = {}
-        with torch.inference_mode():
-            for found in passes(_checked(examples), forward, cache, batch_size=batch_size, title=title):
-                scores |= _read(found, (found.output,), lambda logits: [logits], moments)[0]
-        return scores
-
-    scores = together(own)
-    return [scores[place] for place in range(len(examples))]
+    forward: Forward
+    if takes_cache(model):
+        # Models made of several parts make their own cache.
+        cache = getattr(model, "new_cache", None) or functools.partial(new_cache, model)
+        forward = functools.partial(logits_of, model)
+    else:
+        cache, forward = None, functools.partial(_logits_without_cache, model)
+    (scores,) = _score(
+        examples, lambda *inputs: (forward(*inputs),), lambda logits: [logits], 1, cache, moments, batch_size, title
+    )
+    return scores
 
 
 def score_settings(
@@ -113,15 +160,15 @@ def score_settings(
     """Score every example under many settings, with one pass of target and auxiliaries for all of them.
 
     Args:
-        model: the steered model; its own setting plays no part.
-        examples: prompt and labelled answer each.
-        settings: what to steer with.
-        moments: compute `vocabulary_moments` too.
+        model: the steered model; its own setting is not used.
+        examples: prompts with labelled answers.
+        settings: steering settings.
+        moments: also compute `vocabulary_moments`.
         batch_size: sequences in a pass.
-        title: what the progress bar is called; None shows none.
+        title: title of the progress bar; None shows none.
 
     Returns:
-        For each setting the scores, in the order of the examples.
+        For each setting one score per example.
 
     Raises:
         UsageError: an answer has probability 0 under a setting, as hard rank masking may give.
@@ -132,68 +179,229 @@ def score_settings(
     if len(ranked) > 1:
         raise UsageError("rank settings that are scored together must have one eligible vocabulary")
     eligible = next(iter(ranked.values())).eligible(model.vocab_size) if ranked else None
-    forward, new = model.components, model.new_cache
 
-    def own() -> dict[tuple[int, int], ItemScore]:
+    def steer(target: Tensor, divergence: Tensor) -> Iterable[Tensor]:
+        return sweep(settings, target, divergence, eligible)
+
+    return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
+
+
+def gradient_norm(model: PreTrainedModel, example: Example) -> float:
+    """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
+
+    0 if there is no other token. A steered model has the parameters of target and auxiliaries.
+    """
+    if all(label == IGNORED for label in example.labels[1:-1]):
+        return 0.0
+    # The last two tokens predict nothing that is read.
+    input_ids = torch.tensor([example.input_ids[:-2]])
+    kept = input_ids.shape[1] + 1 - max(example.prompt_length, 1)
+    with torch.enable_grad():
+        logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, kept)[0]
+        labels = torch.tensor(example.labels[1:-1][-kept:], device=logits.device)
+        chosen = labels != IGNORED
+        log_p = logits[chosen].float().log_softmax(dim=-1)
+        mean_loss = -log_p.gather(1, labels[chosen][:, None]).mean()
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(mean_loss, parameters, allow_unused=True)
+    norms = [gradient.norm(p=2).to(model.device) for gradient in gradients if gradient is not None]
+    return statistics.fmean(torch.stack(norms).tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbabilityDrop:
+    """A token that is less likely under the steered model than under the target."""
+
+    position: int
+    """Position in the answer, from 0."""
+    token: int
+    """The suppressed token."""
+    answer_token: int
+    """The token of the answer at this position."""
+    target_probability: float
+    steered_probability: float
+
+    @property
+    def drop(self) -> float:
+        """Difference of the probabilities."""
+        return self.target_probability - self.steered_probability
+
+
+@torch.inference_mode()
+def probability_drops(
+    model: DivergenceForCausalLM, prompt: Sequence[int], answer: Sequence[int], *, most: int = 8
+) -> list[ProbabilityDrop]:
+    """List the tokens whose probability the experts lowered most, the largest drop first.
+
+    Args:
+        model: the steered model, with the setting that gave the answer.
+        prompt: token ids before the answer.
+        answer: token ids of the answer.
+        most: length of the list at most.
+    """
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    target_logits, corrected, divergence = model.unsteered_components(ids)
+    positions = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    target = target_logits[0, positions].float().softmax(dim=-1)
+    steered = model.steering.apply(corrected, divergence)[0, positions].softmax(dim=-1)
+    drops = (target - steered).flatten()
+    largest = []
+    for index in drops.topk(min(most, drops.numel())).indices.tolist():
+        position, token = divmod(index, target.shape[-1])
+        if drops[index] > 0:
+            before, after = target[position, token].item(), steered[position, token].item()
+            largest.append(ProbabilityDrop(position, token, answer[position], before, after))
+    return largest
+
+
+def _logits_without_cache(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int
+) -> Tensor:
+    ids, mask = input_ids.to(model.device), mask.to(model.device)
+    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One forward pass, and the positions of the labelled tokens in it."""
+
+    items: list[int]
+    """Indices of the examples, one per row."""
+    outputs: Sequence[Float[Tensor, "batch kept vocab"]]
+    """What the forward function returned, at the last positions of the batch."""
+    labels: Int[Tensor, " labelled"]
+    """The labelled tokens, row by row."""
+    chosen: Bool[Tensor, "batch kept"]
+    """The position before each labelled token."""
+
+
+def _score(
+    examples: Sequence[Example],
+    forward: Forward,
+    steer: Callable[..., Iterable[Tensor]],
+    count: int,
+    cache: Callable[[], Cache] | None,
+    moments: bool,
+    batch_size: int,
+    title: str | None,
+) -> list[list[ItemScore]]:
+    """Score the examples under `count` settings, for which `steer` makes logits from the outputs of `forward`."""
+    for index, example in enumerate(examples):
+        if all(label == IGNORED for label in example.labels[1:]):
+            raise UsageError(f"item {index}: it has no labelled token to score")
+
+    def own_items() -> dict[tuple[int, int], ItemScore]:
         scores: dict[tuple[int, int], ItemScore] = {}
         with torch.inference_mode():
-            for found in passes(_checked(examples), forward, new, batch_size=batch_size, title=title):
-                # Only the places that say how likely a labelled token is are steered.
-                by_setting = _read(
-                    found, found.output, lambda target, added: sweep(settings, target, added, eligible), moments
-                )
-                for number, items in enumerate(by_setting):
-                    scores |= {(number, place): item for place, item in items.items()}
+            for one in _passes(examples, forward, cache, batch_size, title):
+                for setting, items in enumerate(_read(one, steer, moments)):
+                    scores |= {(setting, index): item for index, item in items.items()}
         return scores
 
-    scores = together(own)
-    return [[scores[number, place] for place in range(len(examples))] for number in range(len(settings))]
+    scores = together(own_items)
+    return [[scores[setting, index] for index in range(len(examples))] for setting in range(count)]
 
 
-def _running(model: PreTrainedModel) -> tuple[Forward, Callable[[], Cache] | None]:
-    """How a model is run, and what makes a cache for it; None where it takes none."""
-    if takes_cache(model):
-        # Models made of several parts make their own.
-        new = getattr(model, "new_cache", None) or functools.partial(new_cache, model)
-        return functools.partial(logits_of, model), new
+def _passes(
+    examples: Sequence[Example],
+    forward: Forward,
+    new_cache: Callable[[], Cache] | None,
+    batch_size: int,
+    title: str | None,
+) -> Iterator[_Pass]:
+    """Run the models over every example, or over this process's share of them.
 
-    def run(input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int) -> Tensor:
-        ids, mask = input_ids.to(model.device), mask.to(model.device)
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
+    Without a cache, or with one from which rows cannot be selected, a prompt is read again for every answer.
+    """
+    shared: list[tuple[tuple[int, ...], list[int]]] = []  # prompts, and the examples that begin with them
+    if new_cache is not None and _can_select_rows(new_cache()):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, example in enumerate(examples):
+            # A prompt's last token is left to the answer that it predicts.
+            groups.setdefault(tuple(example.input_ids[: max(example.prompt_length - 1, 0)]), []).append(index)
+        shared = [(prompt, indices) for prompt, indices in groups.items() if len(indices) > 1 and prompt]
+    alone = set(range(len(examples))).difference(*(indices for _, indices in shared))
+    hidden = title is None or not is_main()
+    with tqdm(total=len(examples), desc=title, unit="item", disable=hidden, dynamic_ncols=True) as bar:
+        for indices in own(_batches(alone, lambda index: len(examples[index].input_ids), batch_size)):
+            yield _pass(indices, [examples[index] for index in indices], forward)
+            bar.update(len(indices) * number_of_processes())
+        # Prompts in one pass have one length. Padding on the left would not do: architectures differ in where positions
+        # begin and what shifts them.
+        shared.sort(key=lambda group: len(group[0]))
+        batches = (
+            batch
+            for _, same_length in itertools.groupby(shared, key=lambda group: len(group[0]))
+            for batch in _batches(same_length, lambda group: 0, batch_size)
+        )
+        for batch in own(batches):
+            assert new_cache is not None
+            cache, prompts = new_cache(), torch.tensor([prompt for prompt, _ in batch])
+            start = prompts.shape[1]
+            forward(prompts, torch.ones_like(prompts), None, cache, 1)
+            row_of = {index: row for row, (_, indices) in enumerate(batch) for index in indices}
+            for indices in _batches(row_of, lambda index: len(examples[index].input_ids), batch_size):
+                rows = torch.tensor([row_of[index] for index in indices])
+                answers = [
+                    Example(examples[index].input_ids[start:], examples[index].labels[start:]) for index in indices
+                ]
+                yield _pass(indices, answers, forward, _select_rows(cache, rows), start)
+                bar.update(len(indices) * number_of_processes())
 
-    return run, None
+
+def _pass(
+    items: list[int], examples: Sequence[Example], forward: Forward, cache: Cache | None = None, past: int = 0
+) -> _Pass:
+    """Run one forward pass, right-padded; `past` tokens of each row are in the cache."""
+    # The last token of an answer predicts nothing.
+    input_ids = padded([example.input_ids[:-1] for example in examples], 0)
+    mask = padded([[1] * (past + len(example.input_ids) - 1) for example in examples], 0)
+    labels = padded([example.labels[1:] for example in examples], IGNORED)
+    width = labels.shape[1]
+    kept = width + 1 - min(max(example.prompt_length, 1) for example in examples)
+    labels = labels[:, width - kept :]
+    chosen = labels != IGNORED
+    return _Pass(items, forward(input_ids, mask, None, cache, kept), labels[chosen], chosen)
 
 
-def _checked(examples: Sequence[Example]) -> Sequence[Example]:
-    for place, example in enumerate(examples):
-        if all(label == IGNORED for label in example.labels[1:]):
-            raise UsageError(f"item {place}: it has no labelled token to score")
-    return examples
+def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[list[Any]]:
+    order = sorted(items, key=length)
+    return (order[start : start + size] for start in range(0, len(order), size))
 
 
-def _read(
-    found: Pass,
-    parts: Sequence[Float[Tensor, "batch kept vocab"]],
-    steer: Callable[..., Iterable[Float[Tensor, "some vocab"]]],
-    moments: bool,
-) -> list[dict[int, ItemScore]]:
-    """Each item's score under each setting, for which `steer` makes logits from those of some labelled tokens."""
-    device, vocab_size = parts[0].device, parts[0].shape[-1]
+def _can_select_rows(cache: Cache) -> bool:
+    """Whether selecting rows reaches everything in a cache: not the states of linear attention or convolutions."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, TokenLayer, ReadAhead)
+    return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
+
+
+def _select_rows(cache: Cache, rows: Int[Tensor, " batch"]) -> Cache:
+    """Make a cache of these rows of another, which does not change."""
+    # Selecting makes new tensors, so the copy may share them until then.
+    shared = {id(value): value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)}
+    selected = copy.deepcopy(cache, shared)
+    selected.batch_select_indices(rows)
+    return selected
+
+
+def _read(one: _Pass, steer: Callable[..., Iterable[Tensor]], moments: bool) -> list[dict[int, ItemScore]]:
+    """Compute each item's score under each setting; only the positions before labelled tokens are steered."""
+    device, vocab_size = one.outputs[0].device, one.outputs[0].shape[-1]
     rows = max(1, BLOCK.get(device.type, BLOCK["cuda"]) // vocab_size)
-    flat = [part.flatten(0, 1) for part in parts]
-    places, labels = found.chosen.flatten().nonzero()[:, 0].to(device), found.labels.to(device)
+    flat = [output.flatten(0, 1) for output in one.outputs]
+    positions, labels = one.chosen.flatten().nonzero()[:, 0].to(device), one.labels.to(device)
     blocks = [
-        [_tokens(logits, some, moments) for logits in steer(*(part[where] for part in flat))]
-        for where, some in zip(places.split(rows), labels.split(rows), strict=True)
+        [_tokens(logits, some, moments) for logits in steer(*(output[where] for output in flat))]
+        for where, some in zip(positions.split(rows), labels.split(rows), strict=True)
     ]
-    # One transfer for all of a pass.
+    # One transfer for the whole pass.
     by_setting = torch.stack([torch.cat(tokens) for tokens in zip(*blocks, strict=True)]).tolist()
-    return [_scores(found, tokens) for tokens in by_setting]
+    return [_item_scores(one, tokens) for tokens in by_setting]
 
 
-def _scores(found: Pass, tokens: Sequence[Sequence[float]]) -> dict[int, ItemScore]:
+def _item_scores(one: _Pass, tokens: Sequence[Sequence[float]]) -> dict[int, ItemScore]:
     scores, start = {}, 0
-    for item, count in zip(found.items, found.chosen.sum(dim=1).tolist(), strict=True):
+    for item, count in zip(one.items, one.chosen.sum(dim=1).tolist(), strict=True):
         log_probabilities, hits, *further = zip(*tokens[start : start + count], strict=True)
         start += count
         if not all(map(math.isfinite, log_probabilities)):
@@ -210,26 +418,26 @@ def _tokens(
 ) -> Float[Tensor, "labelled columns"]:
     """For each label log p, whether it is the first choice, and with `moments` those of log p over the vocabulary.
 
-    μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++). The sums are those of logits less the
-    largest, which leaves σ² as it is and is more exact.
+    μ = Σ p·log p and σ² = Σ p·(log p)² − μ² (min-k++). The sums are those of logits less the largest, which leaves σ²
+    unchanged and is more exact.
     """
     logits, labels = logits.float(), labels[:, None]
-    own = logits.gather(1, labels)
-    # Without its own logit the rest tells whether the label is first: much cheaper than argmax, save for ties.
+    own_logit = logits.gather(1, labels)
+    # The largest of the others tells whether the label is first: much cheaper than argmax, except for ties.
     others = logits.scatter_(1, labels, -math.inf).amax(dim=-1, keepdim=True)
-    logits.scatter_(1, labels, own)
-    first = own > others
-    tied = (own == others)[:, 0]
+    logits.scatter_(1, labels, own_logit)
+    first = own_logit > others
+    tied = (own_logit == others)[:, 0]
     if tied.any():
         first[tied] = logits[tied].argmax(dim=-1, keepdim=True) == labels[tied]
-    below = logits - torch.maximum(own, others)
+    below = logits - torch.maximum(own_logit, others)
     weights = below.exp()
     total = weights.sum(dim=-1, keepdim=True)
     log_total = total.log()
     log_p = below.gather(1, labels) - log_total
     if not moments:
         return torch.cat([log_p, first], dim=1)
-    # A token of probability 0 adds nothing, however far below it lies.
+    # A token of probability 0 adds nothing, however low its logit is.
     below.clamp_(min=LEAST)
     weights.mul_(below)
     mean = weights.sum(dim=-1, keepdim=True) / total

@@ -1,41 +1,88 @@
-"""The TOFU suite, as OpenUnlearning computes it (same names, same figures item by item), in as few passes as it takes.
+"""The TOFU suite, as OpenUnlearning computes it: same names, same figures per item.
 
-Every teacher-forced metric of every setting reads from one pass over all questions; every ROUGE from one answer.
+One teacher-forced pass over all questions gives every likelihood metric of every setting; one greedy answer per
+question gives every ROUGE.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from divdec.data.formatting import IGNORED, Example
+import scipy.stats
+
+from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation import attacks
-from divdec.evaluation.layout import Layout, decoded
-from divdec.evaluation.memorization import exact_memorization, extraction_strength
-from divdec.evaluation.results import Items, Results
-from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.generation import Fluency
+from divdec.evaluation.metrics import (
+    attack_auc,
+    closer_to_1_better,
+    exact_memorization,
+    extraction_strength,
+    forget_quality,
+    membership_scores,
+    normalised_probability,
+    privleak,
+    prob_mean,
+    rouge,
+    true_better,
+    truth_ratio,
+)
+from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
+from divdec.evaluation.results import Results, numbered
+from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, score
 from divdec.evaluation.sharding import own, together
-from divdec.evaluation.text import rouge
-from divdec.evaluation.tofu_data import Question, TofuData
-from divdec.evaluation.tofu_figures import ATTACKS, derive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from divdec.evaluation.fluency import Fluency
-    from divdec.evaluation.subject import Subject
-
+SPLITS = ("forget01", "forget05", "forget10")
+SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
+ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
+UTILITY_METRICS = tuple(
+    f"{name}_{metric}"
+    for name in ("retain", "ra", "wf")
+    for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
+)
 FLUENCY_TOKENS = 32
 NEW_TOKENS = 200
 
 
 @dataclasses.dataclass(frozen=True)
+class Question:
+    """A question with its right answers and wrong ones."""
+
+    record: Record
+    paraphrased: str | None = None
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def answers(self) -> dict[str, tuple[str, ...]]:
+        """The answers that are scored, by kind: '' (its own), PARA (paraphrased), PERT (wrong)."""
+        texts: dict[str, tuple[str, ...]] = {"": (self.record.answer,)}
+        if self.paraphrased is not None:
+            texts["PARA"] = (self.paraphrased,)
+        if self.wrong:
+            texts["PERT"] = self.wrong
+        return texts
+
+
+@dataclasses.dataclass(frozen=True)
+class TofuData:
+    """The questions of one forget split, by set: forget, retain, ra (real authors), wf (world facts), holdout."""
+
+    split: str
+    sets: dict[str, tuple[Question, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class TofuOptions:
-    """What the suite measures with, beside the model."""
+    """Options of the suite."""
 
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = "You are a helpful assistant."
@@ -43,13 +90,57 @@ class TofuOptions:
     max_length: int = 512
     batch_size: int = 32
     retain_results: Results | None = None
-    """Of the retrained model: the reference of forget quality and privacy leakage."""
+    """Results of the retrained model: the reference of forget quality and privacy leakage."""
     gradient_norms: bool = True
-    """Measure the attack by gradient norm, a backward pass an item."""
+    """Compute the attack by gradient norm, which takes a backward pass per item."""
+
+
+def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int | None = None) -> TofuData:
+    """Read TOFU's files, named as in the Hugging Face dataset.
+
+    Args:
+        folder: holds `{split}_perturbed.json`, `retain_perturbed.json`, `real_authors_perturbed.json` and
+            `world_facts_perturbed.json`; also `holdout01.json` etc. unless `holdout` is given.
+        split: 'forget01', 'forget05' or 'forget10'.
+        holdout: questions that no model has seen, for membership attacks.
+        limit: read only the first N questions of each set.
+
+    Raises:
+        UsageError: a file or a column is missing, or a line cannot be read (with its number).
+    """
+    if split not in SPLITS:
+        raise UsageError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
+    if not folder.is_dir():
+        raise UsageError(f"data {folder} is not a folder; it must hold TOFU's files, such as {split}_perturbed.json")
+    present = [other for other in SPLITS if (folder / f"{other}_perturbed.json").is_file()]
+    if present and split not in present:
+        raise UsageError(f"{folder} holds no {split}_perturbed.json; its splits: {', '.join(present)} (--split)")
+    sets = {"forget": _questions(folder / f"{split}_perturbed.json", limit, paraphrased=True)}
+    for name, file in SETS.items():
+        sets[name] = _questions(folder / f"{file}.json", limit, paraphrased=name == "retain")
+    default = folder / f"{split.replace('forget', 'holdout')}.json"
+    if holdout is not None or default.is_file():
+        holdout = holdout or default
+        sets["holdout"] = read_rows(holdout, "locuslab/TOFU", lambda *row: Question(question_in(*row)), limit)
+        forget = {question.record.messages for question in sets["forget"]}
+        if both := sum(question.record.messages in forget for question in sets["holdout"]):
+            raise UsageError(f"holdout {holdout}: {both} of its questions are also in {split}; they must differ")
+    return TofuData(split, sets)
+
+
+def _questions(file: Path, limit: int | None, *, paraphrased: bool) -> tuple[Question, ...]:
+    def read(row: Any, location: str) -> Question:
+        return Question(
+            question_in(row, location),
+            text_in(row, "paraphrased_answer", location) if paraphrased else None,
+            texts_in(row, "perturbed_answer", location),
+        )
+
+    return read_rows(file, "locuslab/TOFU", read, limit)
 
 
 def evaluate_tofu(
-    subject: Subject,
+    model: EvaluatedModel,
     data: TofuData,
     options: TofuOptions = TofuOptions(),
     *,
@@ -58,192 +149,178 @@ def evaluate_tofu(
     earlier: Sequence[Results] | None = None,
     save: Callable[[Sequence[Results]], object] = lambda results: None,
 ) -> list[Results]:
-    """Measure a model on TOFU.
+    """Evaluate a model on TOFU.
 
     Args:
-        subject: the model and its settings.
+        model: the model and its settings.
         data: the questions.
         options: layout, and the retrained model's results.
-        fluency: judges the forget set's answers; None leaves fluency out, and says so.
-        reference: a model for the reference attack (of the same tokenizer); None leaves it out.
-        earlier: results of a run that was stopped, one a setting; what they hold is not measured again.
-        save: told the results after every stage, so that nothing is lost.
+        fluency: classifier of the forget set's answers; None leaves fluency out.
+        reference: a model for the reference attack (with the same tokenizer); None leaves it out.
+        earlier: results of an interrupted run, one per setting; metrics in them are not computed again.
+        save: called with the results after every stage.
 
     Returns:
-        Results, one a setting, in the subject's order.
+        Results, one per setting.
 
     Raises:
         UsageError: an item cannot be scored, or the retrained model's results are of another split.
     """
-    layout = Layout(
-        subject.tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length
+    form = QuestionFormat(
+        model.tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length
     )
     retained = options.retain_results
     if retained is not None:
         _check_retained(retained, data)
-    results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in subject.settings]
-    run = _Run(subject, data, layout, options.batch_size, results)
-    gradients = [run.gradients] if options.gradient_norms else []
-    stages: list[Callable[[], None]] = [run.likelihoods, *gradients, run.answers]
+    results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in model.settings]
+    run = _Run(model, data, form, options.batch_size, results)
+    stages: list[Callable[[], None]] = [run.score_answers]
+    if options.gradient_norms:
+        stages.append(run.compute_gradient_norms)
+    stages.append(run.generate_answers)
     if reference is not None:
-        stages.append(lambda: run.reference(reference))
+        stages.append(lambda: run.compute_reference_attack(reference))
     if fluency is not None:
-        stages.append(lambda: run.fluency(fluency))
+        stages.append(lambda: run.judge_fluency(fluency))
     for stage in stages:
         stage()
-        for found in results:
-            derive(found, retained)
+        for one in results:
+            _compute_figures(one, retained)
         save(results)
-    for found in results:
-        _say_what_is_missing(found, data, fluency is not None, reference is not None, options)
+    for one in results:
+        for metric, reason in _missing(data, fluency is not None, reference is not None, options).items():
+            one.figures[metric], one.reasons[metric] = None, reason
     save(results)
     return results
 
 
 @dataclasses.dataclass
 class _Run:
-    subject: Subject
+    model: EvaluatedModel
     data: TofuData
-    layout: Layout
+    form: QuestionFormat
     batch_size: int
     results: list[Results]
 
-    def likelihoods(self) -> None:
-        """All that one teacher-forced pass over every question and answer gives."""
-        if all("forget_Q_A_Prob" in found.items for found in self.results):
+    def score_answers(self) -> None:
+        """Compute the metrics of one teacher-forced pass over every question and answer."""
+        if all("forget_Q_A_Prob" in results.items for results in self.results):
             return
-        # Only membership attacks read the vocabulary's moments, and only of these few answers.
-        attacked = [key for key in self._answers if key[0] in ("forget", "holdout") and not key[2]]
-        others = [key for key in self._answers if key[0] not in ("forget", "holdout") or key[2]]
-        for keys, moments in ((attacked, True), (others, False)):
-            examples = self.layout.encode_all([record for key in keys for record in self._answers[key]])
-            scores = self.subject.scores(
-                examples, moments=moments, batch_size=self.batch_size, title="attacked" if moments else "answers"
-            )
-            for found, items in zip(self.results, scores, strict=True):
-                start = 0
-                for name, index, kind in keys:
-                    stop = start + len(self._answers[name, index, kind])
-                    self._take(found, name, str(index), kind, items[start:stop], examples[start])
-                    start = stop
-
-    @functools.cached_property
-    def _answers(self) -> dict[tuple[str, int, str], list[Record]]:
-        """Every text that is scored as an answer, by set, index and kind."""
-        return {
+        answers = {
             (name, index, kind): [dataclasses.replace(question.record, answer=text) for text in texts]
             for name, questions in self.data.sets.items()
             for index, question in enumerate(questions)
-            for kind, texts in _answers(question).items()
+            for kind, texts in question.answers.items()
         }
+        # Only membership attacks read the vocabulary's moments, and only of these few answers.
+        attacked = [key for key in answers if key[0] in ("forget", "holdout") and not key[2]]
+        others = [key for key in answers if key[0] not in ("forget", "holdout") or key[2]]
+        for keys, moments in ((attacked, True), (others, False)):
+            examples = self.form.encode([record for key in keys for record in answers[key]])
+            scores = self.model.scores(
+                examples, moments=moments, batch_size=self.batch_size, title="attacked" if moments else "answers"
+            )
+            for results, items in zip(self.results, scores, strict=True):
+                start = 0
+                for name, index, kind in keys:
+                    stop = start + len(answers[name, index, kind])
+                    _add_likelihoods(results, name, str(index), kind, items[start:stop])
+                    if moments:
+                        labels = [label for label in examples[start].labels if label != IGNORED]
+                        self._add_attacks(results, name, str(index), items[start], decoded(self.form.tokenizer, labels))
+                    start = stop
 
-    def _take(
-        self, found: Results, name: str, index: str, kind: str, items: Sequence[ItemScore], example: Example
-    ) -> None:
-        if name != "holdout":
-            metric = {"": f"{name}_Q_A_Prob", "PARA": f"{name}_Q_A_PARA_Prob", "PERT": f"{name}_Q_A_PERT_Prob"}[kind]
-            probabilities, losses = [item.probability for item in items], [item.loss for item in items]
-            several = kind == "PERT"
-            _items(found, metric)[index] = {
-                "prob": probabilities if several else probabilities[0],
-                "avg_loss": losses if several else losses[0],
-            }
-        if kind or name not in ("forget", "holdout"):
-            return
-        (item,) = items
-        text = decoded(self.layout.tokenizer, [label for label in example.labels if label != IGNORED])
-        values = {
-            "loss": attacks.loss(item),
-            "zlib": attacks.zlib_ratio(item, text),
-            "min_k": attacks.min_k(item),
-            "min_k_plus_plus": attacks.min_k_plus_plus(item),
-        }
+    def _add_attacks(self, results: Results, name: str, index: str, item: ItemScore, text: str) -> None:
         if "holdout" in self.data.sets:
-            for attack, value in values.items():
-                _items(found, f"mia_{attack}.{name}")[index] = {"score": value}
+            for attack, value in membership_scores(item, text).items():
+                results.add_item(f"mia_{attack}.{name}", index, score=value)
         if name == "forget":
-            _items(found, "extraction_strength")[index] = {"score": extraction_strength(item)}
-            _items(found, "exact_memorization")[index] = {"score": exact_memorization(item)}
+            results.add_item("extraction_strength", index, score=extraction_strength(item))
+            results.add_item("exact_memorization", index, score=exact_memorization(item))
 
-    def gradients(self) -> None:
-        """The gradient norm of every forget and holdout answer."""
+    def compute_gradient_norms(self) -> None:
+        """Compute the gradient norm of every forget and holdout answer."""
         if "holdout" not in self.data.sets:
             return
-        for setting, found in zip(self.subject.settings, self.results, strict=True):
-            if "mia_gradnorm.holdout" in found.items:
+        for setting, results in zip(self.model.settings, self.results, strict=True):
+            if "mia_gradnorm.holdout" in results.items:
                 continue
-            model = self.subject.under(setting)
+            model = self.model.under(setting)
             for name in ("forget", "holdout"):
-                examples = self.layout.encode_all([question.record for question in self.data.sets[name]])
+                examples = self.form.encode([question.record for question in self.data.sets[name]])
                 norms = together(
                     lambda model=model, examples=examples: {
-                        index: attacks.gradient_norm(model, example) for index, example in own(enumerate(examples))
+                        index: gradient_norm(model, example) for index, example in own(enumerate(examples))
                     }
                 )
-                found.items[f"mia_gradnorm.{name}"] = {str(index): {"score": norms[index]} for index in sorted(norms)}
+                results.items[f"mia_gradnorm.{name}"] = numbered([norms[index] for index in sorted(norms)])
 
-    def reference(self, model: PreTrainedModel) -> None:
-        """How much less likely the answers are than a model that has not seen them finds them."""
-        if "holdout" not in self.data.sets or all("mia_reference.holdout" in found.items for found in self.results):
+    def compute_reference_attack(self, model: PreTrainedModel) -> None:
+        """Compute the difference between the loss and that of a model that has not seen the answers."""
+        if "holdout" not in self.data.sets or all("mia_reference.holdout" in one.items for one in self.results):
             return
         for name in ("forget", "holdout"):
-            examples = self.layout.encode_all([question.record for question in self.data.sets[name]])
+            examples = self.form.encode([question.record for question in self.data.sets[name]])
             scores = score(model, examples, batch_size=self.batch_size, title="reference")
-            for found in self.results:
-                own = found.items[f"mia_loss.{name}"]
-                found.items[f"mia_reference.{name}"] = {
-                    str(index): {"score": own[str(index)]["score"] - item.loss} for index, item in enumerate(scores)
-                }
+            for results in self.results:
+                losses = results.scores(f"mia_loss.{name}", "score")
+                results.items[f"mia_reference.{name}"] = numbered(
+                    [loss - item.loss for loss, item in zip(losses, scores, strict=True)]
+                )
 
-    def answers(self) -> None:
-        """Greedy answers to every question, and their ROUGE against the true ones."""
+    def generate_answers(self) -> None:
+        """Answer every question greedily, and compute ROUGE against the true answers."""
         names = [name for name in self.data.sets if name != "holdout"]
-        asked = [(name, question) for name in names for question in self.data.sets[name]]
-        prompts = self.layout.prompts([question.record for _, question in asked])
-        tokenizer = self.layout.tokenizer
-        for setting, found in zip(self.subject.settings, self.results, strict=True):
-            if all(f"{name}_Q_A_ROUGE" in found.items for name in names):
+        questions = [(name, index, one) for name in names for index, one in enumerate(self.data.sets[name])]
+        prompts = self.form.prompts([question.record for *_, question in questions])
+        decode = functools.partial(decoded, self.form.tokenizer)
+        for setting, results in zip(self.model.settings, self.results, strict=True):
+            if all(f"{name}_Q_A_ROUGE" in results.items for name in names):
                 continue
-            # All sets together: the fewer batches, the fewer steps.
-            generated = self.subject.continuations(
+            # All sets together: fewer batches take fewer steps.
+            outputs = self.model.continuations(
                 setting,
                 prompts,
                 max_new_tokens=NEW_TOKENS,
                 batch_size=4 * self.batch_size,
                 title=f"generating {setting or ''}".strip(),
             )
-            for name in names:
-                rows = [
-                    (decoded(tokenizer, ids).strip(), decoded(tokenizer, prompt))
-                    for (own, _), ids, prompt in zip(asked, generated, prompts, strict=True)
-                    if own == name
-                ]
-                self._compare(found, name, [text for text, _ in rows], [prompt for _, prompt in rows])
+            for (name, index, question), prompt, ids in zip(questions, prompts, outputs, strict=True):
+                text = decode(ids).strip()
+                truths = {f"{name}_Q_A_ROUGE": question.record}
+                if name == "forget" and question.paraphrased is not None:
+                    truths[f"{name}_Q_A_PARA_ROUGE"] = dataclasses.replace(question.record, answer=question.paraphrased)
+                for metric, record in truths.items():
+                    truth = self.form.truth(record)
+                    texts = {"input": decode(prompt), "ground_truth": truth, "generation": text}
+                    results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
-    def _compare(self, found: Results, name: str, texts: Sequence[str], inputs: Sequence[str]) -> None:
-        for index, (question, text) in enumerate(zip(self.data.sets[name], texts, strict=True)):
-            truths = {f"{name}_Q_A_ROUGE": question.record}
-            if name == "forget" and question.paraphrased is not None:
-                truths[f"{name}_Q_A_PARA_ROUGE"] = dataclasses.replace(question.record, answer=question.paraphrased)
-            for metric, record in truths.items():
-                truth = self.layout.truth(record)
-                shown = {"input": inputs[index], "ground_truth": truth, "generation": text}
-                _items(found, metric)[str(index)] = rouge(text, truth) | shown
-
-    def fluency(self, judge: Fluency) -> None:
-        """How fluent the forget set's answers are."""
-        for found in self.results:
-            if "forget_Q_A_gibberish" in found.items:
+    def judge_fluency(self, judge: Fluency) -> None:
+        """Compute how fluent the forget set's answers are."""
+        for results in self.results:
+            if "forget_Q_A_gibberish" in results.items:
                 continue
-            texts = [str(text) for text in found.scores("forget_Q_A_ROUGE", "generation")]
+            texts = [str(text) for text in results.scores("forget_Q_A_ROUGE", "generation")]
             values = judge.probabilities(texts, max_length=FLUENCY_TOKENS)
-            found.items["forget_Q_A_gibberish"] = {
-                str(index): {"score": value, "generation": text}
-                for index, (text, value) in enumerate(zip(texts, values, strict=True))
-            }
+            for index, (text, value) in enumerate(zip(texts, values, strict=True)):
+                results.add_item("forget_Q_A_gibberish", str(index), score=value, generation=text)
 
 
-def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, reference: bool, options: TofuOptions) -> None:
+def _add_likelihoods(results: Results, name: str, index: str, kind: str, items: Sequence[ItemScore]) -> None:
+    if name == "holdout":
+        return
+    probabilities, losses = [item.probability for item in items], [item.loss for item in items]
+    several = kind == "PERT"
+    results.add_item(
+        f"{name}_Q_A_{kind}_Prob" if kind else f"{name}_Q_A_Prob",
+        index,
+        prob=probabilities if several else probabilities[0],
+        avg_loss=losses if several else losses[0],
+    )
+
+
+def _missing(data: TofuData, fluency: bool, reference: bool, options: TofuOptions) -> dict[str, str]:
+    """Why metrics are not computed."""
     reasons: dict[str, str] = {}
     if not fluency:
         reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
@@ -256,9 +333,7 @@ def _say_what_is_missing(found: Results, data: TofuData, fluency: bool, referenc
         reasons["mia_gradnorm"] = "gradient norms were left out"
     if options.retain_results is None:
         reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
-    for metric, reason in reasons.items():
-        found.figures[metric] = None
-        found.reasons[metric] = reason
+    return reasons
 
 
 def _check_retained(retained: Results, data: TofuData) -> None:
@@ -272,15 +347,52 @@ def _check_retained(retained: Results, data: TofuData) -> None:
         )
 
 
-def _answers(question: Question) -> dict[str, tuple[str, ...]]:
-    """The texts that are scored as answers to a question: its own, a paraphrase, wrong ones."""
-    texts: dict[str, tuple[str, ...]] = {"": (question.record.answer,)}
-    if question.paraphrased is not None:
-        texts["PARA"] = (question.paraphrased,)
-    if question.wrong:
-        texts["PERT"] = question.wrong
-    return texts
+def _compute_figures(results: Results, retained: Results | None) -> None:
+    """Compute every figure that the items allow: ratios, means, AUCs and model utility."""
+    for name, aggregate in (
+        ("forget", closer_to_1_better),
+        ("retain", true_better),
+        ("ra", true_better),
+        ("wf", true_better),
+    ):
+        right = f"{name}_Q_A_PARA_Prob" if name in ("forget", "retain") else f"{name}_Q_A_Prob"
+        wrong = f"{name}_Q_A_PERT_Prob"
+        if right in results.items and wrong in results.items:
+            losses = list(zip(results.scores(right, "avg_loss"), results.scores(wrong, "avg_loss"), strict=True))
+            metric = "forget_truth_ratio" if name == "forget" else f"{name}_Truth_Ratio"
+            ratios = [truth_ratio(correct, wrongs) for correct, wrongs in losses]
+            results.items[metric] = numbered(ratios)
+            results.figures[metric] = statistics.fmean(map(aggregate, ratios))
+            if name == "forget":
+                results.figures["forget_truth_ratio_true_better"] = statistics.fmean(map(true_better, ratios))
+                means = [prob_mean(correct, wrongs) for correct, wrongs in losses]
+                results.figures["forget_truth_ratio_prob_mean"] = statistics.fmean(means)
+        if name in ("ra", "wf") and wrong in results.items:
+            pairs = zip(results.scores(right, "prob"), results.scores(wrong, "prob"), strict=True)
+            shares = [normalised_probability(correct, wrongs) for correct, wrongs in pairs]
+            results.items[f"{name}_Q_A_Prob_normalised"] = numbered(shares, "prob")
+    for metric in results.items:
+        if metric not in results.figures or not metric.endswith(("Truth_Ratio", "truth_ratio")):
+            results.figures[metric] = results.mean(
+                metric, "prob" if "Prob" in metric else "rougeL_recall" if "ROUGE" in metric else "score"
+            )
+    add_attack_figures(results, [f"mia_{attack}" for attack in ATTACKS], retained)
+    if retained is not None and "forget_truth_ratio" in results.items:
+        ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
+        results.figures["forget_quality"] = forget_quality(ratios, references)
+    utilities = [results.figures.get(metric) for metric in UTILITY_METRICS]
+    if all(value is not None for value in utilities):
+        results.figures["model_utility"] = float(scipy.stats.hmean(utilities)) if all(utilities) else 0.0
 
 
-def _items(found: Results, metric: str) -> Items:
-    return found.items.setdefault(metric, {})
+def add_attack_figures(results: Results, attacks: Sequence[str], retained: Results | None) -> None:
+    """Compute the AUC of each attack whose items exist, and PrivLeak."""
+    for attack in attacks:
+        sets = (f"{attack}.forget", f"{attack}.holdout")
+        if all(results.items.get(name) for name in sets):
+            results.figures[attack] = attack_auc(*(results.scores(name, "score") for name in sets))
+    auc = results.figures.get("mia_min_k")
+    if auc is not None:
+        expected = 0.5 if retained is None else retained.figures.get("mia_min_k")
+        if expected is not None:
+            results.figures["privleak"] = privleak(auc, expected)

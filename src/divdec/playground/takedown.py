@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Record, checked_text, texts_of
 from divdec.errors import UsageError
-from divdec.evaluation.recitation import longest_run, measure, measured_text
+from divdec.evaluation.verbatim import longest_run, measure, measured_text
 from divdec.playground.steered import Steered
 from divdec.playground.tokens import Token, answer_html, escape
 from divdec.steering import Steering

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from divdec.errors import UsageError
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.report.collect import Entry
 from divdec.report.examples import SETS, Example, examples
 from divdec.report.groups import Best, best_of, series_of, without_best

@@ -47,7 +47,7 @@ def series_of(rows: Sequence[Row], *, apart: bool = False) -> list[Group]:
         if entry.setting is None:
             lone.append(entry.name)
         else:
-            families.setdefault((entry.setting.rule, entry.setting.family), []).append(entry.name)
+            families.setdefault((entry.setting.rule or "", entry.setting.family), []).append(entry.name)
     several = {rule: sum(of == rule for of, _ in families) > 1 for rule, _ in families}
     parts: list[tuple[str, tuple[str, ...], str | None]] = [
         (f"{rule}, {family}" if several[rule] else rule, tuple(names), rule)

@@ -18,13 +18,14 @@ from divdec.evaluation.aggregate import (
     RETAIN_KNOWMEM,
     UTILITY,
     VERBMEM,
+    Bootstrap,
+    Resampler,
     Scores,
     aggregate,
     muse_distances,
     needed,
     tofu_figures,
 )
-from divdec.evaluation.bootstrap import Bootstrap, Resampler
 from divdec.evaluation.results import Results
 from divdec.report.collect import Entry
 from divdec.report.measures import MEASURES, SCORES

@@ -90,7 +90,7 @@ def curve_views(rows: Sequence[Row], suite: str) -> list[View]:
             name = first(alternatives, members)
             series = tuple(
                 Series(group.name, group.look, tuple(
-                    Dot(row.entry.setting.value, row.values[name] or 0.0, None, row.intervals.get(name))
+                    Dot(row.entry.setting.strength or 0.0, row.values[name] or 0.0, None, row.intervals.get(name))
                     for row in _sorted(rows, group) if row.entry.setting and has(row, name)
                 ))
                 for group in groups
@@ -220,11 +220,11 @@ def _scores(row: Row, metric: str) -> np.ndarray:
 
 def _sorted(rows: Sequence[Row], group: Group) -> list[Row]:
     members = [row for row in rows if row.entry.name in group.members]
-    return sorted(members, key=lambda row: row.entry.setting.value if row.entry.setting else 0.0)
+    return sorted(members, key=lambda row: (row.entry.setting and row.entry.setting.strength) or 0.0)
 
 
 def _value(row: Row) -> str:
-    return f"{row.entry.setting.value:g}" if row.entry.setting else ""
+    return f"{row.entry.setting.strength:g}" if row.entry.setting else ""
 
 
 def _moved(interval: Interval | None, by: float) -> Interval | None:

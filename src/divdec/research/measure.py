@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import Format, encode_records
 from divdec.data.records import Record
 from divdec.evaluation.generation import answers
+from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.evaluation.text import contains_fact, rouge_l_recall
 from divdec.steering import Steering
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.report.sequential import Step, distance_plot, markdown
 from divdec.research.sequential_material import RETAIN, Course, request_name
 from divdec.research.sequential_measure import Examiner

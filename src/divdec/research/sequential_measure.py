@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from divdec.evaluation.generation import answers
-from divdec.evaluation.text import contains_fact, rouge
+from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.measure import Questions

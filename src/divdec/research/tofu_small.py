@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation.tofu_data import TofuData, read_tofu
+from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.research.comparison import Presentation, compare, console_for, present, teller
 from divdec.research.measure import Questions
 from divdec.research.small_models import Shape

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, FailedClosed, UsageError
-from divdec.evaluation.bootstrap import Bootstrap, mean_interval
+from divdec.evaluation.aggregate import Bootstrap, mean_interval
 from divdec.experts.neural import device_of
 from divdec.steering import Steering
 from divdec.training.distillation_loss import Direction

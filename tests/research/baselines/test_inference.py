@@ -16,9 +16,8 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.errors import FailedClosed
-from divdec.evaluation.attacks import gradient_norm
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.scoring import score
+from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.research.baselines import helpers, logits
 from divdec.research.baselines.composite import CompositeForCausalLM

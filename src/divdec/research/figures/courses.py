@@ -6,10 +6,9 @@ import dataclasses
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM
-from divdec.evaluation.results import SUITES, read_results
+from divdec.evaluation.results import FILES, SUITES, identify, read_results
 from divdec.report import depth as of_depth
 from divdec.report import sequential as of_sequential
-from divdec.report.collect import FILES, setting_of
 from divdec.report.sequential import Step
 from divdec.research.figures.drawn import Asked, Drawn, Source, files_called, nothing
 from divdec.runs import read_json
@@ -83,9 +82,9 @@ def _evaluated(asked: Asked) -> tuple[list[Step], tuple[str, ...]]:
     sources: list[Source] = []
     for source in files_called(asked.runs, *FILES):
         results = read_results(source.path.parent)
-        setting = setting_of(results, source.path.parent)
-        if results.suite in SUITES and setting is not None and setting.rule in PROTOCOLS:
-            rows.setdefault((setting.rule, setting.family), {})[int(setting.value)] = results.figures
+        step = identify(results, source.path.parent)
+        if results.suite in SUITES and step.rule in PROTOCOLS and step.strength is not None:
+            rows.setdefault((step.rule, step.family), {})[int(step.strength)] = results.figures
             sources.append(source)
     steps = []
     for (rule, family), of in rows.items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from divdec.errors import UsageError
-from divdec.evaluation.bootstrap import Bootstrap
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import SUMMARY, read_results
 from divdec.report.plots import panels
 from divdec.report.plots.palette import LOOKS, RETRAIN, TARGET, Look

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from divdec.errors import UsageError
-from divdec.evaluation.aggregate import AGGREGATES
-from divdec.evaluation.bootstrap import Bootstrap
-from divdec.evaluation.results import SUMMARY, Results, read_results
-from divdec.report.collect import find, setting_of
+from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
+from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
 from divdec.report.measures import MEASURES, best_index
 from divdec.report.plots.panels import Kind
 from divdec.report.scores import Scorer
@@ -83,12 +81,12 @@ def results_of(asked: Asked, figure: str) -> dict[str, list[Result]]:
             continue
         if place.is_dir() and not any(place.iterdir()):
             raise nothing(asked.runs, figure, "folders that `divdec eval` or OpenUnlearning wrote")
-        for folder in find(given):
+        for folder in find_results(given):
             results = read_results(folder)
             if results.suite in SUITES:
                 folders.setdefault(folder.resolve(), (Source(_file_of(folder, results.suite), place), results))
     roles = {
-        role: {folder.resolve() for folder in find(given)}
+        role: {folder.resolve() for folder in find_results(given)}
         for role, given in (("target", asked.target), ("retrain", asked.retrain))
         if given is not None
     }
@@ -218,15 +216,15 @@ def _named(results: Results, folder: Path, run: Path, role: str | None) -> dict[
     if role is not None:
         return {"method": role, "title": REFERENCES[role], "setting": ""}
     known = titles()
-    setting = setting_of(results, folder)
+    setting = identify(results, folder)
     told = results.about.get("method")
     if told in known and told not in OWN:
         return {"method": told, "title": known[told], "setting": str(results.about.get("setting") or "")}
-    if setting is not None and setting.rule in ("linear", "rank"):
+    if setting.rule in ("linear", "rank") and setting.strength is not None:
         family = re.sub(r"^dd_", "", setting.family)
         return {
-            "method": setting.rule, "title": OWN[setting.rule], "rule": setting.rule, "strength": setting.value,
-            "setting": _strength(setting.rule, setting.value),
+            "method": setting.rule, "title": OWN[setting.rule], "rule": setting.rule, "strength": setting.strength,
+            "setting": _strength(setting.rule, setting.strength),
             "family": "" if family in ("linear", "rank") else family,
         }  # fmt: skip
     # The deepest folder that is called as a method is; what follows in the names is the setting.

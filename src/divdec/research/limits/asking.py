@@ -16,7 +16,7 @@ from divdec.data.records import Message, Record
 from divdec.data.world import Question, World
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.generation import continuations, samples
-from divdec.evaluation.text import contains_fact
+from divdec.evaluation.metrics import contains_fact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import Example, encode_records
 from divdec.data.records import Message, Record
 from divdec.data.world import CITIES, GENRES, OCCUPATIONS, PASTIMES, PRIZES, World, ask
-from divdec.evaluation import attacks
-from divdec.evaluation.privacy import attack_auc
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.limits.settings import STRENGTHS
@@ -118,7 +117,7 @@ def _figures(items: Sequence[ItemScore], asked: Sequence[Choice], forget: int) -
     rest = items[start:]
     return {
         **share_at_ends(rows, [choice.true for choice in asked]),
-        "auc": attack_auc([attacks.loss(i) for i in rest[:forget]], [attacks.loss(i) for i in rest[forget:]]),
+        "auc": attack_auc([i.loss for i in rest[:forget]], [i.loss for i in rest[forget:]]),
         "probability": statistics.fmean(item.probability for item in rest[:forget]),
     }
 

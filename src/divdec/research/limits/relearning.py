@@ -18,8 +18,8 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record
 from divdec.data.world import RELATIONS, Question, World
 from divdec.evaluation.generation import answers
+from divdec.evaluation.metrics import contains_fact
 from divdec.evaluation.scoring import score
-from divdec.evaluation.text import contains_fact
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings

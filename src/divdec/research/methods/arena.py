@@ -14,9 +14,8 @@ from divdec.data.formatting import Format
 from divdec.data.records import RecordSet, read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.errors import UsageError
-from divdec.evaluation.layout import Layout
-from divdec.evaluation.tofu import TofuOptions
-from divdec.evaluation.tofu_data import TofuData, read_tofu
+from divdec.evaluation.questions import QuestionFormat
+from divdec.evaluation.tofu import TofuData, TofuOptions, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
@@ -63,10 +62,10 @@ class Arena:
         return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> QuestionFormat:
         """How questions become tokens."""
         options = self.options
-        return Layout(
+        return QuestionFormat(
             load_tokenizer(self.target),
             options.template,
             options.system_prompt,

@@ -17,7 +17,7 @@ import torch
 import divdec.research.baselines.composite  # noqa: F401  # registers the composite baselines with transformers
 from divdec.errors import Diverged, FailedClosed, UsageError, first_line
 from divdec.evaluation.results import Results, read_results, write_results
-from divdec.evaluation.subject import Subject
+from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.tofu import evaluate_tofu
 from divdec.model.bundle import is_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
@@ -84,7 +84,7 @@ def run_cell(cell: Cell, arena: Arena, seed_folder: Path) -> Outcome:
         made = make(cell, arena, folder / MODEL, seed_folder / "work")
         model = load(made, cell)
         extra = weights_of(model) - weights_of(load_model(arena.target))
-        subject = Subject(model, load_tokenizer(arena.target))
+        subject = EvaluatedModel(model, load_tokenizer(arena.target))
         (found,) = evaluate_tofu(subject, arena.questions, arena.options)
         found.name = str(cell.folder)
         found.about = {"method": cell.method, "setting": cell.label, "seed": arena.seed, "steering": cell.steering}

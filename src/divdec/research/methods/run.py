@@ -16,11 +16,11 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.attack_prompts import template_prompts
-from divdec.evaluation.bootstrap import Bootstrap
 from divdec.evaluation.judges import StringJudge
-from divdec.evaluation.layout import question
 from divdec.evaluation.leak import evaluate_attack
+from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.model.checkpoint import check_apart, load_model
 from divdec.research.methods.arena import Arena, arenas, check_inputs
@@ -215,11 +215,11 @@ def _leak_of(arena: Arena, outcome: Outcome, attacks: int, ks: tuple[int, ...], 
         _model_of(outcome, arena, output),
         layout.tokenizer,
         records,
-        [template_prompts(question(one), one.answer, attacks, arena.seed) for one in records],
+        [template_prompts(question_of(one), one.answer, attacks, arena.seed) for one in records],
         StringJudge(),
         name=outcome.cell.method,
         ks=ks,
-        lay_out=layout.prompt,
+        prompt_ids=layout.prompt,
         max_new_tokens=LEAK_TOKENS,
     )
     folder.mkdir(exist_ok=True)

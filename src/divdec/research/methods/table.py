@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, aggregate, needed, tofu_figures
-from divdec.evaluation.bootstrap import Bootstrap, Resampler
+from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
 from divdec.report.measures import MEASURES, best_index
 

@@ -1,7 +1,7 @@
-"""Whether a target still recites texts that a registry has taken down, and the strength at which it no longer does.
+"""Verbatim memorization of texts that a registry has taken down, and the strength at which it ends.
 
-A passage is recited if the greedy continuation of its prompt has `RUN` tokens in a row in common with the text's own
-continuation, or all of them where there are fewer.
+A passage is recited if the greedy continuation of its prompt has `RUN` consecutive tokens in common with the text's
+continuation, or all of them if there are fewer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PASSAGES = 20  # measured at most
-PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: of a plain text's shortest prompt, of a continuation, of a recital
+PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: shortest prompt of a plain text, continuation, recited passage
 CONTEXT = 512  # tokens of a plain text's longest prompt
-STRONGEST = 80.0  # what a strength is raised to at most: from there on other answers change (docs/limits.md)
+STRONGEST = 80.0  # largest strength: a greater one changes other answers (docs/limits.md)
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of a text that a model could recite."""
+    """A prompt from a text, and the continuation that a model may recite."""
 
     prompt: list[int]
     continuation: list[int]
@@ -41,17 +41,17 @@ class Passage:
 def passages_of(
     texts: RecordSet, tokenizer: PreTrainedTokenizerBase, *, most: int = PASSAGES, seed: int = 0
 ) -> tuple[list[Passage], int]:
-    """Passages of texts, and how many there are in all.
+    """Draw passages from texts, and count all passages.
 
-    A record with a prompt or question is one passage: its answer, after the prompt as it is laid out for the model. A
-    plain text has one every `LENGTH` tokens from its `PREFIX`-th on, each after all that stands before it (the last
-    `CONTEXT` tokens at most); a shorter text is begun.
+    A record with a prompt or question is one passage: its answer, after the prompt in the model's layout. A plain text
+    has one every `LENGTH` tokens from its `PREFIX`-th on, each after the text before it (the last `CONTEXT` tokens at
+    most). A shorter text is one passage: its last two thirds.
 
     Args:
-        texts: what was taken down.
+        texts: the texts of a request.
         tokenizer: the target's.
-        most: if there are more, so many are drawn.
-        seed: of that draw.
+        most: number of passages at most.
+        seed: of the draw.
     """
     draw = random.Random(seed)
     if texts.kind == "text":
@@ -78,28 +78,28 @@ def count_recited(
     *,
     title: str | None = None,
 ) -> int:
-    """How many passages a model recites.
+    """Count the passages that a model recites.
 
     Args:
         model: any causal LM, steered or plain.
         tokenizer: its tokenizer.
-        passages: what it could recite.
-        title: what the progress bar is called; None shows none.
+        passages: prompts with their continuations.
+        title: title of the progress bar; None shows none.
     """
     if not passages:
         return 0
     room = getattr(model.config, "max_position_embeddings", None) or math.inf
     prompts = [passage.prompt[-int(min(room - LENGTH, len(passage.prompt))) :] for passage in passages]
-    said = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, title=title)
+    outputs = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, title=title)
     return sum(
         longest_run(answer, passage.continuation) >= min(RUN, len(passage.continuation))
-        for answer, passage in zip(said, passages, strict=True)
+        for answer, passage in zip(outputs, passages, strict=True)
     )
 
 
-def longest_run(said: Sequence[int], text: Sequence[int]) -> int:
-    """Length of the longest passage of a text that was said word for word, in tokens."""
-    return difflib.SequenceMatcher(None, said, text, autojunk=False).find_longest_match().size
+def longest_run(answer: Sequence[int], text: Sequence[int]) -> int:
+    """Length of the longest run of tokens that an answer and a text have in common."""
+    return difflib.SequenceMatcher(None, answer, text, autojunk=False).find_longest_match().size
 
 
 def measure(
@@ -111,22 +111,22 @@ def measure(
     *,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Measure a request that is in force, and raise the registry's strength until nothing of it is recited.
+    """Measure a request in force, and raise the registry's strength until no passage of it is recited.
 
-    Without success the registry keeps the least of the strengths at which fewest passages are recited.
+    If no strength is enough, the registry keeps the lowest strength at which the fewest passages are recited.
 
     Args:
         registry: the registry.
         entry: the request.
         texts: its texts.
-        target: the model that the registry is for, unsteered.
+        target: the target, unsteered.
         tokenizer: its tokenizer.
         progress: show progress bars.
 
     Returns:
-        What the registry's log says of the request from now on: `passages` measured of `passages_in_all`,
-        `recited_before` by the target alone, `recited_after` under the takedowns, the registry's `strength`, the
-        `strength_before`, and the `strongest` that was tried.
+        The measurement, which the registry also records: `passages` measured of `passages_in_all`, `recited_before` by
+        the target alone, `recited_after` under the takedowns, the registry's `strength`, the `strength_before`, and
+        the `strongest` tried.
 
     Raises:
         FailedClosed: the registry is damaged.
@@ -159,32 +159,32 @@ def measure(
 
 
 def measured_text(measured: dict[str, Any]) -> str:
-    """What was measured, in a sentence or two."""
+    """Describe a measurement in a sentence or two."""
     passages, before, after = (measured[name] for name in ("passages", "recited_before", "recited_after"))
     if not passages:
         return "not measured: the texts are too short to be begun and continued"
     drawn = f" ({passages} drawn of {measured['passages_in_all']:,})" if passages < measured["passages_in_all"] else ""
-    found = f"{before} of {passages} passages{drawn} were recited word for word before, {after} now"
+    text = f"{before} of {passages} passages{drawn} were recited word for word before, {after} now"
     if measured["strength"] > measured["strength_before"]:
-        found += f", at strength {measured['strength']:g}, raised from {measured['strength_before']:g}"
+        text += f", at strength {measured['strength']:g}, raised from {measured['strength_before']:g}"
     else:
-        found += f", at strength {measured['strength']:g}"
+        text += f", at strength {measured['strength']:g}"
     if after:
-        found += (
+        text += (
             f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "
             "train a pair for them (divdec train) and serve it with this registry"
         )
-    return found
+    return text
 
 
 def _of_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Passage]:
     special = set(tokenizer.all_special_ids)
-    lead = next((place for place, token in enumerate(ids) if token not in special), len(ids))
+    lead = next((index for index, token in enumerate(ids) if token not in special), len(ids))
     start, body = ids[:lead], ids[lead:]
     if len(body) < PREFIX + RUN:
         cut = max(1, len(body) // 3)
         return [Passage(start + body[:cut], body[cut:][:LENGTH])] if len(body) > 1 else []
     return [
-        Passage(start + body[max(place - CONTEXT, 0) : place], body[place : place + LENGTH])
-        for place in range(PREFIX, len(body) - RUN + 1, LENGTH)
+        Passage(start + body[max(index - CONTEXT, 0) : index], body[index : index + LENGTH])
+        for index in range(PREFIX, len(body) - RUN + 1, LENGTH)
     ]

@@ -1,0 +1,214 @@
+"""Metrics of one answer and of sets of answers, as OpenUnlearning defines them.
+
+Likelihood ratios (TOFU), memorization, membership inference attacks and their AUC, ROUGE. A membership score is high if
+the model seems not to have been trained on an item.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+if TYPE_CHECKING:
+    from divdec.evaluation.scoring import ItemScore
+
+SMALLEST = 1e-10  # what OpenUnlearning adds to every denominator
+MIN_K_SHARE = 0.4  # of an item's tokens that min-k and min-k++ use
+SMALLEST_VARIANCE = 1e-6
+
+
+def truth_ratio(correct_loss: float, wrong_losses: Sequence[float]) -> float:
+    """R = p_wrong / p_correct: the likelihood of wrong answers relative to the right one (TOFU, truth ratio).
+
+    Args:
+        correct_loss: mean negative log-probability per token of the right answer, in nats.
+        wrong_losses: the same of each wrong answer; their mean is taken before the exponential.
+    """
+    return math.exp(-statistics.fmean(wrong_losses)) / (math.exp(-correct_loss) + SMALLEST)
+
+
+def closer_to_1_better(ratio: float) -> float:
+    """min(r, 1/r): 1 if right and wrong are equally likely, as for a model that saw neither (forget sets)."""
+    return min(ratio, 1 / (ratio + SMALLEST))
+
+
+def true_better(ratio: float) -> float:
+    """max(0, 1 − r): higher if right answers are likelier than wrong ones (retain sets)."""
+    return max(0.0, 1 - ratio)
+
+
+def prob_mean(correct_loss: float, wrong_losses: Sequence[float]) -> float:
+    """p_correct / (p_correct + p_wrong), the truth ratio of OpenUnlearning's paper."""
+    correct, wrong = math.exp(-correct_loss), math.exp(-statistics.fmean(wrong_losses))
+    return correct / (correct + wrong + SMALLEST)
+
+
+def normalised_probability(correct: float, wrong: Sequence[float]) -> float:
+    """p_correct / (p_correct + Σ p_wrong): the right answer's share among all answers."""
+    return correct / (correct + math.fsum(wrong) + SMALLEST)
+
+
+def extraction_strength(item: ItemScore) -> float:
+    """Share of the text that the model completes word for word after the rest, 1 − k/L.
+
+    k is the first index from which every token is the model's first choice. The last labelled token, which ends an
+    answer, is left out. OpenUnlearning's loop ends at k = L − 1, so that the value is never below 1/L; an empty text
+    gives 0.
+    """
+    hits = item.hits[:-1]
+    if not hits:
+        return 0.0
+    right_at_the_end = next((count for count, hit in enumerate(reversed(hits)) if not hit), len(hits))
+    return max(right_at_the_end, 1) / len(hits)
+
+
+def exact_memorization(item: ItemScore) -> float:
+    """Share of the tokens, without the last, that are the model's first choice; NaN if there is no token."""
+    hits = item.hits[:-1]
+    return sum(hits) / len(hits) if hits else math.nan
+
+
+def zlib_ratio(item: ItemScore, text: str) -> float:
+    """Loss divided by the compressed size of the text in bytes."""
+    return item.loss / len(zlib.compress(text.encode()))
+
+
+def min_k(item: ItemScore, share: float = MIN_K_SHARE) -> float:
+    """Minus the mean log-probability of the least likely tokens; the last labelled token is left out."""
+    return _least(item.log_probabilities[:-1], share)
+
+
+def min_k_plus_plus(item: ItemScore, share: float = MIN_K_SHARE) -> float:
+    """`min_k` of standardised log-probabilities: z = (log p − μ) / σ over the vocabulary.
+
+    Args:
+        item: scored with `moments`.
+        share: of the tokens that are used.
+    """
+    standardised = [
+        (log_p - mean) / math.sqrt(max(variance, SMALLEST_VARIANCE))
+        for log_p, (mean, variance) in zip(item.log_probabilities[:-1], item.vocabulary_moments[:-1], strict=True)
+    ]
+    return _least(standardised, share)
+
+
+def membership_scores(item: ItemScore, text: str) -> dict[str, float]:
+    """Compute the attacks that read one teacher-forced pass: loss, zlib, min_k, min_k_plus_plus."""
+    return {
+        "loss": item.loss,
+        "zlib": zlib_ratio(item, text),
+        "min_k": min_k(item),
+        "min_k_plus_plus": min_k_plus_plus(item),
+    }
+
+
+def _least(values: Sequence[float], share: float) -> float:
+    if not values:
+        return 0.0
+    count = max(1, int(share * len(values)))
+    return -statistics.fmean(sorted(values)[:count])
+
+
+def attack_auc(forget_scores: Sequence[float], holdout_scores: Sequence[float]) -> float:
+    """Probability that a holdout item scores above a forget item, ties counting half (area under the ROC curve).
+
+    Equals scikit-learn's `roc_auc_score` with label 0 for forget and 1 for holdout. 1 means memorised, 0.5 that the two
+    sets cannot be distinguished; the value of a retrained model is the reference, not 0.5.
+
+    Args:
+        forget_scores: membership scores of the forget set.
+        holdout_scores: membership scores of the holdout set.
+
+    Raises:
+        ValueError: a set is empty, or a score is not finite.
+    """
+    return float(holdout_wins(np.asarray(forget_scores, float), np.asarray(holdout_scores, float)).mean())
+
+
+def holdout_wins(
+    forget_scores: Float[np.ndarray, " forget"], holdout_scores: Float[np.ndarray, " holdout"]
+) -> Float[np.ndarray, "forget holdout"]:
+    """For each pair 1 if the holdout item scores higher, 0.5 on a tie, else 0; the AUC is the mean.
+
+    Raises:
+        ValueError: a set is empty, or a score is not finite.
+    """
+    if not (forget_scores.size and holdout_scores.size):
+        raise ValueError("an AUC needs scores of both sets, but one is empty")
+    if not (np.isfinite(forget_scores).all() and np.isfinite(holdout_scores).all()):
+        raise ValueError("an AUC needs finite scores; hard rank masking gives others: score with the soft fill")
+    higher = forget_scores[:, None] < holdout_scores[None, :]
+    return higher + 0.5 * (forget_scores[:, None] == holdout_scores[None, :])
+
+
+def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[float]) -> float:
+    """TOFU's forget quality: p-value of a two-sided Kolmogorov–Smirnov test between two models' truth ratios.
+
+    High means that the two cannot be distinguished. It depends on ranks only: ratios and their reciprocals give the
+    same.
+
+    Args:
+        truth_ratios: of each forget question, of the evaluated model.
+        retain_truth_ratios: the same of the retrained model.
+
+    Raises:
+        ValueError: a set is empty.
+    """
+    from scipy.stats import ks_2samp
+
+    return float(ks_2samp(truth_ratios, retain_truth_ratios).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def privleak(auc: float, retain_auc: float) -> float:
+    """PrivLeak of MUSE in percent, as OpenUnlearning computes it: 0 is ideal, negative is under-unlearned.
+
+    Args:
+        auc: `attack_auc` of min-k 40 % of the evaluated model.
+        retain_auc: the same of the retrained model.
+    """
+    return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + SMALLEST) * 100
+
+
+def rouge_l_recall(answer: str, truth: str) -> float:
+    """ROUGE-L recall: share of the true answer's words that the answer has in the same order (stemmed)."""
+    return float(_scorer().score(truth, answer)["rougeL"].recall)
+
+
+def rouge(answer: str, truth: str) -> dict[str, float]:
+    """ROUGE of one answer under OpenUnlearning's names: rouge1_recall, rougeL_f1, rougeL_recall."""
+    scores = _scorer().score(truth, answer)
+    return {
+        "rouge1_recall": float(scores["rouge1"].recall),
+        "rougeL_f1": float(scores["rougeL"].fmeasure),
+        "rougeL_recall": float(scores["rougeL"].recall),
+    }
+
+
+def contains_fact(answer: str, fact: str) -> bool:
+    """Whether the answer states the fact word for word."""
+    return fact in answer
+
+
+@functools.cache
+def _scorer() -> Any:
+    from rouge_score import tokenize, tokenizers
+    from rouge_score.rouge_scorer import RougeScorer
+
+    class Words(tokenizers.Tokenizer):
+        """The words of rouge_score's `use_stemmer=True`, with a cache: stemming takes most of its time."""
+
+        def __init__(self) -> None:
+            self.stemmer = tokenizers.porter.PorterStemmer()
+            self.stemmer.stem = functools.lru_cache(maxsize=1 << 16)(self.stemmer.stem)
+
+        def tokenize(self, text: str) -> list[str]:
+            return tokenize.tokenize(text, self.stemmer)
+
+    return RougeScorer(["rouge1", "rougeL"], tokenizer=Words())

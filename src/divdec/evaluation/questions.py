@@ -1,0 +1,195 @@
+"""Questions of a benchmark: rows of its files, and their layout as OpenUnlearning's published figures have it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from divdec.bridge.common_prefix import common_length
+from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records
+from divdec.data.records import Message, Record, json_rows, read_text
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionFormat:
+    """Layout of questions for one tokenizer: its chat template, or OpenUnlearning's plain layout.
+
+    The plain layout differs from `divdec.data.formatting` in white space, which the published figures depend on.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Literal["chat", "plain"] = "chat"
+    system_prompt: str | None = None
+    date: str | None = None
+    """Date for templates that print one (Llama 3)."""
+    shots: tuple[Record, ...] = ()
+    """Examples before every question (plain layout)."""
+    max_length: int = 512
+    """Longest sequence of the plain layout, in tokens; a chat is never cut."""
+
+    def __post_init__(self) -> None:
+        if self.template == "chat" and not self.tokenizer.chat_template:
+            raise UsageError("the tokenizer has no chat template; give --template plain")
+
+    def encode(self, records: Sequence[Record]) -> list[Example]:
+        """Tokenize prompts and answers; the answers and their end tokens are labelled.
+
+        Raises:
+            UsageError: no token of an answer is left.
+        """
+        new = [record for record in dict.fromkeys(records) if record not in self._examples]
+        if self.template == "chat":
+            examples = encode_records(new, self.tokenizer, self._chat_format)
+        else:
+            examples = [self._plain_example(record) for record in new]
+        self._examples.update(zip(new, examples, strict=True))
+        return [self._examples[record] for record in records]
+
+    def prompts(self, records: Sequence[Record]) -> list[list[int]]:
+        """Tokenize the prompts, which do not depend on the answers."""
+        questions = [dataclasses.replace(record, answer="") for record in records]
+        new = [record for record in dict.fromkeys(questions) if record not in self._prompts]
+        if self.template == "chat":
+            ids = encode_prompts(new, self.tokenizer, self._chat_format)
+        else:
+            ids = [self._plain(record)[: self.max_length] for record in new]
+        self._prompts.update(zip(new, ids, strict=True))
+        return [self._prompts[record] for record in questions]
+
+    def prompt(self, record: Record) -> list[int]:
+        """Tokenize one prompt."""
+        return self.prompts([record])[0]
+
+    def truth(self, record: Record) -> str:
+        """Decode the tokens of the answer, cut where they are cut.
+
+        Raises:
+            UsageError: nothing is left of it.
+        """
+        ids = self.encode([record])[0].input_ids if self.template == "chat" else self._plain_whole(record)
+        text = decoded(self.tokenizer, ids).replace(decoded(self.tokenizer, self.prompt(record)), "").strip()
+        if not text:
+            raise UsageError(f"{record.location}: nothing is left of the answer within {self.max_length} tokens")
+        return text
+
+    @functools.cached_property
+    def _prompts(self) -> dict[Record, list[int]]:
+        return {}
+
+    @functools.cached_property
+    def _examples(self) -> dict[Record, Example]:
+        """Cache: an answer is scored, attacked and compared."""
+        return {}
+
+    @property
+    def _chat_format(self) -> Format:
+        return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date)
+
+    def _plain_example(self, record: Record) -> Example:
+        prompt, whole = self.prompt(record), self._plain_whole(record)
+        # The space before an answer may be part of its first token: the prompt ends where the two sequences diverge.
+        # OpenUnlearning counts tokens instead, and leaves the first token of many answers unlabelled.
+        start = common_length(prompt, whole)
+        if set(whole[start:]) <= set(self.tokenizer.all_special_ids):
+            raise UsageError(
+                f"{record.location}: no token of the answer is left within {self.max_length} tokens "
+                f"(the prompt alone has {len(self._plain(dataclasses.replace(record, answer='')))}); "
+                "give a greater --max-length"
+            )
+        return Example(whole, [IGNORED] * start + whole[start:])
+
+    def _plain_whole(self, record: Record) -> list[int]:
+        whole, end = self._plain(record)[: self.max_length], self.tokenizer.eos_token_id
+        return whole if whole[-1:] == [end] or not isinstance(end, int) else [*whole, end]
+
+    def _plain(self, record: Record) -> list[int]:
+        shots = "".join(f"Question: {question_of(shot)}\nAnswer: {shot.answer}\n\n" for shot in self.shots)
+        text = f"{shots}Question: {question_of(record)}\nAnswer: {record.answer}"
+        return list(self.tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+def question_of(record: Record) -> str:
+    """Return the question of a record: the last turn before its answer, or its prompt.
+
+    Raises:
+        UsageError: it is a plain text.
+    """
+    if record.messages:
+        return record.messages[-1].content
+    if record.prompt is None:
+        raise UsageError(f"{record.location or 'a record'}: a plain text asks nothing; give questions with answers")
+    return record.prompt
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Decode without special tokens, and without spaces before punctuation, as OpenUnlearning does."""
+    return tokenizer.clean_up_tokenization(str(tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def read_rows(file: Path, dataset: str, read: Callable[[Any, str], Item], limit: int | None = None) -> tuple[Item, ...]:
+    """Read the rows of a JSON or JSONL file.
+
+    Args:
+        file: the file.
+        dataset: the Hugging Face dataset that the file comes from, for error messages.
+        read: makes an item from a row and its location.
+        limit: read only the first N rows.
+
+    Raises:
+        UsageError: the file is missing or empty, or a row cannot be read (with its line).
+    """
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; such files come from the Hugging Face dataset {dataset}")
+    items = []
+    for location, row in json_rows(file.name, read_text(file)):
+        if limit is not None and len(items) >= limit:
+            break
+        items.append(read(row, location))
+    if not items:
+        raise UsageError(f"{file} is empty")
+    return tuple(items)
+
+
+def text_in(row: Any, column: str, location: str) -> str:
+    """Return the text in a column.
+
+    Raises:
+        UsageError: it is missing, empty or not a text.
+    """
+    value = _columns(row, location).get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{location}: column {column} is {'empty or no text' if column in row else 'missing'}")
+    return value
+
+
+def texts_in(row: Any, column: str, location: str) -> tuple[str, ...]:
+    """Return the list of texts in a column.
+
+    Raises:
+        UsageError: it is missing, or not a list of texts.
+    """
+    value = _columns(row, location).get(column)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
+        raise UsageError(f"{location}: column {column} is missing, or no list of texts")
+    return tuple(value)
+
+
+def question_in(row: Any, location: str) -> Record:
+    """Make a record from the columns question and answer."""
+    question = Message("user", text_in(row, "question", location))
+    return Record(text_in(row, "answer", location), messages=(question,), location=location)
+
+
+def _columns(row: Any, location: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UsageError(f"{location}: expected an object with columns, such as question and answer")
+    return row
