@@ -12,10 +12,10 @@ TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
 # What divdec and its tests need and vLLM does not bring; what vLLM brings stays as it pins it.
-BESIDE_VLLM = absl-py accelerate beartype contourpy cycler datasets defusedxml dill fonttools hypothesis iniconfig \
-	jaxtyping joblib jsonargparse kiwisolver matplotlib multiprocess narwhals nltk pandas pluggy pyarrow pyparsing \
-	pytest pytest-timeout python-dateutil rouge-score scikit-learn scipy six sortedcontainers threadpoolctl \
-	typeshed-client tzdata wadler-lindig xxhash
+BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datasets defusedxml dill docstring-parser \
+	docutils fonttools hypothesis iniconfig jaxtyping joblib kiwisolver matplotlib multiprocess narwhals nltk \
+	pandas pluggy pyarrow pyparsing pytest pytest-timeout python-dateutil rich-rst rouge-score scikit-learn \
+	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
 .PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.cli.settings import SWEEP
+from divdec.cli.calibrate import SWEEP
 from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.evaluation.aggregate import aggregate, tofu_figures

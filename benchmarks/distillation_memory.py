@@ -27,7 +27,7 @@ def measured(way, given):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from divdec import DivergenceForCausalLM
-    from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
+    from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
     from divdec.training.teacher_cache import CachedTeacher, Fingerprint
 
     torch.set_num_threads(1)

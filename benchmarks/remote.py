@@ -23,15 +23,14 @@ from divdec.data.formatting import encode_prompts
 from divdec.data.world import build_world
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
-from divdec.remote.choices import RemoteSettings
 from divdec.remote.client import Endpoint
-from divdec.remote.completions import Abilities, Completions
-from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteTarget
+from divdec.remote.completions import Completions, ProviderCapabilities
+from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.research.demo import RECIPE, WORLD, material_of, question_sets
 from divdec.research.stages import train_all
 from divdec.runs import cache_folder
-from divdec.serving.address import bind
+from divdec.serving import bind
 from divdec.serving.api.server import HttpServer, Options
 from divdec.serving.engine.engine import Engine
 from divdec.steering import Steering
@@ -78,10 +77,10 @@ def main() -> None:
         server = HttpServer(
             {"plain": Engine(DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain), "plain")},
             bind("127.0.0.1", 0),
-            Options(grace=0.0),
+            Options(shutdown_timeout=0.0),
         )
         ready = threading.Event()
-        server.ready = ready.set
+        server.on_ready = ready.set
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         ready.wait(60)
@@ -96,19 +95,21 @@ def main() -> None:
 
 def measured(case, prompts, local, bundle, url) -> str:
     rule, temperature, told, entries, block, tries = case
-    sources, _ = of_bundle(str(bundle))
-    parts = open_sources(sources)
-    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.ends[0], parts.vocab_size)
+    sources, _ = sources_from_bundle(str(bundle))
+    parts = load_experts(sources)
+    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
     settings = RemoteSettings(limits=BiasLimits(entries), block=block, tries=tries)
     same, started = 0, time.perf_counter()
-    with RemoteTarget(completions, parts.experts, Steering.parse(rule), settings, ends=parts.ends) as target:
+    with RemoteTarget(
+        completions, parts.experts, Steering.parse(rule), settings, eos_token_ids=parts.eos_token_ids
+    ) as target:
         if not told:
-            target._abilities = Abilities(top_logprobs=0)
+            target._capabilities = ProviderCapabilities(top_logprobs=0)
         answers = [
             target.generate(prompt, TOKENS, temperature=temperature, seed=place) for place, prompt in enumerate(prompts)
         ]
         seconds = time.perf_counter() - started
-        counts, sure = target.completions.counts, target.sure
+        counts, sure = target.completions.usage, target.exactness
     local.steering = rule
     if not temperature:
         for prompt, answer in zip(prompts, answers, strict=True):

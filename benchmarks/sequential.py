@@ -14,7 +14,7 @@ from divdec.research.sequential import run_sequential
 from divdec.research.sequential_material import demo_course, muse_course
 from divdec.research.sequential_models import SequentialSettings
 from divdec.runs import cache_folder
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted
 
 
 def main() -> int:

@@ -44,7 +44,7 @@ class Server:
 
 
 def embedded(bundle, given, speculative=None):
-    options = ["--name", "steered", "--dtype", given.dtype, "--grace", "1"]
+    options = ["--name", "steered", "--dtype", given.dtype, "--shutdown-timeout", "1"]
     options += ["--speculative", speculative] if speculative else []
     return Command([sys.executable, "-m", "divdec.cli", "serve", str(bundle), *options], "steered")
 

@@ -161,7 +161,7 @@ def main() -> int:
         bundle, texts = make_bundle(folder)
         model, tokenizer = load(bundle)
         made = references(model, tokenizer, texts)
-        with Served(bundle, folder / "server.log", "--grace", 5, "--max-seconds", 60) as server:
+        with Served(bundle, folder / "server.log", "--shutdown-timeout", 5, "--max-seconds", 60) as server:
             report = asyncio.run(soak(server, made, tally, options.seconds))
             for failure in server.failures():
                 tally.problem(f"the server's log: {failure}")

@@ -1,10 +1,10 @@
 """What a takedown request does to a target that knows an article by heart: verbatim memorisation before and after.
 
 A small model is over-trained on real news articles (MUSE-News: `verbmem/forget.jsonl` and `privleak/retain.jsonl`), so
-that it continues them word for word. `divdec forget add` then takes the articles of the first file down. Measured as
+that it continues them word for word. `divdec takedown add` then takes the articles of the first file down. Measured as
 MUSE's verbmem is, ROUGE-L of the greedy continuation with the article's, beside the perplexity of the articles to keep.
 
-    python benchmarks/takedown.py --data MUSE_NEWS [--json]
+    python benchmarks/takedown.py --data MUSE_NEWS [--speed] [--json]
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
 PROMPT, CONTINUED = 128, 128  # tokens
+BATCH, CONTINUED_TOKENS = 32, 20  # sequences and decoded tokens whose corrections are timed
 ARTICLES, KNOWN = 60, 30  # to forget, and as many to keep; those of the latter that the registry is told
 SHAPE = Shape(width=192, layers=3, heads=6, mlp_width=512)
 TRAINING = TrainingSettings(epochs=40.0, learning_rate=3e-3, batch_size=8, warmup=0.05)
@@ -95,7 +96,16 @@ def main():
     parser.add_argument("--strengths", type=float, nargs="+", default=[2, 5, 10])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--speed", action="store_true", help="measure only the speed of a registry")
     given = parser.parse_args()
+    if given.speed:
+        with tempfile.TemporaryDirectory() as place:
+            tokenizer = train_tokenizer([text for texts in articles(given.data) for text in texts], 4096)
+            new_model(SHAPE, tokenizer, seed=0).save_pretrained(Path(place) / "target")
+            tokenizer.save_pretrained(Path(place) / "target")
+            results = measure_speed(Path(place), Path(place) / "target", given.data, given.requests)
+        print(json.dumps(results) if given.json else "")
+        return
     folder, windows = over_trained(given.data)
     tokenizer, target = load_tokenizer(folder), load_model(folder)
     forget, retain = articles(given.data)
@@ -111,11 +121,11 @@ def main():
             )
             registry.add("articles", texts_of("articles", forget))
             for strength in given.strengths:
-                takedowns = Takedowns(registry.folder, strength=strength)
+                takedowns = TakedownCorrection(registry.folder, strength=strength)
                 model = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
                 results[f"order {order}, strength {strength:g}"] = found = measured(model, tokenizer, windows)
                 show(f"order {order}, strength {strength:g}", found)
-        results["registry"] = growth(Path(place), folder, given.data, given.requests)
+        results["registry"] = measure_speed(Path(place), folder, given.data, given.requests)
     if given.json:
         print(json.dumps(results))
 
@@ -124,21 +134,18 @@ def show(name, found):
     print(f"{name:<18}" + "".join(f"{value:>18.3f}" for value in found.values()), flush=True)
 
 
-def growth(place, checkpoint, data, sizes):
-    """How long `add` and taking up what it added last, by how many requests there are already."""
-    found = (
-        json.loads(line)["text"]
-        for part in (1, 2)
-        for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines()
-    )
-    texts = [text for text in found if text.strip()]
+def measure_speed(place, checkpoint, data, sizes):
+    """Seconds by number of requests: adding an article or 1 MB, taking up the change, opening, a token's lookups."""
+    lines = (line for part in (1, 2) for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines())
+    texts = [text for text in (json.loads(line)["text"] for line in lines) if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
-    takedowns = Takedowns(registry.folder)
+    takedowns = TakedownCorrection(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
-    ids = torch.tensor([registry.tokenizer()(article)["input_ids"][:64]])
-    found, held = {}, 0
-    print(f"\n{'requests':>9}{'add, s':>9}{'taken up, s':>13}{'1 MB: add':>12}{'taken up, s':>13}{'next answer, s':>16}"
-          f"{'opening all, s':>16}{'compact, s':>12}")  # fmt: skip
+    tokenizer = registry.tokenizer()
+    ids = torch.tensor([tokenizer(text)["input_ids"][:64] for text in texts[: 4 * BATCH] if len(text) > 1000][:BATCH])
+    results, held = {}, 0
+    columns = ("add", "taken up", "add 1 MB", "taken up", "open", "remove", "first token", "next tokens", "lookups")
+    print(f"\n{'requests':>9}" + "".join(f"{name:>12}" for name in columns) + "   (seconds)")
     for size in sizes:
         while held < size:
             registry.add(f"request {held}", texts_of("t", [texts[held % len(texts)]]))
@@ -148,15 +155,32 @@ def growth(place, checkpoint, data, sizes):
         row = {"add": statistics.median(small), "taken_up": timed(takedowns.snapshot)}
         row["add_megabyte"] = timed(lambda: registry.add("large", texts_of("t", [megabyte])))
         row["taken_up_megabyte"] = timed(takedowns.snapshot)
-        row["next_answer"] = timed(lambda: takedowns.correction(ids, cache=takedowns.new_cache()))
-        row["open_all"] = timed(lambda: Takedowns(registry.folder))
-        for name in ("large", *(f"probe {n}" for n in range(5))):
-            registry.remove(name)
-        row["compact"] = timed(registry.compact)
-        found[size] = {name: round(value, 4) for name, value in row.items()}
-        print(f"{size:>9}" + "".join(f"{value:>{width}.3f}" for value, width in
-                                     zip(row.values(), (9, 13, 12, 13, 16, 16, 12))), flush=True)  # fmt: skip
-    return found
+        row["open"] = timed(lambda: TakedownCorrection(registry.folder))
+        row["remove"] = timed(lambda: registry.remove("large"))
+        for number in range(5):
+            registry.remove(f"probe {number}")
+        cache = takedowns.new_cache()
+        started = time.perf_counter()
+        takedowns.correction(ids[:, :-CONTINUED_TOKENS], None, cache, 1)
+        row["first_token"] = time.perf_counter() - started
+        steps = [ids[:, place : place + 1] for place in range(ids.shape[1] - CONTINUED_TOKENS, ids.shape[1])]
+        seconds = []
+        for step in steps:
+            started = time.perf_counter()
+            takedowns.correction(step, None, cache, 1)
+            seconds.append(time.perf_counter() - started)
+        row["next_token"] = statistics.median(seconds)
+        row["lookups"] = statistics.median(timed(lambda: look_up(takedowns, ids[:, -4:].numpy())) for _ in range(20))
+        results[size] = {name: round(value, 4) for name, value in row.items()}
+        print(f"{size:>9}" + "".join(f"{value:>12.4f}" for value in row.values()), flush=True)
+    return results
+
+
+def look_up(takedowns, contexts):
+    """All contexts of a token of each sequence, in the counts of the requests."""
+    counts = takedowns.snapshot().taken
+    for length in range(1, counts.order):
+        counts.followers(contexts[:, -length:])
 
 
 def timed(act):

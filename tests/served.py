@@ -44,12 +44,12 @@ def bundle_of(models, name, steering):
 @contextlib.contextmanager
 def serving(engines, **options):
     """A server of started engines; gives its URL."""
-    from divdec.serving.address import bind
+    from divdec.serving import bind
     from divdec.serving.api.server import HttpServer, Options
 
     server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), Options(**options))
     ready = threading.Event()
-    server.ready = ready.set
+    server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert ready.wait(30)

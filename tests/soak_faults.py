@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from soak import SERVER, Load, Tally
 from soak_answers import references, steered
 
-DRAIN = 15.0  # seconds beside --grace: connections that nobody reads have 5 (server.DRAIN), and the process has to end
+DRAIN = 15.0  # seconds beside --shutdown-timeout: 5 for unread connections, then the process ends
 ENOUGH = 20  # answers by which a load has begun
 PATH = "/v1/completions"
 ASKED = {"model": "tiny", "temperature": 0}
@@ -130,7 +130,7 @@ async def stop_under_load(server, made, tally, grace):
     if code != 0:
         tally.problem(f"SIGTERM: exit code {code}")
     if took > grace + DRAIN:
-        tally.problem(f"SIGTERM: the process left after {took:.1f} s, --grace is {grace}")
+        tally.problem(f"SIGTERM: the process left after {took:.1f} s, --shutdown-timeout is {grace}")
     if last.get("error", {}).get("code") != "closing":
         tally.problem(f"SIGTERM: a stream that could not end was ended by {last}")
     after = len(tally.seconds) - before
@@ -162,7 +162,7 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.takedowns.following import with_registry
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle)
@@ -223,7 +223,7 @@ def echoed(url, ids):
 def faults(bundle, folder, texts, made, grace=3.0):
     """Both faults, and what went wrong."""
     stopped, killed = Tally(), Tally()
-    with Served(bundle, folder / "stopped.log", "--grace", grace) as server:
+    with Served(bundle, folder / "stopped.log", "--shutdown-timeout", grace) as server:
         figures = {"sigterm": asyncio.run(stop_under_load(server, made, stopped, grace))}
         for problem in server.failures():
             stopped.problem(f"SIGTERM: {problem}")

@@ -22,11 +22,11 @@ class StopAt(TrainerCallback):
 @contextlib.contextmanager
 def stopping_at(step, number=signal.SIGINT):
     """Every training within gets the signal at the beginning of this step."""
-    trainer = fine_tuning._Trainer
+    trainer = fine_tuning.ObjectiveTrainer
 
     def stopped(*objective, **given):
         return trainer(*objective, **{**given, "callbacks": [*given["callbacks"], StopAt(step, number)]})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fine_tuning, "_Trainer", stopped)
+        patch.setattr(fine_tuning, "ObjectiveTrainer", stopped)
         yield

@@ -47,7 +47,7 @@ def test_takedown(cached, capsys, monkeypatch):
     monkeypatch.setattr(example, "LONGEST", 8)
     found = example.main(["--output", str(cached)], brief(example.RECIPE), published=3, kept=2)
     told = capsys.readouterr().out
-    assert "$ divdec forget add takedowns --id case-17" in told
+    assert "$ divdec takedown add takedowns --id case-17" in told
     assert "1 request in force" in told
     assert "the registry is whole" in told
     assert set(found["models"]) == {"target", "n-grams", "n-grams and pair", "retrained without it"}

@@ -103,7 +103,19 @@ def provider(bundle: str):
 
     linear:0 leaves the target as it is.
     """
-    words = [sys.executable, "-m", "divdec.cli", "serve", bundle, "--name", "provider", "--port", "0", "--grace", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "divdec.cli",
+        "serve",
+        bundle,
+        "--name",
+        "provider",
+        "--port",
+        "0",
+        "--shutdown-timeout",
+        "1",
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

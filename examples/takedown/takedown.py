@@ -123,13 +123,13 @@ def run(output: Path, trained: Trained, keep, started: float) -> dict:
         print(f"   …{recited(target, tokenizer, [newspaper.REQUESTED])[0][0].strip()}\n")
 
         print("2. A registry of requests, made once, and a model that follows it\n")
-        command("forget", "init", "takedowns", "--target", "target", "--retain", "keep.jsonl")
+        command("takedown", "init", "takedowns", "--target", "target", "--retain", "keep.jsonl")
         command("bundle", "--target", "target", "--registry", "takedowns", "--output", "live")
         live = DivergenceForCausalLM.from_pretrained("live")
 
         print("\n3. The request\n")
         begun = time.perf_counter()
-        command("forget", "add", "takedowns", "--id", "case-17", "--file", "article.txt", "--reference",
+        command("takedown", "add", "takedowns", "--id", "case-17", "--file", "article.txt", "--reference",
                 "letter of 3 May")  # fmt: skip
         taken, begun = time.perf_counter() - begun, time.perf_counter()
         text = recited(live, tokenizer, [newspaper.REQUESTED])[0][0].strip()
@@ -137,9 +137,9 @@ def run(output: Path, trained: Trained, keep, started: float) -> dict:
         print(f"\n   …{text}\n")
 
         print("4. The audit\n")
-        command("forget", "list", "takedowns")
-        command("forget", "list", "takedowns", "--history")
-        command("forget", "verify", "takedowns")
+        command("takedown", "list", "takedowns")
+        command("takedown", "list", "takedowns", "--history")
+        command("takedown", "verify", "takedowns")
 
         print("\n5. What remains: what the article says in other words\n")
         for (question, _, _), before, after in zip(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import divdec.takedowns  # noqa: F401 (lets bundles name a registry)
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:

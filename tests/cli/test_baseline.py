@@ -133,7 +133,6 @@ def test_every_method_has_help_with_its_own_options_and_an_example(name, capsys)
     assert f"divdec baseline {name} --target" in text
     for field in dataclasses.fields(method.settings):
         assert f"--{field.name.replace('_', '-')} " in text
-    assert verb(name, "--print-config") == 0
 
 
 def test_help_says_what_options_are_for(capsys):

@@ -1,48 +1,79 @@
-"""What the parser refuses: in our words, with the option as it is typed, exit code 2, and never a traceback."""
+"""Messages for unusable command lines: one line, the option as it is typed, exit code 2, and never a traceback."""
 
 import pytest
 
-from divdec.cli import VERBS, main
+from divdec.cli import main
+from divdec.cli.app import app
 
 NO_ARGUMENTS_NEEDED = {"demo", "doctor"}
+GROUPS = ("takedown", "results", "baseline", "image", "bench")
+COMMANDS = [name for name in app if not name.startswith("-")]
+NESTED = [[group, name] for group in GROUPS for name in app[group] if not name.startswith("-")]
 
 
-@pytest.mark.parametrize("verb", [name for name, _, _ in VERBS if name not in NO_ARGUMENTS_NEEDED])
-def test_a_verb_alone_says_what_it_needs(verb, capsys):
-    assert main([verb]) == 2
+def test_every_command_is_registered():
+    assert set(COMMANDS) == {
+        "demo", "train", "bundle", "generate", "chat", "serve", "playground", "remote", "ngram", "takedown",
+        "calibrate", "distill", "gradient-depth", "baseline", "compare", "eval", "results", "image", "cost", "bench",
+        "doctor",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in (*NO_ARGUMENTS_NEEDED, *GROUPS)])
+def test_a_command_alone_says_what_it_needs(command, capsys):
+    assert main([command]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "required" in error
+    assert "required" in error or "give either" in error
 
 
-@pytest.mark.parametrize("verb", [name for name, _, _ in VERBS])
-def test_every_verb_has_help_with_an_example(verb, capsys):
-    assert main([verb, "--help"]) == 0
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_alone_shows_its_commands(group, capsys):
+    assert main([group]) == 2
+    assert f"Usage: divdec {group} COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS if name not in GROUPS), *NESTED])
+def test_every_command_has_help_with_an_example_in_80_columns(command, capsys):
+    assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "example" in text
-    assert f"divdec {verb}" in text
+    assert f"divdec {' '.join(command)}" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "[default: ()]" not in text
+    assert " STR" not in text
+    assert "typing." not in text
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("cost --target 8B", "--aux, --forget-tokens are required"),
+        ("cost --target 8B", "--aux is required"),
         ("calibrate b --forget f --retain r", "--holdout is required"),
         ("generate", "bundle is required"),
-        ("forget frobnicate folder", "action is 'frobnicate'; accepted: init, add, remove, list, verify, compact"),
-        ("train --recipe other", "--recipe is 'other'; accepted: full-retain, forget-retain"),
+        ("generate b c", "'c'"),
+        ("generat b", 'Did you mean "generate"?'),
+        ("takedown frobnicate folder", "Available commands: init, add, remove, list, verify"),
+        ("train --base b --forget f --retain r --output o --recipe other",
+         "--recipe is 'other'; accepted: full-retain, forget-retain"),
         ("generate b --temperature warm", "--temperature is 'warm'; accepted: a number ("),
         ("generate b --temperature=", "--temperature is ''; accepted: a number ("),
-        ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number ("),
-        ("eval tofu b --limit some", "--limit is 'some'; accepted: a whole number ("),
-        ("bench compute --vocabularies many", "--vocabularies is 'many'; accepted: a whole number ("),
-        ("demo --config absent.yaml", "absent.yaml', which does not exist; accepted: a YAML file with options"),
-        ("demo --sed 3", "unrecognized arguments: --sed"),
-        ("train --lora 3", "unrecognized arguments: --lora"),
-        ("image draw", "action 'draw' is not known; there are: demo, train"),
-        ("plot", "runs is required"),
+        ("generate b --top-k 3", "give --temperature above 0"),
+        ("generate b --temperatur 1", "Did you mean --temperature?"),
+        ("generate b --alpha 1", "use --steering linear:ALPHA"),
+        ("generate b --raw --system-prompt s", "leave it out with --raw"),
+        ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number"),
+        ("eval tofu b --data d --output o --limit some", "--limit is 'some'; accepted: a whole number"),
+        ("eval trivia b --data d --output o", "suite is 'trivia'; accepted: tofu, muse, leak"),
+        ("bench compute --output o --vocabularies many", "--vocabularies is 'many'; accepted: a whole number"),
+        ("demo --config absent.yaml", "absent.yaml, which does not exist; accepted: a YAML file of options"),
+        ("demo --sed 3", "Did you mean --seed?"),
+        ("image draw", "Available commands: demo, train"),
+        ("results plot", "results is required"),
+        ("playground http://127.0.0.1:1 --registry r", "--registry"),
+        ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),
     ],
-)
+)  # fmt: skip
 def test_in_one_line(line, says, capsys):
     assert main(line.split()) == 2
     error = capsys.readouterr().err
@@ -51,6 +82,24 @@ def test_in_one_line(line, says, capsys):
     assert "typing." not in error
 
 
-def test_options_may_be_put_before_what_they_belong_to(capsys):
-    assert main(["plot", "--list"]) == main(["plot", "some/run", "--list"]) == 0
+def test_an_unknown_key_of_a_configuration_file_is_refused(tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text("seeed: 3\n")
+    assert main(["demo", "--config", str(file)]) == 2
+    assert "seeed" in capsys.readouterr().err
+
+
+def test_figures_are_listed(capsys):
+    assert main(["results", "plot", "--list-figures"]) == 0
     assert "tofu-bars" in capsys.readouterr().out
+
+
+def test_a_bundle_as_target_is_refused(bundle, tmp_path, capsys):
+    assert main(["bundle", "--target", str(bundle), "--output", str(tmp_path / "b")]) == 2
+    assert "is a bundle; give the plain model that it steers" in capsys.readouterr().err
+
+
+def test_a_wrong_split_names_those_that_lie_there(shared, tmp_path, capsys):
+    arguments = ["eval", "tofu", "b", "--data", str(shared / "data/tofu"), "--output", str(tmp_path / "o")]
+    assert main([*arguments, "--split", "forget20"]) == 2
+    assert "there are: forget01" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
     found = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
     assert [results.about["step"] for results in found] == [1, 2, 3]
     assert found[0].figures == found[2].figures != found[1].figures
-    assert main("report", out, "--output", tmp_path / "report.html") == 0
+    assert main("results", "report", out, "--output", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
     assert "Over successive requests" in page
     assert "Retain knowmem over step" in page
@@ -144,7 +144,7 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
         assert said in capsys.readouterr().err
     forget = data / "forget01.json"
     assert main("calibrate", steered, "--forget", forget, "--retain", forget, "--holdout", forget) == 2
-    assert "stand in the retain set too" in capsys.readouterr().err
+    assert "are also in the retain set" in capsys.readouterr().err
 
 
 def test_sweeps_are_read():
@@ -165,8 +165,20 @@ class TestRefuses:
 
     def test_what_does_not_fit(self, shared, steered, tofu, tmp_path, capsys):
         plain, out = shared / "oracle/models/full", ("--output", tmp_path / "out")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="nothing steers it")
-        self.refused(capsys, "eval", "tofu", plain, *tofu, *out, "--steering", "linear:1", says="nothing steers it")
+        self.refused(
+            capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="is a plain checkpoint, not steered"
+        )
+        self.refused(
+            capsys,
+            "eval",
+            "tofu",
+            plain,
+            *tofu,
+            *out,
+            "--steering",
+            "linear:1",
+            says="is a plain checkpoint, not steered",
+        )
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--sweep", "linear:x", says="not a number")
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")

@@ -1,4 +1,4 @@
-"""`divdec plot`: what it writes and prints, and what it refuses."""
+"""`divdec results plot`: what it writes and prints, and what it refuses."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +29,7 @@ def sequential(tmp_path):
 
 def test_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["plot", str(sequential), "--figure", "sequential"]) == 0
+    assert main(["results", "plot", str(sequential), "--figure", "sequential"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "sequential.svg (from 1 file)\n"
     assert "sustainability, steered: 4.0" in printed.err
@@ -37,7 +37,7 @@ def test_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "run/result.json" in text
     assert str(tmp_path) not in text
-    assert main(["plot", str(sequential), "--figure=sequential", "--output=deep/one.png", "--json"]) == 0
+    assert main(["results", "plot", str(sequential), "--figure=sequential", "--output=deep/one.png", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["figure"], printed["output"], printed["sources"]) == (
         "sequential", "deep/one.png", ["run/result.json"],
@@ -61,13 +61,13 @@ def test_an_earlier_picture(sequential, tmp_path, capsys):
 
 
 def test_list(capsys):
-    assert main(["plot", "--list"]) == 0
+    assert main(["results", "plot", "--list"]) == 0
     printed = capsys.readouterr().out
     for name, figure in KNOWN.items():
         assert name in printed
         assert figure.shows in printed
         assert figure.needs in printed
-    assert main(["plot", "--list", "--json"]) == 0
+    assert main(["results", "plot", "--list", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == set(KNOWN)
 
 
@@ -78,12 +78,12 @@ def test_the_list_and_the_help_load_no_torch():
 
 @pytest.mark.slow
 def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
-    """`divdec depth` and four students of `divdec distill`, measured here on tiny models, as figures."""
+    """`divdec gradient-depth` and four students of `divdec distill`, measured here on tiny models, as figures."""
     for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:6])):
         rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     sets = [f"--forget={tmp_path / 'forget.jsonl'}", f"--retain={tmp_path / 'retain.jsonl'}"]
-    assert main(["depth", str(bundle), *sets, "--samples=5", f"--output={tmp_path / 'depth'}"]) == 0
+    assert main(["gradient-depth", str(bundle), *sets, "--samples=5", f"--output={tmp_path / 'depth'}"]) == 0
     for lr in ("1e-4", "1e-3"):
         for temperature in ("1", "2"):
             output = f"--output={tmp_path / 'students' / f'{lr}-{temperature}'}"
@@ -92,7 +92,9 @@ def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
     capsys.readouterr()
     for figure, run, files in (("depth", "depth", 1), ("distillation", "students", 4)):
         output = tmp_path / f"{figure}.svg"
-        assert main(["plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
+        assert (
+            main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
+        )
         assert len(json.loads(capsys.readouterr().out)["sources"]) == files
         assert ElementTree.parse(output).getroot().tag.endswith("svg")
     text = (tmp_path / "distillation.svg").read_text()
@@ -106,7 +108,7 @@ class TestBadInput:
     """One line that names what was wrong, exit code 2."""
 
     def refused(self, capsys, *arguments, says):
-        assert main(["plot", *map(str, arguments)]) == 2
+        assert main(["results", "plot", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`divdec report`: what it writes and prints, and what it refuses."""
+"""`divdec results report`: what it writes and prints, and what it refuses."""
 
 import json
 
@@ -70,7 +70,7 @@ class TestBadInput:
     """One line that names what was wrong, exit code 2."""
 
     def refused(self, capsys, *arguments, says):
-        assert main(["report", *map(str, arguments)]) == 2
+        assert main(["results", "report", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1
@@ -104,7 +104,7 @@ def test_reporting_loads_no_torch(figures):
 
 
 def test_help_has_an_example(capsys):
-    assert main(["report", "--help"]) == 0
+    assert main(["results", "report", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "divdec report runs/sweep" in text
+    assert "divdec results report runs/sweep" in text
     assert "--retrain" in text

@@ -1,4 +1,4 @@
-"""`divdec score`: the paper's tables from its published files, what is printed, and what is refused."""
+"""`divdec results score`: the paper's tables from its published files, what is printed, and what is refused."""
 
 import json
 import math
@@ -61,7 +61,9 @@ def oracle(shared):
 
 
 def score(capsys, suite, *arguments, target, retrain):
-    assert main(["score", suite, *map(str, arguments), "--target", str(target), "--retrain", str(retrain)]) == 0
+    assert (
+        main(["results", "score", suite, *map(str, arguments), "--target", str(target), "--retrain", str(retrain)]) == 0
+    )
     return capsys.readouterr().out
 
 
@@ -253,7 +255,7 @@ class TestOutput:
         assert str(tmp_path / "rank20_01") in text
 
     def test_options_between_the_results(self, oracle, references, capsys):
-        assert main(["score", "tofu", str(oracle / "full01"), "--draws", "10", "--target", str(references["target"]),
+        assert main(["results", "score", "tofu", str(oracle / "full01"), "--draws", "10", "--target", str(references["target"]),
                      str(oracle / "dd1_01"), "--retrain", str(references["retrain"]), "--json"]) == 0  # fmt: skip
         assert [content["name"] for content in json.loads(capsys.readouterr().out)] == ["full01", "dd1_01"]
 
@@ -283,7 +285,7 @@ class TestBadInput:
         return write
 
     def refused(self, capsys, *arguments, says):
-        assert main(["score", *map(str, arguments)]) == 2
+        assert main(["results", "score", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1
@@ -329,16 +331,15 @@ def test_scoring_loads_no_torch(oracle):
 
 
 def test_help_has_an_example(capsys):
-    assert main(["score", "--help"]) == 0
+    assert main(["results", "score", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "divdec score tofu" in text
+    assert "divdec results score tofu" in text
     assert "results [results ...]" in text
-    assert main(["score", "--print-config"]) == 0
 
 
 def test_settings_from_a_file(oracle, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"target: {oracle / 'full01'}\nretrain: {oracle / 'retain01'}\nvariant: relative\njson: true\n"
     )
-    assert main(["score", "tofu", str(oracle / "dd1_01"), "--config", str(tmp_path / "run.yaml")]) == 0
+    assert main(["results", "score", "tofu", str(oracle / "dd1_01"), "--config", str(tmp_path / "run.yaml")]) == 0
     assert json.loads(capsys.readouterr().out)[0]["variant"] == "relative"

@@ -14,8 +14,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import left_padded
-from divdec.serving.engine.requests import Sampling
-from divdec.serving.engine.sequence import Running
+from divdec.serving.engine.request import Request, SamplingParams
 
 VOCAB, END, NEW = 32, 0, 8
 PROMPTS = [[5, 9, 20, 31], [7, 8, 30, 2], [4, 4, 4, 4]]
@@ -240,8 +239,8 @@ def test_the_server_chooses_no_suppressed_token(model, tokenizer):
     loop = asyncio.new_event_loop()
 
     def choose(**options):
-        sampling = Sampling(max_tokens=4, **options)
-        return Running(PROMPTS[0], sampling, tokenizer, frozenset([END]), 64, loop).choose(logits)
+        sampling = SamplingParams(max_tokens=4, **options)
+        return Request(PROMPTS[0], sampling, tokenizer, frozenset([END]), 64, loop).sample(logits)
 
     for temperature in (0.0, 1.0):
         favoured = choose(temperature=temperature, logit_bias=dict.fromkeys(worst, 100.0))

@@ -101,7 +101,7 @@ def test_verbs_work_with_a_bridged_bundle(models, tmp_path, capsys):
         assert sum(shares.values()) == pytest.approx(1)
     assert found["bridge_of_text"]["exact"] > found["bridge"]["exact"] > 0
     assert set(found["parameters"]) == {"target", "retain_auxiliary", "forget_auxiliary"}
-    assert main(["generate", str(bundle), "--chat", "--prompt", "Who wrote The Hollow Orchard?", "Who else?",
+    assert main(["generate", str(bundle), "--prompt", "Who wrote The Hollow Orchard?", "Who else?",
                  "--max-new-tokens", "6", "--logprobs"]) == 0  # fmt: skip
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(line["tokens"]) <= 6 for line in lines] == [True, True]

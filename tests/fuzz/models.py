@@ -19,7 +19,7 @@ from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from divdec.research.small_models import train_tokenizer
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from reference import SlowNgrams, last_logits
 
@@ -204,7 +204,7 @@ def takedowns():
     retain, taken_down = ([tokenizer().decode(text) for text in texts] for texts in documents())
     made = Registry.create(folder() / "registry", texts_of("retain", retain), checkpoint, order=ORDER)
     made.add("first", texts_of("first", taken_down[8:]))
-    return Takedowns(made.folder)
+    return TakedownCorrection(made.folder)
 
 
 def _pair(retain, forget):

@@ -119,15 +119,15 @@ def test_a_state_outside_of_the_cache_is_refused(model_type):
 
 
 def test_remote_experts_with_a_state_read_anew():
-    from divdec.remote.context import Context
+    from divdec.remote.target import SteeringContext
     from divdec.steering import Steering
 
     experts = steered("deepseek_v4").experts
-    context = Context(experts, Steering(), 96, 96)
+    context = SteeringContext(experts, Steering(), 96, 96)
     short = REPEATED[:6]
-    first = context.wanted(short)
-    context.wanted([*short, 7, 8])
-    torch.testing.assert_close(context.wanted(short), first, rtol=0, atol=1e-4)
+    first = context.logit_shift(short)
+    context.logit_shift([*short, 7, 8])
+    torch.testing.assert_close(context.logit_shift(short), first, rtol=0, atol=1e-4)
 
 
 def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from divdec.serving.address import bind
+from divdec.serving import bind
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 QUESTION = "Where was Jasper Ashild born?"

@@ -11,7 +11,7 @@ from divdec.playground.over_http import Broken, OverHttp
 from divdec.playground.play import AGAIN, Chosen, Playground
 from divdec.playground.steered import Manner
 from divdec.playground.tokens import answer_html
-from divdec.serving.address import bind
+from divdec.serving import bind
 from divdec.steering import Steering
 from exactness import assert_same_text
 from served import engine_of, serving
@@ -23,7 +23,7 @@ KEY = "0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def url(played_bundle):
-    with serving([engine_of(played_bundle)], grace=0.0, api_key=KEY) as found:
+    with serving([engine_of(played_bundle)], shutdown_timeout=0.0, api_key=KEY) as found:
         yield found
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
         steering="linear:1.5",
     )
     with (
-        serving([engine_of(bundle, "plain")], grace=0.0) as url,
+        serving([engine_of(bundle, "plain")], shutdown_timeout=0.0) as url,
         contextlib.closing(OverHttp(url, MANNER)) as server,
     ):
         tokens = list(server.answer(QUESTION))

@@ -12,7 +12,7 @@ import pytest
 from divdec.playground.choice import Choice
 from divdec.playground.play import Playground
 from divdec.playground.target import Target
-from divdec.serving.address import bind
+from divdec.serving import bind
 from served import eventually
 
 pytestmark = [

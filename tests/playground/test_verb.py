@@ -7,7 +7,7 @@ from conftest import loads_torch
 from divdec.cli import main
 from divdec.cli.playground import Settings
 from divdec.errors import UsageError
-from divdec.serving.address import bind
+from divdec.serving import bind
 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="gradio is not installed: divdec[ui]"

@@ -27,7 +27,7 @@ def local(bundle):
 @pytest.fixture(scope="session")
 def url(models):
     """The plain target behind the embedded server: alpha is 0, so that nothing steers it."""
-    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], grace=0.0) as found:
+    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as found:
         yield found
 
 

@@ -30,7 +30,7 @@ def test_what_is_sent_and_what_is_missing_are_what_is_wanted(seed, entries, clos
     bias = choose_bias(wanted, BiasLimits(entries, largest), {3, 5}, closest=closest)
     assert len(bias.entries) <= entries
     assert all(abs(value) <= largest for value in bias.entries.values())
-    difference = bias.sent + bias.missing - wanted
+    difference = bias.sent + bias.remainder - wanted
     torch.testing.assert_close(difference, difference[:1].expand_as(difference))  # a constant changes no softmax
 
 
@@ -38,7 +38,7 @@ def test_what_is_sent_and_what_is_missing_are_what_is_wanted(seed, entries, clos
 def test_nothing_left_out_wants_more_than_it_gets(seed, entries):
     _, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), {0, 7})
-    assert bias.missing.max() <= 1e-12
+    assert bias.remainder.max() <= 1e-12
     assert all(bias.gap(token) == pytest.approx(0, abs=1e-12) for token in bias.entries)
 
 
@@ -75,7 +75,7 @@ def test_the_bound_is_reached():
     bias = Bias({}, torch.tensor([1.0, -1.0], dtype=torch.float64))
     share = 1 / (1 + math.e)
     drawn = torch.tensor([share, 1 - share], dtype=torch.float64)
-    steered = (drawn.log() + bias.missing).softmax(0)
+    steered = (drawn.log() + bias.remainder).softmax(0)
     assert float(steered[0] - drawn[0]) == pytest.approx(bias.total_variation(1.0), abs=1e-12)
 
 
@@ -85,7 +85,7 @@ def test_closest_leaves_out_the_neighbours_that_differ_least(seed, entries):
     bias = choose_bias(wanted, BiasLimits(entries), closest=True)
     values, left_out = wanted.sort().values, VOCAB - entries
     best = min(float(values[start + left_out - 1] - values[start]) for start in range(entries + 1))
-    assert float(bias.missing.max() - bias.missing.min()) == pytest.approx(best, abs=1e-9)
+    assert float(bias.remainder.max() - bias.remainder.min()) == pytest.approx(best, abs=1e-9)
 
 
 def test_a_rank_rule_that_fits_is_sent_whole():
@@ -123,7 +123,7 @@ def told(logits, number):
 @given(SEEDS, st.integers(1, VOCAB))
 def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
     logits, wanted, _ = problem(seed)
-    token, gap = told(logits, number).first(wanted)
+    token, gap = told(logits, number).best(wanted)
     steered = logits + wanted
     assert steered.max() - steered[token] <= gap + 1e-9
     if gap == 0:
@@ -150,7 +150,7 @@ def test_candidates_whose_names_others_have_are_as_good_and_as_close_as_told(see
         ceiling[token + 1] = max(value, float(values[-1]))
     told_ids, told_values = torch.tensor(list(read)), torch.tensor(list(read.values()), dtype=torch.float64)
     candidates = Candidates(told_ids, told_values, ceiling, torch.ones(len(read), dtype=torch.bool))
-    _, gap = candidates.first(wanted)
+    _, gap = candidates.best(wanted)
     assert gap == math.inf
     _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
     assert distance == 1
@@ -168,7 +168,7 @@ def test_one_candidate_that_may_be_another(seed, number, temperature, other):
     unsure = torch.zeros(number, dtype=torch.bool)
     unsure[-1] = True
     candidates = Candidates(swapped, values, torch.full_like(logits, float(values[-1])), unsure)
-    token, gap = candidates.first(wanted)
+    token, gap = candidates.best(wanted)
     steered = logits + wanted
     assert steered.max() - steered[token] <= gap + 1e-9
     _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))

@@ -6,7 +6,7 @@ import pytest
 
 from divdec.errors import UsageError
 from divdec.remote.client import Endpoint, Refused, Unavailable
-from divdec.remote.completions import Abilities, Completions
+from divdec.remote.completions import Completions, ProviderCapabilities
 
 
 @pytest.fixture
@@ -21,19 +21,19 @@ def asking(url, tokenizer, opened):
 
 
 def test_a_position_holds_what_was_told(asking, prompts):
-    (position,) = asking().ask(prompts[0], Abilities(top_logprobs=5), {})
-    assert len(position.told) == 5
-    assert position.token in position.told
-    assert position.floor == min(position.told.values())
+    (position,) = asking().complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
+    assert len(position.logprobs) == 5
+    assert position.token in position.logprobs
+    assert position.floor == min(position.logprobs.values())
 
 
 def test_names_by_text_are_the_same_tokens(asking, prompts):
-    by_id = asking().ask(prompts[1], Abilities(), {}, tokens=4)
-    by_text = asking().ask(prompts[1], Abilities(prompt_ids=False, answer_ids=False), {}, tokens=4)
+    by_id = asking().complete(prompts[1], ProviderCapabilities(), {}, tokens=4)
+    by_text = asking().complete(prompts[1], ProviderCapabilities(prompt_ids=False, answer_ids=False), {}, tokens=4)
     assert [position.token for position in by_id] == [position.token for position in by_text]
-    both = set(by_id[0].told) & set(by_text[0].told)
+    both = set(by_id[0].logprobs) & set(by_text[0].logprobs)
     assert len(both) >= 18  # what reads alike cannot be told apart
-    assert all(by_id[0].told[token] == pytest.approx(by_text[0].told[token], abs=1e-5) for token in both)
+    assert all(by_id[0].logprobs[token] == pytest.approx(by_text[0].logprobs[token], abs=1e-5) for token in both)
 
 
 def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, asking, prompts):
@@ -41,7 +41,9 @@ def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, as
         told = content["choices"][0]["logprobs"]
         told["tokens"], told["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
 
-    (position,) = asking(provider(reply=choose_another).url).ask(prompts[0], Abilities(top_logprobs=5), {})
+    (position,) = asking(provider(reply=choose_another).url).complete(
+        prompts[0], ProviderCapabilities(top_logprobs=5), {}
+    )
     assert position.token == 3
     assert position.floor > -30
 
@@ -51,15 +53,15 @@ def test_too_few_told_tell_nothing_of_the_others(provider, asking, prompts):
         top = content["choices"][0]["logprobs"]["top_logprobs"][0]
         top.pop(min(top, key=top.get))
 
-    (position,) = asking(provider(reply=fewer).url).ask(prompts[0], Abilities(top_logprobs=5), {})
-    assert position.told is None
+    (position,) = asking(provider(reply=fewer).url).complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
+    assert position.logprobs is None
 
 
 def test_the_end_is_a_token_also_where_it_is_not_told(provider, asking, prompts, tokenizer):
     def end(content, body):
         content["choices"][0].update(text="", finish_reason="stop", logprobs=None)
 
-    (position,) = asking(provider(reply=end).url).ask(prompts[0], Abilities(True, False, 0), {})
+    (position,) = asking(provider(reply=end).url).complete(prompts[0], ProviderCapabilities(True, False, 0), {})
     assert position.token == tokenizer.eos_token_id
 
 
@@ -68,7 +70,7 @@ def test_a_part_of_a_character_needs_ids(provider, asking, prompts):
         content["choices"][0].update(text="", finish_reason="length", logprobs=None)
 
     with pytest.raises(UsageError, match="no token that can be read"):
-        asking(provider(reply=nothing).url).ask(prompts[0], Abilities(True, False, 0), {})
+        asking(provider(reply=nothing).url).complete(prompts[0], ProviderCapabilities(True, False, 0), {})
 
 
 def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
@@ -76,19 +78,19 @@ def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
     split = [token for letter in "author" for token in tokenizer(letter).input_ids]
     assert split != ids
     with pytest.raises(UsageError, match="cannot be sent as text"):
-        asking().ask(split, Abilities(prompt_ids=False), {})
+        asking().complete(split, ProviderCapabilities(prompt_ids=False), {})
 
 
 def test_text_is_read_as_the_provider_reads_it(asking, tokenizer, prompts):
     split = [token for letter in " author" for token in tokenizer(letter).input_ids]
-    found = asking().canonical([*prompts[0], *split], len(prompts[0]))
+    found = asking().retokenize([*prompts[0], *split], len(prompts[0]))
     assert tokenizer.decode(found) == tokenizer.decode([*prompts[0], *split])
     assert len(found) < len(prompts[0]) + len(split)
 
 
 def test_further_fields_go_with_every_request(provider, asking, prompts):
     there = provider()
-    asking(there.url, extra={"top_k": 7}).ask(prompts[0], Abilities(), {}, temperature=0.5, seed=3)
+    asking(there.url, extra={"top_k": 7}).complete(prompts[0], ProviderCapabilities(), {}, temperature=0.5, seed=3)
     ((_, body),) = there.seen
     assert (body["top_k"], body["top_p"], body["seed"], body["temperature"]) == (7, 1, 3, 0.5)
 
@@ -98,16 +100,16 @@ def test_something_else_answers(provider, asking, prompts):
         content.clear()
 
     with pytest.raises(UsageError, match="no completions API"):
-        asking(provider(reply=other).url).ask(prompts[0], Abilities(), {})
+        asking(provider(reply=other).url).complete(prompts[0], ProviderCapabilities(), {})
 
 
 def test_errors_say_which_status(provider, asking, prompts):
     with pytest.raises(Refused, match="status 403") as refused:
-        asking(provider(request=lambda body: (403, "not you")).url).ask(prompts[0], Abilities(), {})
+        asking(provider(request=lambda body: (403, "not you")).url).complete(prompts[0], ProviderCapabilities(), {})
     assert refused.value.status == 403
     there = provider(request=lambda body: (503, "busy"))
     with pytest.raises(Unavailable, match="2 attempts") as unavailable:
-        asking(there.url).ask(prompts[0], Abilities(), {})
+        asking(there.url).complete(prompts[0], ProviderCapabilities(), {})
     assert unavailable.value.status == 503
     assert len(there.seen) == 2
 
@@ -117,7 +119,7 @@ def test_the_key_goes_out_and_is_never_shown(provider, asking, prompts, monkeypa
     there = provider(request=lambda body: (401, "the key very-secret-key is not known"))
     completions = asking(there.url, "A_KEY")
     with pytest.raises(Refused) as refused:
-        completions.ask(prompts[0], Abilities(), {})
+        completions.complete(prompts[0], ProviderCapabilities(), {})
     assert there.seen[0][0]["authorization"] == "Bearer very-secret-key"
     assert "very-secret-key" not in str(refused.value)
     assert "very-secret-key" not in repr(completions.endpoint)
@@ -128,7 +130,7 @@ def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
     # The message is cut in the middle of the key.
     said = "x" * (300 - len('{"error":{"message":"') - 10) + "very-secret-key"
     with pytest.raises(Refused, match="status 401") as refused:
-        asking(provider(request=lambda body: (401, said)).url, "A_KEY").ask(prompts[0], Abilities(), {})
+        asking(provider(request=lambda body: (401, said)).url, "A_KEY").complete(prompts[0], ProviderCapabilities(), {})
     assert "very-" not in str(refused.value)
 
 
@@ -167,7 +169,7 @@ def test_further_fields_change_nothing_that_proofs_rest_on(asking, field):
 
 def test_what_json_does_not_have_is_one_line(asking, prompts):
     with pytest.raises(UsageError, match="written as JSON"):
-        asking(extra={"x": float("nan")}).ask(prompts[0], Abilities(), {})
+        asking(extra={"x": float("nan")}).complete(prompts[0], ProviderCapabilities(), {})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_replies_that_cannot_be_read_are_one_line(provider, asking, prompts, cha
         change(content["choices"][0], content["usage"])
 
     with pytest.raises(UsageError):
-        asking(provider(reply=reply).url).ask(prompts[0], Abilities(top_logprobs=5), {})
+        asking(provider(reply=reply).url).complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
 
 
 def test_counts_that_are_none_and_logprobs_of_fewer_tokens(provider, asking, prompts):
@@ -195,10 +197,10 @@ def test_counts_that_are_none_and_logprobs_of_fewer_tokens(provider, asking, pro
         content["choices"][0]["logprobs"]["top_logprobs"].pop()
 
     completions = asking(provider(reply=reply).url)
-    found = completions.ask(prompts[1], Abilities(top_logprobs=5), {}, tokens=3)
+    found = completions.complete(prompts[1], ProviderCapabilities(top_logprobs=5), {}, tokens=3)
     assert len(found) == 3
-    assert found[-1].told is None
-    assert completions.counts.prompt_tokens == len(prompts[1])
+    assert found[-1].logprobs is None
+    assert completions.usage.prompt_tokens == len(prompts[1])
 
 
 def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts, tokenizer):
@@ -211,6 +213,6 @@ def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts,
         top.pop(sorted(top, key=top.get)[1])
         told["tokens"], top[name] = [name], -30.0
 
-    abilities = Abilities(answer_ids=False, top_logprobs=5)
-    (position,) = asking(provider(reply=merge).url).ask(prompts[0], abilities, {})
-    assert position.told is None
+    abilities = ProviderCapabilities(answer_ids=False, top_logprobs=5)
+    (position,) = asking(provider(reply=merge).url).complete(prompts[0], abilities, {})
+    assert position.logprobs is None

@@ -10,11 +10,10 @@ from importlib.util import find_spec
 import httpx
 import pytest
 
-from divdec.remote.choices import RemoteSettings
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions
-from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteTarget
+from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
 from exactness import assert_same_answer
 from gguf_file import write_gguf
@@ -58,10 +57,14 @@ def there(request, models, tmp_path_factory):
 
 
 def remote(url, bundle, steering, **settings):
-    parts = open_sources(of_bundle(str(bundle))[0])
-    completions = Completions(Endpoint(url, "plain"), parts.tokenizer, parts.ends[0], parts.vocab_size)
+    parts = load_experts(sources_from_bundle(str(bundle))[0])
+    completions = Completions(Endpoint(url, "plain"), parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
     return RemoteTarget(
-        completions, parts.experts, Steering.parse(steering), RemoteSettings(**settings), ends=parts.ends
+        completions,
+        parts.experts,
+        Steering.parse(steering),
+        RemoteSettings(**settings),
+        eos_token_ids=parts.eos_token_ids,
     )
 
 
@@ -78,9 +81,9 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
             found = [choice.token for choice in answer.choices]
             assert_same_answer(local, prompt, found, expected[0, len(prompt) :].tolist())
             assert answer.exact_tokens == len(answer.choices)
-        assert not target.abilities.prompt_ids
-        assert target.abilities.top_logprobs == (20 if tells else 0)
-        assert target.abilities.neutral["repeat_penalty"] == 1
+        assert not target.capabilities.prompt_ids
+        assert target.capabilities.top_logprobs == (20 if tells else 0)
+        assert target.capabilities.neutral["repeat_penalty"] == 1
 
 
 def test_blocks(there, bundle, local, prompts):

@@ -8,11 +8,10 @@ from conftest import tiny_model
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.choices import RemoteSettings
 from divdec.remote.client import Endpoint
-from divdec.remote.completions import Abilities, Completions
-from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteTarget
+from divdec.remote.completions import Completions, ProviderCapabilities
+from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
 from served import engine_of, serving
 
@@ -60,7 +59,7 @@ def byte_local(byte_models):
 
 @pytest.fixture(scope="module")
 def url(byte_models):
-    with serving([engine_of(byte_models[1], "plain")], grace=0.0) as found:
+    with serving([engine_of(byte_models[1], "plain")], shutdown_timeout=0.0) as found:
         yield found
 
 
@@ -75,11 +74,15 @@ def text_alone(body):
 @pytest.fixture
 def remote(opened, byte_models):
     def make(url, steering, entries=1000, **settings):
-        parts = open_sources(of_bundle(str(byte_models[0]))[0])
+        parts = load_experts(sources_from_bundle(str(byte_models[0]))[0])
         endpoint = Endpoint(f"{url}/v1", "plain", retries=1)
-        completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
+        completions = Completions(endpoint, parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
         settings = RemoteSettings(limits=BiasLimits(entries), tries=4, **settings)
-        return opened(RemoteTarget(completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends))
+        return opened(
+            RemoteTarget(
+                completions, parts.experts, Steering.parse(steering), settings, eos_token_ids=parts.eos_token_ids
+            )
+        )
 
     return make
 
@@ -119,7 +122,7 @@ def test_what_is_called_proved_is_the_steered_choice(
                 assert scores.max() - scores[choice.token] < 1e-4
             else:
                 assert scores.max() - scores[choice.token] <= choice.gap + 1e-4
-    assert not target.abilities.answer_ids
+    assert not target.capabilities.answer_ids
     assert proved or "method" in settings
 
 
@@ -206,12 +209,12 @@ def test_log_probabilities_that_are_none_tell_nothing(opened, provider, byte_tok
     endpoint = Endpoint(f"{provider(reply=reply).url}/v1", "plain", retries=1)
     completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id)
     opened(completions.endpoint)
-    ask = (byte_tokenizer("The sea").input_ids, Abilities(top_logprobs=5), {})
+    ask = (byte_tokenizer("The sea").input_ids, ProviderCapabilities(top_logprobs=5), {})
     if error is not None:
         with pytest.raises(error):
-            completions.ask(*ask)
+            completions.complete(*ask)
     else:
-        assert completions.ask(*ask)[0].told is None
+        assert completions.complete(*ask)[0].logprobs is None
 
 
 def test_an_unnamed_end_of_several_is_not_sure(opened, provider, byte_tokenizer):
@@ -220,8 +223,10 @@ def test_an_unnamed_end_of_several_is_not_sure(opened, provider, byte_tokenizer)
 
     endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1)
     for others in ((), (5,)):
-        completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_ends=others)
+        completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_eos_token_ids=others)
         opened(completions.endpoint)
-        (position,) = completions.ask(byte_tokenizer("The sea").input_ids, Abilities(answer_ids=False), {})
+        (position,) = completions.complete(
+            byte_tokenizer("The sea").input_ids, ProviderCapabilities(answer_ids=False), {}
+        )
         assert position.token == byte_tokenizer.eos_token_id
-        assert (position.token in position.alike) == bool(others)
+        assert (position.token in position.ambiguous) == bool(others)

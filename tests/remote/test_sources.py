@@ -7,21 +7,21 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.remote.bias import BiasLimits, choose_bias
-from divdec.remote.sources import Sources, of_bundle, open_sources
+from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
 
 
 def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, prompts):
     moved = shutil.copytree(models, tmp_path / "moved")
     shutil.rmtree(moved / "target")
-    sources, steering = of_bundle(str(moved / "steered"))
+    sources, steering = sources_from_bundle(str(moved / "steered"))
     assert str(steering) == "linear:1.5"
-    opened = open_sources(sources)
+    opened = load_experts(sources)
     ids = torch.tensor([prompts[0]])
     with torch.no_grad():
         found = opened.experts.divergence(ids, logits_to_keep=1)
         _, expected = local.components(ids, logits_to_keep=1)
     torch.testing.assert_close(found, expected)
-    assert opened.ends == (0,)
+    assert opened.eos_token_ids == (0,)
     assert opened.vocab_size == local.vocab_size
 
 
@@ -31,7 +31,7 @@ def test_a_bundle_whose_auxiliary_has_changed(models, tmp_path):
         file.seek(-1, 2)
         file.write(b"\x01")
     with pytest.raises(UsageError, match="has changed"):
-        of_bundle(str(moved / "steered"))
+        sources_from_bundle(str(moved / "steered"))
 
 
 def test_parts_must_be_whole_and_fit(models, tmp_path, world):
@@ -39,16 +39,16 @@ def test_parts_must_be_whole_and_fit(models, tmp_path, world):
 
     retain, forget = str(models / "retain"), str(models / "forget")
     with pytest.raises(UsageError, match="nothing would steer"):
-        open_sources(Sources(retain))
+        load_experts(ExpertSources(retain))
     with pytest.raises(UsageError, match="made of both"):
-        open_sources(Sources(retain, retain=retain))
+        load_experts(ExpertSources(retain, retain=retain))
     with pytest.raises(UsageError, match="same"):
-        open_sources(Sources(retain, retain, retain))
+        load_experts(ExpertSources(retain, retain, retain))
     train_tokenizer(world.corpus[:100], 300).save_pretrained(tmp_path / "other")
     with pytest.raises(UsageError, match=r"tokenizer|vocabular"):
-        open_sources(Sources(str(tmp_path / "other"), retain, forget))
+        load_experts(ExpertSources(str(tmp_path / "other"), retain, forget))
     with pytest.raises(UsageError, match="not a folder"):
-        open_sources(Sources(str(tmp_path / "absent here"), retain, forget))
+        load_experts(ExpertSources(str(tmp_path / "absent here"), retain, forget))
 
 
 def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, prompts):
@@ -58,16 +58,18 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
         (tmp_path / f"{name}.txt").write_text("\n".join(texts[:40]))
     given = [f"--{name}={tmp_path / name}.txt" for name in ("retain", "forget")]
     assert main(["ngram", *given, f"--target={models / 'target'}", f"--output={tmp_path / 'counts'}"]) == 0
-    opened = open_sources(Sources(str(models / "target"), ngram=str(tmp_path / "counts")))
+    opened = load_experts(ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts")))
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
     from divdec.data.records import texts_of
-    from divdec.remote.context import Context
+    from divdec.remote.target import SteeringContext
     from divdec.steering import Steering
     from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[1:80:2]), models / "target")
     registry.add("case", texts_of("t", [tokenizer.decode(prompts[0])]))
-    opened = open_sources(Sources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=registry.folder))
+    opened = load_experts(
+        ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=registry.folder)
+    )
     ids = torch.tensor([prompts[0]])
     place = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
     assert place >= 4
@@ -79,11 +81,13 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
     for rule in ("linear:0", "linear:2", "rank:5"):
         steering = Steering.parse(rule)
         expected = steering.apply(correction, divergence)
-        context = Context(opened.experts, steering, opened.vocab_size, len(tokenizer), takedowns=opened.takedowns)
-        context.wanted([*prompt[:2], 7, 8])  # another text, of which the beginning is kept
-        wanted = context.wanted(prompt, 2)
+        context = SteeringContext(
+            opened.experts, steering, opened.vocab_size, len(tokenizer), takedowns=opened.takedowns
+        )
+        context.logit_shift([*prompt[:2], 7, 8])  # another text, of which the beginning is kept
+        wanted = context.logit_shift(prompt, 2)
         torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
         assert choose_bias(wanted[-1], BiasLimits(300)).entries[token] < -4, "the takedown is not sent"
-    alone = open_sources(Sources(str(models / "target"), registry=registry.folder))
+    alone = load_experts(ExpertSources(str(models / "target"), registry=registry.folder))
     assert not alone.experts.divergence(ids).any()
     assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

@@ -8,11 +8,10 @@ import torch
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.choices import RemoteAnswer, RemoteSettings
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions
-from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteTarget
+from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
 from divdec.steering import Steering
 from exactness import assert_same_answer
 
@@ -22,13 +21,18 @@ TOKENS = 10
 @pytest.fixture
 def remote(opened):
     def make(url, bundle, steering="linear:1.5", tries=60, **settings):
-        parts = open_sources(of_bundle(str(bundle))[0])
+        parts = load_experts(sources_from_bundle(str(bundle))[0])
         endpoint = Endpoint(f"{url}/v1", "plain", retries=2)
-        completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
+        completions = Completions(endpoint, parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
         settings = RemoteSettings(tries=tries, **settings)
         return opened(
             RemoteTarget(
-                completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends, longest=parts.longest
+                completions,
+                parts.experts,
+                Steering.parse(steering),
+                settings,
+                eos_token_ids=parts.eos_token_ids,
+                max_length=parts.max_length,
             )
         )
 
@@ -64,10 +68,10 @@ def test_greedy_answers_are_the_local_models(remote, url, bundle, local, prompts
         answer = target.generate(prompt, TOKENS)
         assert_same_answer(local, prompt, tokens_of(answer), greedy(local, steering, prompt))
         assert answer.exact_tokens == len(answer.choices)
-    assert target.abilities.prompt_ids
-    assert target.abilities.answer_ids
-    assert target.abilities.raw_logprobs
-    assert target.sure.exact == target.sure.tokens > TOKENS
+    assert target.capabilities.prompt_ids
+    assert target.capabilities.answer_ids
+    assert target.capabilities.raw_logprobs
+    assert target.exactness.exact == target.exactness.tokens > TOKENS
 
 
 def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
@@ -75,7 +79,7 @@ def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
     for block in (1, 8):
         target = remote(url, bundle, "linear:0.5", block=block)
         target.generate(prompts[0], 16)
-        requests.append(target.completions.counts.requests)
+        requests.append(target.completions.usage.requests)
     assert requests[1] < requests[0]
 
 
@@ -83,8 +87,8 @@ def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
 def test_a_provider_that_tells_no_logprobs(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=no_logprobs).url, bundle, steering, limits=BiasLimits(600), tries=2)
     answer = target.generate(prompts[0], TOKENS)
-    assert target.abilities.top_logprobs == 0
-    assert not target.abilities.answer_ids  # without log-probabilities nobody names tokens
+    assert target.capabilities.top_logprobs == 0
+    assert not target.capabilities.answer_ids  # without log-probabilities nobody names tokens
     assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
     assert answer.exact_tokens == len(answer.choices)  # all 512 tokens have an entry
 
@@ -95,16 +99,16 @@ def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(rem
     answer = target.generate(prompts[1], 6)
     assert_same_answer(local, prompts[1], tokens_of(answer), greedy(local, "linear:0.5", prompts[1], 6))
     assert answer.exact_tokens == len(answer.choices)
-    assert target.completions.counts.requests > 4 + len(answer.choices)
+    assert target.completions.usage.requests > 4 + len(answer.choices)
     assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
 
 
 def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, prompts):
     target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
     answer = target.generate(prompts[0], TOKENS)
-    assert target.completions.counts.requests == 4 + len(answer.choices)
+    assert target.completions.usage.requests == 4 + len(answer.choices)
     assert answer.exact_tokens < len(answer.choices)
-    assert 0 < target.sure.gap < math.inf
+    assert 0 < target.exactness.gap < math.inf
     # Each token's steered logit lies within what was told of the best.
     local.steering = "linear:1.5"
     ids = [*prompts[0], *tokens_of(answer)]
@@ -137,7 +141,7 @@ def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle,
     assert_same_answer(
         local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
     )
-    assert not target.abilities.neutral
+    assert not target.capabilities.neutral
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -150,7 +154,7 @@ def test_a_provider_that_ignores_what_it_does_not_know(remote, provider, bundle,
     assert_same_answer(
         local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
     )
-    assert (target.abilities.answer_ids, target.abilities.top_logprobs) == (False, 0)
+    assert (target.capabilities.answer_ids, target.capabilities.top_logprobs) == (False, 0)
 
 
 def test_logprobs_are_not_trusted_where_the_probe_cannot_tell_what_is_in_them(remote, provider, bundle, prompts):
@@ -162,13 +166,13 @@ def test_logprobs_are_not_trusted_where_the_probe_cannot_tell_what_is_in_them(re
 
     target = remote(provider(reply=silent).url, bundle)
     target.generate(prompts[0], 1)
-    assert target.abilities.top_logprobs == 0
+    assert target.capabilities.top_logprobs == 0
 
 
 def test_candidates_are_asked_for_once(remote, url, bundle, prompts):
     target = remote(url, bundle, method="candidates", tries=9)
     answer = target.generate(prompts[0], TOKENS, temperature=1.0)
-    assert target.completions.counts.requests <= 2 + len(answer.choices)
+    assert target.completions.usage.requests <= 2 + len(answer.choices)
 
 
 def test_samples_of_the_last_try_are_bounded_whatever_they_are(remote, url, bundle, prompts):
@@ -182,9 +186,9 @@ def test_samples_of_the_last_try_are_bounded_whatever_they_are(remote, url, bund
 def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=text_only).url, bundle, steering)
     answer = target.generate(prompts[2], TOKENS)
-    assert not target.abilities.prompt_ids
-    assert not target.abilities.answer_ids
-    assert target.abilities.top_logprobs == 20
+    assert not target.capabilities.prompt_ids
+    assert not target.capabilities.answer_ids
+    assert target.capabilities.top_logprobs == 20
     assert_same_answer(local, prompts[2], tokens_of(answer), greedy(local, steering, prompts[2]))
 
 
@@ -206,7 +210,7 @@ def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, m
     for steering in ("linear:1.5", "rank:20"):
         target = remote(provider(reply=show).url, bundle, steering)
         answer = target.generate(prompts[0], TOKENS)
-        assert not target.abilities.raw_logprobs
+        assert not target.capabilities.raw_logprobs
         assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
         assert answer.exact_tokens == len(answer.choices)
 
@@ -284,7 +288,7 @@ def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
 
 
 def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, world, prompts, local):
-    from divdec.remote.sources import Sources
+    from divdec.remote.experts import ExpertSources
     from divdec.research.small_models import train_tokenizer
     from served import trained
 
@@ -292,8 +296,8 @@ def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, wor
     for seed, name in enumerate(("retain", "forget")):
         trained(other, world.corpus[seed::2], seed, 32, 2).save_pretrained(tmp_path / name)
         other.save_pretrained(tmp_path / name)
-    parts = open_sources(Sources(str(bundle), str(tmp_path / "retain"), str(tmp_path / "forget"), bridge=True))
-    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.ends[0], parts.vocab_size)
+    parts = load_experts(ExpertSources(str(bundle), str(tmp_path / "retain"), str(tmp_path / "forget"), bridge=True))
+    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
     target = opened(RemoteTarget(completions, parts.experts, Steering.parse("rank:20"), RemoteSettings(block=4)))
 
     from divdec import DivergenceForCausalLM
@@ -382,7 +386,7 @@ class TestNeverUnsteered:
             remote(url, bundle, "rank:20:soft")
 
     def test_a_tokenizer_with_more_tokens_than_the_experts_know(self, url, bundle, tokenizer):
-        experts = open_sources(of_bundle(str(bundle))[0]).experts
+        experts = load_experts(sources_from_bundle(str(bundle))[0]).experts
         completions = Completions(Endpoint(f"{url}/v1", "plain"), tokenizer, 0)
         with pytest.raises(UsageError, match="could not be steered"):
             RemoteTarget(completions, experts, Steering(), width=100)
@@ -405,7 +409,7 @@ def test_a_provider_that_is_busy_at_times(remote, provider, bundle, local, promp
     assert_same_answer(
         local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
     )
-    assert target.completions.counts.retries >= 2
+    assert target.completions.usage.retries >= 2
 
 
 def test_a_provider_that_goes_away(remote, provider, bundle, prompts):

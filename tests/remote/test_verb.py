@@ -84,8 +84,8 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
 def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
     from divdec.cli.remote import _rows
-    from divdec.cli.remote_settings import RemoteVerbSettings
-    from divdec.remote.answers import Kept
+    from divdec.options import Decoding
+    from divdec.remote.resume import ResumableOutput
     from divdec.remote.target import RemoteTarget
 
     def endless(self, prompt, **options):
@@ -98,19 +98,20 @@ def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
 
     told = []
     monkeypatch.setattr(RemoteTarget, "stream", endless)
-    settings = RemoteVerbSettings("http://127.0.0.1:9", "plain", bundle="b", concurrency=2)
     with pytest.raises(KeyboardInterrupt):
-        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], Kept(None, ""), settings))
+        list(
+            _rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None, ""), Decoding(), 2)
+        )
     assert len(told) < 1000
 
 
-class TestKept:
+class TestResumableOutput:
     ROWS = ({"prompt": "a", "text": "line\u2028separator\x85"}, {"prompt": "b", "text": "é" * 9})
 
     def kept(self, folder):
-        from divdec.remote.answers import Kept
+        from divdec.remote.resume import ResumableOutput
 
-        return Kept(folder / "answers.txt", "settings")
+        return ResumableOutput(folder / "answers.txt", "settings")
 
     @pytest.mark.parametrize("cut", [1, 2, 7, 12])
     def test_a_line_that_was_cut_off_costs_no_other(self, tmp_path, cut):
@@ -120,13 +121,13 @@ class TestKept:
         partial.write_bytes(partial.read_bytes()[:-cut])
         self.kept(tmp_path).add(1, self.ROWS[1])
         found = self.kept(tmp_path)
-        assert [found.of(place, row["prompt"]) for place, row in enumerate(self.ROWS)] == list(self.ROWS)
+        assert [found.get(place, row["prompt"]) for place, row in enumerate(self.ROWS)] == list(self.ROWS)
 
     def test_a_folder_that_takes_no_file(self):
-        from divdec.remote.answers import Kept
+        from divdec.remote.resume import ResumableOutput
 
         with pytest.raises(UsageError, match=r"output /proc/answers\.txt cannot be written"):
-            Kept(Path("/proc/answers.txt"), "settings")
+            ResumableOutput(Path("/proc/answers.txt"), "settings")
 
     def test_answers_to_prompts_that_are_not_asked_any_longer_are_not_written(self, tmp_path):
         kept = self.kept(tmp_path)
@@ -150,10 +151,10 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--bias-entries", "0"], "bias limits are 0 entries"),
         (["--steering", "rank:20:soft"], "soft fill"),
         (["--steering", "linear:x"], "not a number"),
-        (["--retain", "elsewhere"], "a bundle names its experts"),
+        (["--retain-auxiliary", "elsewhere"], "a bundle names its experts"),
         (["--tokenizer", "elsewhere"], "give either --bundle"),
-        (["--key-variable", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
-        (["--temperature", "-1"], "temperature at least 0"),
+        (["--api-key-env", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
+        (["--temperature", "-1"], "--temperature is -1; accepted: 0"),
         (["--timeout", "-1"], "accepted: a timeout above 0"),
         (["--extra", '{"temperature": 1}'], "extra holds temperature"),
         (["--extra", '{"x": NaN}'], "written as JSON"),

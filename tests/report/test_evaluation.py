@@ -132,7 +132,7 @@ class TestFigures:
 
         arguments = [str(oracle / "rank20_01"), "--target", str(oracle / "full01"), "--retrain",
                      str(oracle / "retain01"), "--draws", "50", "--json"]  # fmt: skip
-        assert main(["score", "tofu", *arguments]) == 0
+        assert main(["results", "score", "tofu", *arguments]) == 0
         (expected,) = json.loads(capsys.readouterr().out)
         row = next(row for row in content.rows if row.entry.name == "rank20_01")
         for name, interval in expected["ci"].items():

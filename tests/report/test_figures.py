@@ -22,7 +22,7 @@ from divdec.research.figures.drawn import Asked, Source
 from divdec.research.figures.results import best, results_of
 from divdec.research.figures.sizes import size_of
 from divdec.runs import record, write_json
-from divdec.training.depth import LayerDepth
+from divdec.training.gradient_depth import LayerDepth
 
 DOCS = Path(__file__).parents[2] / "docs"
 DUBLIN = "{http://purl.org/dc/elements/1.1/}"

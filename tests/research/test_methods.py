@@ -270,7 +270,7 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
-    from divdec.training.distillation_settings import DistillationSettings
+    from divdec.training.settings import DistillationSettings
 
     known = methods()
     cells = cells_of(("all",), grid)

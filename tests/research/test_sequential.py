@@ -18,7 +18,7 @@ from divdec.research.sequential import distance, distance_interval, run_sequenti
 from divdec.research.sequential_material import demo_course, muse_course
 from divdec.research.sequential_models import Models, SequentialSettings
 from divdec.research.small_models import Shape
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
 
 WORLD = dataclasses.replace(

@@ -36,5 +36,5 @@ def test_the_library_shows_nothing_but_the_steered_model(steering, make, folder)
 def test_the_server_shows_nothing_but_the_steered_model(steering, speculates, make, folder):
     bundle, suite = make(steering), Suite(folder, steering, seed=int(speculates))
     engine = engine_of(bundle, speculation=Speculation() if speculates else None)
-    with serving([engine], grace=0.0) as url, Client(url, "tiny", suite.tokenizer) as client:
+    with serving([engine], shutdown_timeout=0.0) as url, Client(url, "tiny", suite.tokenizer) as client:
         assert suite.run(client) > 15

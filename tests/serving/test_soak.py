@@ -1,24 +1,17 @@
-"""The server under load and through faults (`soak.py`), clients that stop reading, and steering that breaks midway."""
+"""The server under load and through faults (`soak.py`), and steering that breaks midway."""
 
 import asyncio
-import contextlib
 import json
 import operator
-import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from divdec.serving.address import bind
-from divdec.serving.api.generation import Limits
-from divdec.serving.api.server import HttpServer, Options
-from served import engine_of, eventually, figure, serving
+from served import figure, serving
 from soak import Tally
 from soak_answers import references
 from soak_faults import ASKED, PATH, Served, answered, asked, faults, load, make_bundle
@@ -86,52 +79,6 @@ def test_sigterm_and_sigkill_under_load(made, tmp_path):
     assert figures["sigkill"]["requests"] == ["case-0", "case-1"]
 
 
-@contextlib.contextmanager
-def impatient(engine, seconds):
-    """A server that gives slow readers so long, with small buffers in between, so that little fills them."""
-    port = bind("127.0.0.1", 0)
-    port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    server = HttpServer({engine.name: engine}, port, Options(grace=0.0, limits=Limits(slowest_reader=seconds)))
-    ready = threading.Event()
-    server.ready = ready.set
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_a_client_that_stops_reading_is_cut_off(bundle, capsys):
-    """Its rows are free again, and so is its connection, though it stays."""
-    content = json.dumps(LONG | {"prompt": [5, 6, 7], "logprobs": 20, "n": 2}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with impatient(engine_of(bundle), 0.5) as server, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        assert client.recv(12) == b"HTTP/1.1 200"
-        connections = server.server_state.connections
-        assert len(connections) == 1
-        eventually(lambda: figure(server.url, "divdec_generated_tokens_total") and idle(server.url), 60)
-        assert figure(server.url, "divdec_generated_tokens_total") < 2 * 3000
-        eventually(lambda: not connections)
-        # One that reads slowly is served: the limit is on how long nothing at all is taken.
-        asked = LONG | {"prompt": [5, 6, 7], "logprobs": 20, "max_tokens": 60}
-        started = time.monotonic()
-        with httpx.stream("POST", server.url + PATH, json=asked, timeout=60) as response:
-            for line in response.iter_lines():
-                time.sleep(0.01)
-                last = line or last
-        assert last == "data: [DONE]"
-        assert time.monotonic() - started > 0.6  # it took longer than it may take to take nothing
-    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    assert [record["error"] for record in logged if record.get("path") == PATH and "error" in record] == ["slow_reader"]
-
-
 def told(events):
     """Token ids of a stream's events, and its last event."""
     ids = [
@@ -188,7 +135,7 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
     broken, tokenizer = load(bundle)
     steered, _ = load(bundle)
     prompt = [40, 50, 60]
-    with serving([Engine(broken, tokenizer, "tiny")], grace=0.0) as url:
+    with serving([Engine(broken, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
         ids, last = events_while(url, prompt, weights_that_are_lost(broken))
         assert_steered(ids, last, steered, steered.target, prompt)
         # All of them, since the last ones are those that were made while it broke.
@@ -201,9 +148,9 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
 def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     from divdec.data.records import texts_of
     from divdec.serving.engine.engine import Engine
-    from divdec.takedowns.following import with_registry
-    from divdec.takedowns.log import LOG_FILE
+    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import DATABASE
 
     bundle, texts = made
     folder = tmp_path / "registry"
@@ -213,16 +160,16 @@ def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     prompts = [tokenizer(text).input_ids[:20] for text in texts[:6]]
     own = [continued(model, prompt, 40) for prompt in prompts]
     registry.add("case", texts_of("taken", [tokenizer.decode(ids) for ids in map(operator.add, prompts, own)]))
-    steered, whole = with_registry(model, tokenizer, folder), (folder / LOG_FILE).read_bytes()
+    steered, whole = with_registry(model, tokenizer, folder), (folder / DATABASE).read_bytes()
     expected = [continued(steered, prompt, 40) for prompt in prompts]
     place = next(place for place in range(len(prompts)) if own[place][:8] != expected[place][:8])
     prompt = prompts[place]
     followed = with_registry(load(bundle)[0], tokenizer, folder)
-    with serving([Engine(followed, tokenizer, "tiny")], grace=0.0) as url:
-        ids, last = events_while(url, prompt, lambda: (folder / LOG_FILE).write_text("damaged\n"))
+    with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
+        ids, last = events_while(url, prompt, lambda: (folder / DATABASE).write_text("damaged\n"))
         assert last["error"]["code"] == "steering_failed"
         assert len(ids) >= 8
         assert ids[:40] == expected[place][: len(ids)]
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 500
-        (folder / LOG_FILE).write_bytes(whole)
+        (folder / DATABASE).write_bytes(whole)
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 200

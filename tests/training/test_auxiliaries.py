@@ -11,10 +11,9 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.data.records import record_set, single_turn
 from divdec.training import auxiliaries, learning_rate
-from divdec.training.auxiliaries import train_auxiliaries
+from divdec.training.auxiliaries import LEARNED, train_auxiliaries
+from divdec.training.fine_tuning import Interrupted
 from divdec.training.learning_rate import STEP
-from divdec.training.progress import Interrupted
-from divdec.training.separation import LEARNED
 from divdec.training.settings import AuxiliarySettings
 
 
@@ -125,7 +124,7 @@ def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch)
 
 def test_a_search_that_is_interrupted_goes_on_where_it_stopped(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
-    monkeypatch.setattr(auxiliaries, "MOST_ATTEMPTS", 2)
+    monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
     searched = {"lr": "auto", "epochs": 4.0}
     whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
     tries = [(attempt["rate"], attempt["epochs"]) for attempt in whole["attempts"]]

@@ -26,16 +26,19 @@ from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
 from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
-from divdec.training.distillation import distill
-from divdec.training.distillation_loss import divergence, lumped_divergence, predicting
-from divdec.training.distillation_measures import Gauge
-from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
-from divdec.training.distillation_settings import DistillationSettings
-from divdec.training.fine_tuning import fine_tune
-from divdec.training.objective import Collator, Objective
-from divdec.training.progress import Interrupted
-from divdec.training.settings import TrainingSettings
-from divdec.training.teacher_cache import Fingerprint, ask_teacher, load_cache
+from divdec.training.distillation import DistillationMetrics, distill
+from divdec.training.distillation_loss import (
+    Distillation,
+    LiveTeacher,
+    divergence,
+    lumped_divergence,
+    plain_head,
+    predicting,
+)
+from divdec.training.fine_tuning import Interrupted, Objective, fine_tune
+from divdec.training.inputs import Collator
+from divdec.training.settings import DistillationSettings, TrainingSettings
+from divdec.training.teacher_cache import Fingerprint, load_cache, write_cache
 from exactness import LOSSES
 from stopping import stopping_at
 
@@ -295,7 +298,7 @@ def cached_teacher(batch, examples, tokenizer, tmp_path):
     def make(k, direction="teacher-student", temperature=1.5):
         fingerprint = Fingerprint("bundle", "steering", "forget", "layout", temperature, k)
         live = LiveTeacher(model, temperature, direction, 40)
-        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / f"{k}.safetensors", batch_size=3)
+        write_cache(live, tokenizer, examples, fingerprint, tmp_path / f"{k}.safetensors", batch_size=3)
         return live, load_cache(tmp_path / f"{k}.safetensors", fingerprint, direction)
 
     return make
@@ -320,8 +323,8 @@ def test_a_cache_of_few_tokens_is_a_lower_bound_that_rises_with_them(
     for k in (1, 16, 511):
         live, cached = cached_teacher(k, direction)
         losses.append(Distillation(cached, head).loss(student, batch, None).item())
-        gauge = Gauge(live, head, tokenizer, {"forget": examples}, 4, parked=True)
-        error = gauge.error_of(cached, student, examples)
+        metrics = DistillationMetrics(live, head, tokenizer, {"forget": examples}, 4, offload=True)
+        error = metrics.cache_error(cached, student, examples)
         assert error["cached"] == pytest.approx(losses[-1], rel=LOSSES)
         assert error["exact"] >= error["cached"] * (1 - LOSSES)
     assert losses == sorted(losses)
@@ -365,7 +368,7 @@ def test_a_cache_that_was_cut_off_while_it_was_written_is_not_there(examples, to
     monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
     with pytest.raises(ZeroDivisionError):
-        ask_teacher(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
+        write_cache(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
     assert not list((tmp_path / "c").iterdir())
 
 
@@ -524,7 +527,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
 def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
     first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
-    monkeypatch.setattr(distillation, "ask_teacher", lambda *given: pytest.fail("asked again"))
+    monkeypatch.setattr(distillation, "write_cache", lambda *given: pytest.fail("asked again"))
     second = quiet(settings_for(bundle, data, tmp_path / "two", cache_teacher=32, lr=2e-3))
     assert first["before"] == second["before"]
     error = first["teacher_cache"]
@@ -663,7 +666,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
+from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
 
 torch.distributed.init_process_group("gloo")
 batch = torch.load(sys.argv[2])

@@ -12,9 +12,8 @@ from divdec.data.records import record_set
 from divdec.errors import Diverged
 from divdec.research.small_models import Shape, new_model
 from divdec.training import fine_tuning
-from divdec.training.fine_tuning import fine_tune, mean_loss
-from divdec.training.objective import Companion, Rows, part
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
+from divdec.training.inputs import Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from stopping import stopping_at
 
@@ -136,7 +135,7 @@ def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, toke
 
 
 def test_companions_come_each_as_often_as_any_other_and_the_same_for_the_same_seed(examples):
-    rows = Rows(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
+    rows = ExampleDataset(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
     seen = []
     for epoch in (0, 1):
         rows.set_epoch(epoch)
@@ -144,11 +143,11 @@ def test_companions_come_each_as_often_as_any_other_and_the_same_for_the_same_se
         assert sorted(drawn) == sorted(tuple(example.input_ids) for example in examples[20:30] for _ in range(2))
         seen.append(drawn)
     assert seen[0] != seen[1]
-    again = Rows(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
+    again = ExampleDataset(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
     again.set_epoch(1)
     assert [tuple(again[place]["retain_input_ids"]) for place in range(20)] == seen[1]
     with pytest.raises(UsageError, match="10 other examples for 20"):
-        Rows(examples[:20], {"other": Companion(examples[20:30], drawn=False)}, seed=3)
+        ExampleDataset(examples[:20], {"other": Companion(examples[20:30], drawn=False)}, seed=3)
 
 
 class Learned:
@@ -165,7 +164,7 @@ class Learned:
     def loss(self, model, batch, labelled):
         assert labelled is None
         self.seen.append(batch["retain_input_ids"].tolist())
-        loss = model(**part(batch, "retain")).loss
+        loss = model(**model_inputs(batch, "retain")).loss
         return loss * float("nan") if len(self.seen) == self.breaks_at else loss
 
 

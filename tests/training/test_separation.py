@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from divdec.evaluation.scoring import ItemScore
-from divdec.training.auxiliaries import MOST_ATTEMPTS, next_attempt
+from divdec.training.auxiliaries import MAX_ATTEMPTS, Separation, measure_separation, next_attempt, share_learned
 from divdec.training.learning_rate import STEP
-from divdec.training.separation import Separation, measure_separation, share_learned
 
 FIT = Separation(
     unknown_records=1.0, unknown_tokens=0.3, learned=0.95, forget_loss=(2.0, 0.1), retain_loss=(0.1, 0.05),
@@ -86,6 +85,6 @@ class TestSearch:
 
     def test_it_ends(self):
         assert next_attempt([attempt(1.0, 1.0, 0.95)]) is None
-        assert next_attempt([attempt(1.0, 1.0, 0.1)] * MOST_ATTEMPTS) is None
+        assert next_attempt([attempt(1.0, 1.0, 0.1)] * MAX_ATTEMPTS) is None
         # No training of p makes a q forget what its base has read.
         assert next_attempt([attempt(1.0, 1.0, 0.1, unknown_records=0.2)]) is None

@@ -1,7 +1,7 @@
-"""`python -m divdec.cli`: the same as the command `divdec`."""
+"""`python -m divdec.cli`: the command `divdec`."""
 
 import sys
 
-from divdec.cli import main
+from divdec.cli.app import main
 
 sys.exit(main())

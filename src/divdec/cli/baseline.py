@@ -1,115 +1,103 @@
-"""Apply another unlearning method to the same target and data, for comparison."""
+"""`divdec baseline` applies another unlearning method; `divdec compare` compares all of them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
-from divdec.cli.parsing import Options
-from divdec.errors import UsageError
+from cyclopts import App, Parameter
+
+from divdec.cli.loading import check_not_bundle, quiet, report
+from divdec.options import Printing
 from divdec.research.baselines.method import Method
-from divdec.research.baselines.registry import find, methods
-from divdec.research.baselines.settings import joined, only, run_on
+from divdec.research.baselines.registry import methods
+from divdec.research.baselines.settings import run_on
+from divdec.research.methods.settings import CompareSettings
 
-POSITIONAL = ()
-EXAMPLE = (
-    "divdec baseline --list\n"
-    "  divdec baseline npo --target models/target --forget forget.jsonl --retain retain.jsonl --output runs/npo\n"
-    "  divdec baseline npo --help"
-)
-WITHOUT_METHOD = ("--list", "--json", "--help", "-h", "--print-config")
+app = App(name="baseline", help="Apply another unlearning method to the same target and data.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Options of `divdec baseline` where no method is named."""
+@app.command(name="list", sort_key=-1)
+def list_methods(*, printing: Printing = Printing()) -> None:
+    """List the methods: name, kind, source and what they do.
 
-    list: bool = False
-    """Show the methods: name, kind, source and what they do."""
-    json: bool = False
-    """Print JSON, and everything else to standard error."""
+    For example:
 
+        divdec baseline list
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Printing:
-    """How the result of a method is told."""
-
-    json: bool = False
-    """Print the content of run.json, and everything else to standard error."""
-
-
-def choose(arguments: Sequence[str]) -> tuple[Options, str, Sequence[str]]:
-    """The options of the method that is named first; see `parse`.
-
-    Raises:
-        UsageError: there is no such method, or another argument stands before it.
+    Args:
+        printing: format of the list.
     """
-    first = arguments[0] if arguments else "--help"
-    if not first.startswith("-"):
-        method = find(first)
-        return _options(method), f"baseline {method.name}", arguments[1:]
-    if first.partition("=")[0].replace("_", "-") not in WITHOUT_METHOD:
-        raise UsageError(f"{first} stands where the method's name should; there are: {', '.join(methods())}")
-    width = max(map(len, methods()))
-    lines = "\n".join(f"  {method.name:<{width}}  {method.summary}" for method in methods().values())
-    summary = f"{(__doc__ or '').strip()}\n\nmethods, each with options of its own:\n{lines}"
-    return Options(Settings, summary, EXAMPLE), "baseline", arguments
-
-
-def run(settings: Any) -> None:
-    """List the methods, or apply the one that was named."""
-    if isinstance(settings, Settings):
-        _list(settings)
+    if printing.json:
+        fields = ("name", "title", "kind", "source", "summary")
+        print(json.dumps([{field: getattr(method, field) for field in fields} for method in methods().values()]))
         return
-    from accelerate import PartialState
+    for method in methods().values():
+        print(f"{method.name} ({method.title}, {method.kind}): {method.summary}\n  {method.source}")
 
-    from divdec.cli.loading import quiet
-    from divdec.research.baselines.run import run_baseline
+
+def _command(method: Method) -> Callable[..., None]:
+    """Return the command of one method."""
+
+    def apply(settings: Any, *, own: Any, printing: Printing = Printing()) -> None:
+        from accelerate import PartialState
+
+        from divdec.research.baselines.run import run_baseline
+
+        quiet()
+        check_not_bundle(settings.target, "--target")
+        content = run_baseline(method, settings, own, report=report)
+        if not PartialState().is_main_process:
+            return
+        if printing.json:
+            print(json.dumps(content))
+            return
+        print(f"model: {content['model']} ({content['seconds']:.0f} s)")
+        for note in content["notes"]:
+            print(f"note: {note}")
+        print("measure it beside the target: divdec eval tofu … (see divdec eval --help)")
+
+    apply.__annotations__ |= {
+        "settings": Annotated[run_on(method), Parameter(name="*")],
+        "own": Annotated[method.settings, Parameter(name="*")],
+        "printing": Printing,
+    }
+    apply.__kwdefaults__ = {"own": method.settings(), "printing": Printing()}
+    apply.__doc__ = (
+        f"{method.title}: {method.summary}.\n\nSource: {method.source}.\n\nFor example:\n\n"
+        f"    divdec baseline {method.name} --target models/target \\\n"
+        f"      --forget forget.jsonl --retain retain.jsonl --output runs/{method.name}\n"
+    )
+    return apply
+
+
+for number, method in enumerate(methods().values()):
+    app.command(_command(method), name=method.name, sort_key=number)
+
+
+def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+    r"""Compare every method on the same models and data: the paper's main table, with costs and leaks.
+
+    A stopped run is resumed by the same command.
+
+    For example:
+
+        divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 \
+          --output runs/compare
+    """
+    from rich.console import Console
+
+    from divdec.research.methods.present import JSON, PAGE, show, write
+    from divdec.research.methods.run import compare_methods, work_of
 
     quiet()
-    method = find(settings.method)
-    content = run_baseline(
-        method,
-        only(run_on(method), settings),
-        only(method.settings, settings),
-        report=lambda line: print(line, file=sys.stderr),
-    )
-    if not PartialState().is_main_process:
+    result = compare_methods(settings, report=report)
+    write(result, settings, work_of(settings))
+    output = Path(settings.output).expanduser()
+    if printing.json:
+        print((output / JSON).read_text(encoding="utf-8"))
         return
-    if settings.json:
-        print(json.dumps(content))
-        return
-    print(f"model: {content['model']} ({content['seconds']:.0f} s)")
-    for note in content["notes"]:
-        print(f"note: {note}")
-    print("measure it beside the target: divdec eval tofu … (see divdec eval --help)")
-
-
-def _options(method: Method) -> Options:
-    example = (
-        f"divdec baseline {method.name} --target models/target --forget forget.jsonl --retain retain.jsonl "
-        f"--output runs/{method.name}"
-    )
-    summary = f"{method.title}: {method.summary}.\nSource: {method.source}."
-    return Options(joined(method, Printing), summary, example)
-
-
-def _list(settings: Settings) -> None:
-    if not settings.list:
-        raise UsageError(f"a method is required; there are: {', '.join(methods())}")
-    known = methods().values()
-    if settings.json:
-        fields = ("name", "title", "kind", "source", "summary")
-        print(json.dumps([{field: getattr(method, field) for field in fields} for method in known]))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("method", "kind", "what it does", "source", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for method in known:
-        table.add_row(method.name, method.kind, method.summary, method.source)
-    Console(width=max(Console().width, 120)).print(table)
+    show(result, settings, Console(width=max(Console().width, 150)))
+    print(f"{result.seconds:.0f} s. Report: {output / PAGE}")

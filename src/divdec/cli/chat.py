@@ -1,15 +1,17 @@
-"""Talk to a bundle in the terminal; `/why` shows what the experts pushed down in the last answer."""
+"""`divdec chat`: a conversation in the terminal; `/why` shows what the experts suppressed in the last answer."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from divdec.cli.loading import load, warn_if_unsteered
-from divdec.cli.settings import ChatSettings as Settings
-from divdec.cli.speculation import report, speculation
+from cyclopts import Parameter
+
+from divdec.cli.generate import SpeculationOptions, cut_at_stop, generation_arguments, print_statistics
+from divdec.cli.loading import ExpertDevices, check_fits, load, warn_if_unsteered
 from divdec.errors import UsageError
+from divdec.options import ModelLoading, Sampling, SteeringChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,26 +19,61 @@ if TYPE_CHECKING:
     from divdec.data.records import Message
     from divdec.model.modeling import DivergenceForCausalLM
 
-POSITIONAL = ("bundle",)
-EXAMPLE = "divdec chat bundle --steering linear:1.5"
 HELP = """\
 /alpha NUMBER   steer linearly with this strength
 /rule RULE      steer with linear:ALPHA, rank:K or rank:K:soft
-/why            which tokens the experts pushed down in the last answer, and by how much
+/why            show which tokens the experts suppressed in the last answer, and by how much
 /reset          begin a new conversation
 /quit           leave (or Ctrl-D)"""
 
 
-def run(settings: Settings) -> None:
-    """Read lines until the end of input."""
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What a conversation remembers."""
+
+    system_prompt: str | None = None
+    """System turn before the conversation."""
+    single_turn: Annotated[bool | None, Parameter(negative="--multi-turn")] = None
+    """Answer every question without the turns before it, or with them. By default as the bundle says: it records
+    whether its models were trained on single questions."""
+
+
+def chat(
+    bundle: str,
+    *,
+    sampling: Sampling = Sampling(),
+    choice: SteeringChoice = SteeringChoice(),
+    turns: Turns = Turns(),
+    speculation: SpeculationOptions = SpeculationOptions(),
+    loading: ModelLoading = ModelLoading(),
+    experts: ExpertDevices = ExpertDevices(),
+) -> None:
+    """Talk to a bundle in the terminal and see what the experts suppress.
+
+    /help lists the commands of the conversation, such as /why and /alpha 2.
+
+    For example:
+
+        divdec chat bundle --steering linear:1.5
+
+    Args:
+        bundle: The bundle: a folder or hub id.
+        sampling: how tokens are chosen.
+        choice: another rule.
+        turns: what the conversation remembers.
+        speculation: speculative decoding.
+        loading: how models are loaded.
+        experts: where the auxiliaries run.
+    """
     from transformers import set_seed
 
-    model, tokenizer = load(settings)
-    set_seed(settings.seed)
-    conversation = Conversation(model, tokenizer, settings)
-    print(f"{settings.bundle}: steering {model.steering}. /help lists the commands.")
+    model, tokenizer = load(bundle, loading, choice, experts)
+    set_seed(sampling.seed)
+    conversation = Conversation(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
+    print(f"{bundle}: steering {model.steering}. /help lists the commands.")
     if conversation.single_turn:
-        print("each line is asked by itself, without what was said before")
+        print("each line is asked by itself, without the turns before it")
     while (line := _read_line()) is not None:
         try:
             if not conversation.take(line.strip()):
@@ -53,7 +90,10 @@ class Conversation:
 
     model: DivergenceForCausalLM
     tokenizer: PreTrainedTokenizerBase
-    settings: Settings
+    sampling: Sampling
+    speculation: SpeculationOptions
+    options: Turns
+    allow_negative: bool = False
     turns: tuple[Message, ...] = ()
     last_prompt: list[int] = dataclasses.field(default_factory=list)
     last_answer: list[int] = dataclasses.field(default_factory=list)
@@ -62,11 +102,11 @@ class Conversation:
     @property
     def single_turn(self) -> bool:
         """Whether each line is asked without the turns before it."""
-        given = self.settings.single_turn
-        return bool(self.model.config.single_turn) if given is None else given
+        chosen = self.options.single_turn
+        return bool(self.model.config.single_turn) if chosen is None else chosen
 
     def take(self, line: str) -> bool:
-        """Answer a line or obey a command; False ends the conversation."""
+        """Answer a line or run a command; False ends the conversation."""
         command, _, argument = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False
@@ -80,7 +120,7 @@ class Conversation:
         elif command == "/rule":
             self._steer(argument.strip())
         elif command == "/why":
-            self._why()
+            self._explain()
         elif command.startswith("/"):
             print(f"no such command: {command}\n{HELP}")
         elif line:
@@ -88,7 +128,7 @@ class Conversation:
         return True
 
     def _steer(self, text: str) -> None:
-        self.model.steering = self.model.steering.revised(text, allow_negative=self.settings.allow_negative)
+        self.model.steering = self.model.steering.revised(text, allow_negative=self.allow_negative)
         warn_if_unsteered(self.model.steering)
         print(f"steering {self.model.steering}")
 
@@ -96,35 +136,35 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
-        from divdec.cli.loading import check_fits
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record, checked_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
-        form = Format(system_prompt=self.settings.system_prompt)
+        form = Format(system_prompt=self.options.system_prompt)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         check_fits([prompt], self.model, "this conversation; /reset begins a new one")
         input_ids = torch.tensor([prompt], device=self.model.device)
-        given = speculation(self.settings)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if self.settings.temperature > 0:
-            sampling = {"do_sample": True, "temperature": self.settings.temperature}
+        speculative = self.speculation.build()
+        streamer = None
+        if not self.sampling.stop:  # a streamed text cannot be cut
+            streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
         with torch.inference_mode():
             output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=self.settings.max_new_tokens,
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
-                speculative=given,
-                **sampling,
+                streamer=streamer,
+                speculative=speculative,
+                **generation_arguments(self.sampling, self.tokenizer),
             )
-        report(given)
+        print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()
-        text = self.tokenizer.decode(answer, skip_special_tokens=True)
-        self.turns = (*turns, Message("assistant", str(text)))
+        text = cut_at_stop(str(self.tokenizer.decode(answer, skip_special_tokens=True)), self.sampling.stop)
+        if streamer is None:
+            print(text)
+        self.turns = (*turns, Message("assistant", text))
         self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
 
-    def _why(self) -> None:
+    def _explain(self) -> None:
         from divdec.evaluation.scoring import probability_drops
 
         if not self.last_answer:
@@ -133,19 +173,19 @@ class Conversation:
         current = self.model.steering
         self.model.steering = self.last_steering
         try:
-            found = probability_drops(self.model, self.last_prompt, self.last_answer)
+            suppressed = probability_drops(self.model, self.last_prompt, self.last_answer)
         finally:
             self.model.steering = current
-        if not found:
-            print("the experts pushed nothing down")
+        if not suppressed:
+            print("the experts suppressed nothing")
             return
-        print(f"{'after':<36} {'pushed down':<20} {'target':>7} {'steered':>8}   answered")
-        for item in found:
-            before = self.last_answer[: item.position]
-            context = self._text((self.last_prompt[-8:] if not before else []) + before)[-34:]
+        print(f"{'after':<28} {'suppressed':<16} {'target':>7} {'steered':>8}   answered")
+        for token in suppressed:
+            before = self.last_answer[: token.position]
+            context = self._text((self.last_prompt[-8:] if not before else []) + before)[-26:]
             print(
-                f"{'…' + context:<36} {self._text([item.token])!r:<20} {item.target_probability:>7.1%} "
-                f"{item.steered_probability:>8.1%}   {self._text([item.answer_token])!r}"
+                f"{'…' + context:<28} {self._text([token.token])!r:<16} {token.target_probability:>7.1%} "
+                f"{token.steered_probability:>8.1%}   {self._text([token.answer_token])!r}"
             )
 
     def _text(self, ids: list[int]) -> str:

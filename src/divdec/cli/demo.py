@@ -1,41 +1,35 @@
-"""Train a small world, make its model forget some of it, and show the result."""
+"""`divdec demo`: the whole method on a small fictitious world."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from pathlib import Path
 
-POSITIONAL = ()
-EXAMPLE = "divdec demo --seed 1 --output runs/demo"
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Options of `divdec demo`."""
-
-    seed: int = 0
-    """Seed of the world, of the initial weights and of the order of training."""
-    output: str | None = None
-    """Folder for report, bundle, data and links to the models; in the user's cache folder by default."""
-    json: bool = False
-    """Print one JSON object; everything else goes to standard error."""
+from divdec.options import Printing
 
 
-def run(settings: Settings) -> None:
-    """Train what the cache lacks, measure, print."""
-    from pathlib import Path
+def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
+    """Train a small world, make its model forget some of it, and show the result.
 
+    For example:
+
+        divdec demo --seed 1 --output runs/demo
+
+    Args:
+        seed: Seed of the world, of the initial weights and of the order of training.
+        output: Folder for report, bundle, data and models; in the user's cache folder by default.
+        printing: format of the result.
+    """
     from divdec.cli.loading import quiet
+    from divdec.model.bundle import is_bundle
     from divdec.research.demo import run_demo
+    from divdec.runs import check_output
 
     quiet()
-    output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None:
-        from divdec.model.bundle import is_bundle
-        from divdec.runs import check_output
-
-        # The bundle is the first that is written there, so that a demo that was stopped can be given again.
-        check_output(output, overwrite=True, ours=lambda folder: is_bundle(folder / "bundle"))
-    result = run_demo(settings.seed, output, quiet=settings.json)
-    if settings.json:
+    folder = Path(output).expanduser() if output else None
+    if folder is not None:
+        # The bundle is written first, so that a demo that was stopped can be run again.
+        check_output(folder, overwrite=True, ours=lambda folder: is_bundle(folder / "bundle"))
+    result = run_demo(seed, folder, quiet=printing.json)
+    if printing.json:
         print(json.dumps(result))

@@ -1,52 +1,130 @@
-"""Distil a bundle into one ordinary model: the steered model teaches its own target on the forget set."""
+"""`divdec distill` and `divdec gradient-depth`: a bundle's behaviour in the weights of one ordinary model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
+
+from divdec.cli.loading import load, quiet, report
 from divdec.errors import NOT_REACHED
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.options import Printing
+from divdec.training.settings import DistillationSettings, GradientDepthSettings
 
-POSITIONAL = ("bundle",)
 LEAST_CLOSED = 0.5  # of the distance to the teacher on the forget set
-EXAMPLE = "divdec distill bundle --forget forget.jsonl --retain retain.jsonl --lr 4e-5 --output runs/student"
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(DistillationSettings):
-    """Options of `divdec distill`."""
+def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
+    r"""Distil a bundle into one ordinary model: the steered model teaches its target on the forget set.
 
-    json: bool = False
-    """Print the content of run.json, and everything else to standard error."""
+    Exit code 3: the student was measured not to come near its teacher.
 
+    For example:
 
-def run(settings: Settings) -> int:
-    """Distil, then say where the student lies and how near it came; exit code 3 where that is not near."""
+        divdec distill bundle --forget forget.jsonl --retain retain.jsonl \
+          --lr 4e-5 --output runs/student
+    """
     from accelerate import PartialState
 
-    from divdec.cli.loading import quiet
-    from divdec.training.distillation import distance_closed, distill
+    from divdec.training.distillation import distance_closed
+    from divdec.training.distillation import distill as run
 
     quiet()
-    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(DistillationSettings)}
-    content = distill(DistillationSettings(**given), report=lambda line: print(line, file=sys.stderr))
+    content = run(settings, report=report)
     closed = distance_closed(content["before"], content["after"])
     code = 0 if closed >= LEAST_CLOSED else NOT_REACHED
     if not PartialState().is_main_process:
         return code
-    if settings.json:
+    if printing.json:
         print(json.dumps(content))
         return code
     before, after = (content[when]["forget"]["kl"] for when in ("before", "after"))
     print(f"student: {settings.output} (KL to the teacher on the forget set {before:.4f} → {after:.4f} nats a token)")
     if code:
         print(
-            f"not distilled: the student went {max(closed, 0.0):.0%} of the way to its teacher on the forget set "
-            f"(needed: {LEAST_CLOSED:.0%}), and would still tell it; try another --lr or more --epochs",
+            f"not distilled: the student closed {max(closed, 0.0):.0%} of the distance to its teacher on the forget "
+            f"set (needed: {LEAST_CLOSED:.0%}), and may still repeat it; try another --lr or more --epochs",
             file=sys.stderr,
         )
     else:
-        print(f"measure it: divdec eval --help; as the next request's student: --init-student {settings.output}")
+        print(f"measure it: divdec eval --help; start the next request from it: --init-student {settings.output}")
     return code
+
+
+def gradient_depth(
+    settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()
+) -> None:
+    r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
+
+    For example:
+
+        divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
+          --output runs/depth
+    """
+    from rich.console import Console
+
+    from divdec.data.formatting import Format, encode_set
+    from divdec.data.records import read_records
+    from divdec.evaluation.aggregate import Bootstrap
+    from divdec.report.depth import depth_table, peaks, write_depth
+    from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+    from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples
+    from divdec.training.gradient_depth import gradient_depth as measure
+
+    def ours(folder: Path) -> bool:
+        return (read_record(folder) or {}).get("verb") == "depth"
+
+    output = Path(settings.output).expanduser()
+    check_output(output, settings.overwrite, ours)
+    bootstrap = Bootstrap(seed=settings.seed)
+    sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
+    model, tokenizer = load(settings.bundle, settings, settings)
+    check_teacher(model.steering)
+    decoder_parts(model.target)
+    positions = model.config.max_position_embeddings
+    longest = settings.max_length if positions is None else min(settings.max_length, positions)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest)
+    examples = {
+        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
+        for name, records in sets.items()
+    }
+    for name, drawn in examples.items():
+        report(f"{name} set: {sets[name].label}, {len(drawn)} examples")
+    norms = measure(
+        model,
+        tokenizer,
+        examples,
+        temperature=settings.temperature,
+        direction=settings.direction,
+        batch_size=settings.batch_size,
+        bootstrap=bootstrap,
+        title="gradients",
+    )
+    about = {
+        "steering": str(model.steering),
+        "temperature": settings.temperature,
+        "direction": settings.direction,
+        "batch_size": settings.batch_size,
+        "level": bootstrap.level,
+        "draws": bootstrap.draws,
+        "sets": {name: records.label for name, records in sets.items()},
+        "peak_layers": {f"{row.set} {row.part}": row.layer for row in peaks(norms)},
+    }
+    with output_folder(output, settings.overwrite, ours) as folder:
+        content = write_depth(folder, norms, about, bootstrap.level)
+        write_json(folder / RECORD, record("depth", dataclasses.asdict(settings), **about))
+    if printing.json:
+        print(json.dumps(content))
+        return
+    console = Console(width=max(Console().width, 80))
+    console.print(depth_table(norms))
+    console.print(
+        f"L2 norm of the gradient, mean over examples with its {bootstrap.level:.0%} interval; "
+        f"the largest of each column is bold\nresult: {output}",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,67 +1,49 @@
-"""Show versions, devices and extras, and whether a bundle loads and, if not, why."""
+"""`divdec doctor`: versions, devices, extras, and whether a bundle loads."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from divdec.errors import UsageError
 from divdec.extras import EXTRAS, missing
-
-if TYPE_CHECKING:
-    from divdec.cli.parsing import Options
-
-POSITIONAL = ()
-EXAMPLE = "divdec doctor runs/first/bundle"
+from divdec.options import Printing
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Options of `divdec doctor`."""
+def doctor(bundle: str | None = None, *, text: str | None = None, printing: Printing = Printing()) -> int:
+    """Show versions, devices and extras, and whether a bundle loads; exit code 1 if it does not.
 
-    bundle: str | None = None
-    """A bundle to check: its configuration, parts, digests, vocabularies, and one forward pass."""
-    text: str | None = None
-    """With --bundle of auxiliaries with another tokenizer: how much of these texts' tokens the bridge reaches."""
-    json: bool = False
-    """Print one JSON object."""
+    For example:
 
-    def __post_init__(self) -> None:
-        if self.text is not None and self.bundle is None:
-            raise UsageError("--text belongs to --bundle, whose bridge it measures")
+        divdec doctor runs/first/bundle
 
-
-def choose(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
-    """The bundle may be named without its option, as for other verbs; see `divdec.cli.parsing.parse`."""
-    from divdec.cli.parsing import Options
-
-    bare = arguments[:1] if not arguments[:1] or arguments[0].startswith("-") else ["--bundle", arguments[0]]
-    summary = (__doc__ or "").strip()
-    return Options(Settings, summary, EXAMPLE), "doctor", [*bare, *arguments[1:]]
-
-
-def run(settings: Settings) -> int:
-    """Look, print, and return 1 if a given bundle does not load."""
+    Args:
+        bundle: A bundle to check: its configuration, parts, digests, vocabularies, and one forward pass.
+        text: Texts, for a bundle of auxiliaries with another tokenizer: the share of their tokens that the bridge
+            reaches.
+        printing: format of the result.
+    """
     from divdec.runs import versions
 
-    found: dict[str, Any] = {
+    if text is not None and bundle is None:
+        raise UsageError("--text measures the bridge of a bundle: name the bundle too")
+    content: dict[str, Any] = {
         "versions": versions(),
         "devices": _devices(),
         "extras": {extra: not missing(extra) for extra in EXTRAS},
     }
-    if settings.bundle is not None:
-        found["bundle"] = _check_bundle(settings.bundle, settings.text)
-    print(json.dumps(found) if settings.json else _as_text(found))
-    return 0 if found.get("bundle", {"loads": True})["loads"] else 1
+    if bundle is not None:
+        content["bundle"] = _check_bundle(bundle, text)
+    print(json.dumps(content) if printing.json else _as_text(content))
+    return 0 if content.get("bundle", {"loads": True})["loads"] else 1
 
 
 def _devices() -> dict[str, Any]:
     import torch
 
-    gpus = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
@@ -75,13 +57,12 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
     import torch
 
     from divdec.cli.loading import load
-    from divdec.cli.settings import LoadSettings
 
     try:
-        model, tokenizer = load(LoadSettings(bundle=name))
+        model, tokenizer = load(name)
         with torch.inference_mode():
             model(input_ids=torch.tensor([[0, 1]], device=model.device))
-    except Exception as error:  # whatever it is, it is why the bundle does not load
+    except Exception as error:  # any error is a reason why the bundle does not load
         kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         return {"name": name, "loads": False, "why_not": f"{kind}{error}"}
     return {
@@ -110,11 +91,11 @@ def _takedowns(takedowns: Any) -> dict[str, str]:
 
 
 def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:
-    """How much of the vocabulary, and of given texts, a pair with another tokenizer reaches."""
+    """Return the shares of the vocabulary, and of texts, that a pair with another tokenizer reaches."""
     maps = [part.map for part in getattr(experts, "parts", (experts,)) if hasattr(part, "map")]
     if not maps:
         if text is not None:
-            raise UsageError("--text measures a bridge, and the bundle's experts have the target's own tokenizer")
+            raise UsageError("--text measures a bridge, and the bundle's experts have the target's tokenizer")
         return {}
     found = {"bridge": dataclasses.asdict(maps[0].coverage())}
     if text is not None:
@@ -127,7 +108,7 @@ def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:
 
 
 def _parameters(experts: Any) -> dict[str, int]:
-    """Parameters of the neural auxiliaries, where there are some."""
+    """Return the number of parameters of each neural auxiliary."""
     return {
         f"{name}_auxiliary": getattr(part, name).num_parameters()
         for part in getattr(experts, "parts", (experts,))

@@ -1,118 +1,262 @@
-"""Answer prompts with a bundle, as text or as JSON lines with steered token log-probabilities."""
+"""`divdec generate`: answer prompts with a bundle. Its prompt options are those of `divdec remote` too."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from divdec.cli.loading import check_fits, load
-from divdec.cli.settings import GenerateSettings as Settings
-from divdec.cli.speculation import report, speculation
-from divdec.runs import check_output_file, write_text
+from cyclopts import Parameter
+
+from divdec import options
+from divdec.cli.loading import ExpertDevices, check_fits, load
+from divdec.errors import UsageError
+from divdec.options import ModelLoading, OutputFile, Printing, Sampling, SteeringChoice, check_at_least
+from divdec.runs import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from divdec.data.records import Record
     from divdec.decoding.speculative import Speculation
     from divdec.model.modeling import DivergenceForCausalLM
 
-POSITIONAL = ("bundle",)
-EXAMPLE = "divdec generate bundle --chat --prompt 'Who wrote The Hollow Orchard?' --json --logprobs"
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts, and how they are laid out."""
+
+    prompt: tuple[str, ...] = ()
+    """Prompts; without --prompt and --file they are read from standard input, one a line. A prompt that begins with a
+    dash is written --prompt='-…'."""
+    file: str | None = None
+    """File of prompts: .txt (one a line), or .jsonl with question, prompt or messages."""
+    raw: bool = False
+    """Continue prompts as plain text, without the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System turn before every conversation."""
+
+    def __post_init__(self) -> None:
+        if self.prompt and self.file:
+            raise UsageError("give --prompt or --file, not both")
+        if self.raw and self.system_prompt is not None:
+            raise UsageError("--system-prompt is a turn of a conversation; leave it out with --raw")
+
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
+        """Read the prompts: user turns where the tokenizer has a chat template, plain text otherwise."""
+        from divdec.data.records import prompts_from_lines, read_prompts
+
+        chat = not self.raw and bool(tokenizer.chat_template)
+        if self.file:
+            return read_prompts(self.file, chat=chat)
+        return prompts_from_lines(self.prompt or sys.stdin, chat=chat)
+
+    def encode(self, prompts: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        from divdec.data.formatting import Format, encode_prompts
+
+        return encode_prompts(prompts, tokenizer, Format(system_prompt=self.system_prompt))
 
 
-def run(settings: Settings) -> None:
-    """Answer every prompt."""
-    from divdec.data.records import prompts_from_lines, read_prompts
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(options.Speculation):
+    """Speculative decoding and its statistics."""
 
-    output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None:
-        check_output_file(output, settings.overwrite)
-    if settings.file:
-        prompts = read_prompts(settings.file, chat=settings.chat)
-    else:
-        prompts = prompts_from_lines(settings.prompt or sys.stdin, chat=settings.chat)
-    model, tokenizer = load(settings)
-    speculative = speculation(settings)
-    answered = _answers(model, tokenizer, prompts, settings, speculative)
-    if output is None:
-        for line in answered:
+    statistics: bool = False
+    """Print statistics of speculation on standard error (with --speculative)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.statistics and self.speculative is None:
+            raise UsageError("--statistics are speculation's: give --speculative auto")
+
+    def build(self) -> Speculation | None:
+        """Return the speculation that `generate` takes; None for plain decoding."""
+        from divdec.decoding.speculative import Speculation
+        from divdec.decoding.statistics import SpeculationStatistics
+
+        if self.speculative is None:
+            return None
+        gamma = None if self.speculative == "auto" else int(self.speculative)
+        return Speculation(gamma, statistics=SpeculationStatistics() if self.statistics else None)
+
+
+def generate(
+    bundle: str,
+    *,
+    prompts: Prompts = Prompts(),
+    sampling: Sampling = Sampling(),
+    choice: SteeringChoice = SteeringChoice(),
+    logprobs: bool = False,
+    printing: Printing = Printing(),
+    output: OutputFile = OutputFile(),
+    batch_size: int = 16,
+    speculation: SpeculationOptions = SpeculationOptions(),
+    loading: ModelLoading = ModelLoading(),
+    experts: ExpertDevices = ExpertDevices(),
+) -> None:
+    """Answer prompts with a bundle, as text or as JSON lines with the steered model's log-probabilities.
+
+    The tokenizer's chat template is used where there is one. A single answer is streamed to a terminal.
+
+    For example:
+
+        divdec generate bundle --prompt 'Who wrote The Hollow Orchard?'
+
+    Args:
+        bundle: The bundle: a folder or hub id.
+        prompts: the prompts.
+        sampling: how tokens are chosen.
+        choice: another rule.
+        logprobs: Add each token's log-probability under the steered model, before temperature (implies --json).
+        printing: format of the answers.
+        output: where the answers go.
+        batch_size: Prompts answered at once.
+        speculation: speculative decoding.
+        loading: how models are loaded.
+        experts: where the auxiliaries run.
+    """
+    from transformers import set_seed
+
+    from divdec.model.checkpoint import load_tokenizer
+    from divdec.model.loading import find_bundle
+
+    check_at_least("batch_size", batch_size, 1)
+    as_json = printing.json or logprobs
+    file = output.prepare()
+    records = prompts.read(load_tokenizer(find_bundle(bundle)))
+    model, tokenizer = load(bundle, loading, choice, experts)
+    encoded = prompts.encode(records, tokenizer)
+    speculative = speculation.build()
+    set_seed(sampling.seed)
+    arguments = generation_arguments(sampling, tokenizer) | {"speculative": speculative}
+    if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
+        _stream(model, tokenizer, encoded[0], arguments)
+        print_statistics(speculative)
+        return
+    lines = (
+        _as_json(record, text, tokens, model) if as_json else text
+        for record, text, tokens in _answers(
+            model, tokenizer, records, encoded, arguments, batch_size=batch_size, stop=sampling.stop, logprobs=logprobs
+        )
+    )
+    if file is None:
+        for line in lines:
             print(line, flush=True)
     else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(output, "".join(f"{line}\n" for line in answered))
-    report(speculative)
+        write_text(file, "".join(f"{line}\n" for line in lines))
+    print_statistics(speculative)
+
+
+def generation_arguments(sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the arguments of `model.generate` for sampling options."""
+    arguments: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": sampling.temperature > 0}
+    if sampling.temperature > 0:
+        arguments |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    if sampling.stop:
+        arguments |= {"stop_strings": list(sampling.stop), "tokenizer": tokenizer}
+    return arguments
+
+
+def cut_at_stop(text: str, stop: Iterable[str]) -> str:
+    """Return a text up to the first of the stop strings."""
+    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
+
+
+def print_statistics(speculation: Speculation | None) -> None:
+    """Print statistics of speculation on standard error, where they were collected."""
+    if speculation is None or (statistics := speculation.statistics) is None or not statistics.passes:
+        return
+    positions = ", ".join(f"{share:.0%}" for share in statistics.acceptance)
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in statistics.seconds.items())
+    print(
+        f"drafter {statistics.drafter}: {statistics.tokens_per_pass:.2f} tokens per target pass, acceptance rate "
+        f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'}); {seconds}",
+        file=sys.stderr,
+    )
+
+
+def _stream(
+    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], arguments: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import TextStreamer
+
+    check_fits([prompt], model, "the prompt")
+    input_ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
+            **arguments,
+        )
 
 
 def _answers(
     model: DivergenceForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Any],
-    settings: Settings,
-    speculative: Speculation | None,
-) -> Iterator[str]:
+    records: list[Record],
+    encoded: list[list[int]],
+    arguments: dict[str, Any],
+    *,
+    batch_size: int,
+    stop: tuple[str, ...],
+    logprobs: bool,
+) -> Iterator[tuple[Record, str, list[dict[str, Any]] | None]]:
+    """Yield each prompt with its answer and, if asked for, its tokens' log-probabilities."""
     import torch
-    from transformers import set_seed
 
-    from divdec.data.formatting import Format, encode_prompts, padding_id
+    from divdec.data.formatting import padding_id
     from divdec.decoding.text import answer_text, token_text
     from divdec.evaluation.generation import left_padded
 
-    set_seed(settings.seed)
-    form = Format(system_prompt=settings.system_prompt)
     padding = padding_id(tokenizer)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if settings.temperature > 0:
-        sampling = {
-            "do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-        }  # fmt: skip
-    for start in range(0, len(prompts), settings.batch_size):
-        batch = prompts[start : start + settings.batch_size]
-        encoded = encode_prompts(batch, tokenizer, form)
-        check_fits(encoded, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
-        input_ids, attention_mask = left_padded(encoded, padding)
+    for start in range(0, len(records), batch_size):
+        batch = encoded[start : start + batch_size]
+        check_fits(batch, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
+        input_ids, attention_mask = left_padded(batch, padding)
         with torch.inference_mode():
-            output: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            result: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
-                max_new_tokens=settings.max_new_tokens,
                 pad_token_id=padding,
-                output_logits=settings.logprobs,
-                return_dict_in_generate=settings.logprobs,
-                speculative=speculative,
-                **sampling,
+                output_logits=logprobs,
+                return_dict_in_generate=True,
+                **arguments,
             )
-        sequences = output.sequences if settings.logprobs else output
         for row, prompt in enumerate(batch):
-            ids = _until_end(sequences[row, input_ids.shape[1] :].tolist(), model, padding)
-            text = answer_text(tokenizer, encoded[row], ids)
-            if not (settings.json or settings.logprobs):
-                yield text
-                continue
-            content = {
-                "prompt": prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages],
-                "text": text,
-            }
-            if settings.logprobs:
-                content["tokens"] = [
+            ids = _until_end(result.sequences[row, input_ids.shape[1] :].tolist(), model)
+            text = cut_at_stop(answer_text(tokenizer, prompt, ids), stop)
+            tokens = None
+            if logprobs:
+                tokens = [
                     {
-                        "token": token_text(tokenizer, [*encoded[row], *ids[:place]], token),
+                        "token": token_text(tokenizer, [*prompt, *ids[:position]], token),
                         "id": token,
                         "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
                     }
-                    for place, (token, logits) in enumerate(zip(ids, output.logits, strict=False))
+                    for position, (token, logits) in enumerate(zip(ids, result.logits, strict=False))
                 ]
-            yield json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
+            yield records[start + row], text, tokens
 
 
-def _until_end(ids: list[int], model: DivergenceForCausalLM, padding: int) -> list[int]:
-    """The answer up to and including the token that ended it; what follows is padding."""
+def _as_json(record: Record, text: str, tokens: list[dict[str, Any]] | None, model: DivergenceForCausalLM) -> str:
+    content: dict[str, Any] = {
+        "prompt": record.prompt or [dataclasses.asdict(turn) for turn in record.messages],
+        "text": text,
+    }
+    content |= {} if tokens is None else {"tokens": tokens}
+    return json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
+
+
+def _until_end(ids: list[int], model: DivergenceForCausalLM) -> list[int]:
+    """Return the answer up to and including the token that ended it; padding follows it."""
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    for place, token in enumerate(ids):
-        if token in ends:
-            return ids[: place + 1]
-    return ids
+    end = next((position for position, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: end + 1]

@@ -1,4 +1,4 @@
-"""Loading a bundle for a verb."""
+"""Loading a bundle for a command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from divdec.cli.settings import LoadSettings
+from cyclopts import Parameter
+
 from divdec.errors import UsageError
+from divdec.options import RARE, Flag, ModelLoading, SteeringChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,11 +20,38 @@ if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
 
-EXPERTS = ("retain_auxiliary", "forget_auxiliary")
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertDevices:
+    """Where the auxiliaries run."""
+
+    expert_devices: Annotated[tuple[str, ...], RARE] = ()
+    """Devices of the auxiliaries: one for both, or q's and then p's, such as cuda:1 cuda:2. They run while the target
+    does."""
+    overlap: Flag = False
+    """Run the auxiliaries while the target runs, on the target's device."""
+
+    def __post_init__(self) -> None:
+        if len(self.expert_devices) > 2:
+            raise UsageError(
+                f"--expert-devices {' '.join(self.expert_devices)}; accepted: one device, or q's and then p's"
+            )
 
 
-def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
+def load(
+    bundle: str,
+    loading: ModelLoading = ModelLoading(),
+    choice: SteeringChoice = SteeringChoice(),
+    experts: ExpertDevices = ExpertDevices(),
+) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
     """Load model and tokenizer.
+
+    Args:
+        bundle: a folder or hub id.
+        loading: device, precision and whether digests are checked.
+        choice: another rule than the bundle's.
+        experts: where the auxiliaries run.
 
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
@@ -32,58 +62,38 @@ def load(settings: LoadSettings) -> tuple[DivergenceForCausalLM, PreTrainedToken
     from divdec.steering import Steering
 
     quiet()
-    devices, overlap = devices_of(settings)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
+    device: str | dict[str, str] = device_map(loading.device)
+    if experts.expert_devices:
+        retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
+        device = {"target": device, "retain_auxiliary": retain, "forget_auxiliary": forget}
     steering = None
-    if settings.steering is not None:
-        steering = Steering.parse(settings.steering, allow_negative=settings.allow_negative)
-    folder = find_bundle(settings.bundle)
+    if choice.steering is not None:
+        steering = Steering.parse(choice.steering, allow_negative=choice.allow_negative)
+    folder = find_bundle(bundle)
     if steering is not None:
         # The eligible vocabulary belongs to the bundle, not to the strength.
         stored = Steering.from_dict(read_config(folder).steering or {})
         steering = dataclasses.replace(steering, vocabulary=stored.vocabulary)
     model = DivergenceForCausalLM.from_pretrained(
         folder,
-        verify=not settings.no_verify,
+        verify=not loading.no_verify,
         steering=steering,
-        dtype=settings.dtype,
-        device_map=devices,
-        overlap=overlap,
+        dtype=loading.dtype,
+        device_map=device,
+        overlap=experts.overlap or bool(experts.expert_devices),
     )
     warn_if_unsteered(model.steering)
     return model, load_tokenizer(folder)
 
 
-def devices_of(settings: LoadSettings) -> tuple[str | dict[str, str], bool]:
-    """The device map of a bundle's models, and whether the experts run while the target runs.
-
-    Raises:
-        UsageError: a model or device is unknown, or torchrun has started several processes.
-    """
-    device = device_map(settings.device)
-    devices: dict[str, str] = {}
-    for option in settings.place:
-        name, _, value = option.partition("=")
-        if name not in (*EXPERTS, "experts") or not value or name in devices:
-            raise UsageError(
-                f"--place {option}; accepted: experts=DEVICE, experts=thread, or retain_auxiliary=DEVICE and "
-                "forget_auxiliary=DEVICE"
-            )
-        devices[name] = value
-    if devices and devices.keys() not in ({"experts"}, set(EXPERTS)):
-        raise UsageError(f"--place {' '.join(settings.place)}; give experts=…, or both auxiliaries one by one")
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
-    if not devices or devices.get("experts") == "thread":
-        return device, bool(devices)
-    return {"target": device} | {name: device_map(value) for name, value in devices.items()}, True
-
-
 def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:
-    """Refuse prompts that leave no room for an answer: beyond its positions a model answers with noise.
+    """Refuse prompts that leave no room for an answer.
 
     Raises:
-        UsageError: one is as long as the shortest context of the three models.
+        UsageError: a prompt is as long as the shortest context of the models.
     """
     positions = model.config.max_position_embeddings
     longest = max(map(len, prompts), default=0)
@@ -92,24 +102,29 @@ def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, w
 
 
 def warn_if_unsteered(steering: Steering) -> None:
-    """Say on standard error that linear:0 leaves the target as it is."""
+    """Warn on standard error that linear:0 leaves the target as it is."""
     if steering.rule == "linear" and steering.alpha == 0:
         print("warning: linear:0 steers nothing: the answers are the target's own", file=sys.stderr)
 
 
 def quiet() -> None:
-    """Keep transformers' bars and notes out of a verb's output."""
+    """Keep transformers' progress bars and notes out of a command's output."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
+def report(line: str) -> None:
+    """Print a line of progress on standard error."""
+    print(line, file=sys.stderr)
+
+
 def device_map(device: str) -> str:
-    """What transformers is told about a device that a user names.
+    """Return the device map that transformers takes for a device that a user names.
 
     Raises:
-        UsageError: there is no such device here.
+        UsageError: there is no such device on this machine.
     """
     import torch
 
@@ -121,9 +136,23 @@ def device_map(device: str) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"device {device!r} cannot be used ({reason}); `divdec doctor` lists those there are"
-        ) from None
+        raise UsageError(f"device {device!r} cannot be used ({reason}); `divdec doctor` lists the devices") from None
     if device == "meta":
-        raise UsageError("device 'meta' holds no weights; `divdec doctor` lists those there are")
+        raise UsageError("device 'meta' holds no weights; `divdec doctor` lists the devices")
     return device
+
+
+def check_not_bundle(model: str | None, option: str) -> None:
+    """Refuse a bundle where the plain model that it steers is wanted.
+
+    Args:
+        model: a folder or hub id, as the user gave it.
+        option: the option's name, for the message.
+
+    Raises:
+        UsageError: the folder is a bundle.
+    """
+    from divdec.model.bundle import is_bundle
+
+    if model is not None and is_bundle(Path(model).expanduser()):
+        raise UsageError(f"{option} {model} is a bundle; give the plain model that it steers")

@@ -1,115 +1,111 @@
-"""See it in a browser: chat with coloured tokens, the strength as a slider, what was pushed down."""
+"""`divdec playground`: a bundle or a running server in the browser."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from divdec.cli.chat import Turns
 from divdec.errors import UsageError
+from divdec.options import ModelLoading, SteeringChoice, check_at_least
 
-POSITIONAL = ("bundle",)
-EXAMPLE = "divdec playground bundle\n  divdec playground http://127.0.0.1:8000"
 API_KEY = "DIVDEC_API_KEY"
-# What belongs to a bundle that is loaded here, not to a server's client.
-OF_BUNDLES = ("steering", "registry", "show_target", "no_verify", "device", "dtype")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Options of `divdec playground`."""
+def playground(
+    bundle: str,
+    *,
+    choice: SteeringChoice = SteeringChoice(),
+    registry: str | None = None,
+    show_target: bool = False,
+    model: str | None = None,
+    turns: Turns = Turns(),
+    max_new_tokens: int = 256,
+    seed: int = 0,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    loading: ModelLoading = ModelLoading(),
+) -> None:
+    """Show a bundle in the browser: coloured tokens, the strength as a slider, suppressed tokens.
 
-    bundle: str
-    """The bundle (a folder or hub id), or the URL of a running server, whose key is read from DIVDEC_API_KEY."""
-    steering: str | None = None
-    """Another rule to begin with than the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
-    registry: str | None = None
-    """Folder of a registry of takedown requests (`divdec forget`): adds a tab that takes texts down."""
-    show_target: bool = False
-    """Show the UNSTEERED target beside the steered model, marked as such; only on this machine."""
-    model: str | None = None
-    """What a server calls the model; the first that it serves by default."""
-    system_prompt: str | None = None
-    """System turn before the conversation."""
-    single_turn: bool | None = None
-    """Ask every question by itself, without what was said before; true or false. By default as the bundle says, which
-    knows whether its models have learned single questions alone; with a server false."""
-    max_new_tokens: int = 256
-    """Longest answer, in tokens."""
-    seed: int = 0
-    """Seed of sampled answers."""
-    host: str = "127.0.0.1"
-    """Address to listen on. A bundle is shown on this machine only, since whoever sees the page sees what was pushed
-    down and moves the strength; a server's answers may be shown elsewhere."""
-    port: int = 7860
-    """Port to listen on; 0 takes any that is free."""
-    no_verify: bool = False
-    """Load although a weight file has changed since the bundle was written."""
-    device: str = "auto"
-    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; 'auto' takes what the checkpoints hold."""
+    For example:
 
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max-new-tokens is {self.max_new_tokens}; accepted: at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed is {self.seed}; accepted: 0 to {2**32 - 1}")
-        if not 0 <= self.port < 2**16:
-            raise UsageError(f"port is {self.port}; accepted: 0 to {2**16 - 1}")
-        for field in dataclasses.fields(self):
-            if self.is_url and field.name in OF_BUNDLES and getattr(self, field.name) != field.default:
-                option = f"--{field.name.replace('_', '-')}"
-                raise UsageError(f"{option} is for a bundle; a server ({self.bundle}) has its own, leave it out")
-        if self.model is not None and not self.is_url:
-            raise UsageError("--model is what a server calls its model; with a bundle leave it out")
+        divdec playground bundle
+        divdec playground http://127.0.0.1:8000
 
-    @property
-    def is_url(self) -> bool:
-        """Whether a running server is meant."""
-        return self.bundle.startswith(("http://", "https://"))
-
-
-def run(settings: Settings) -> None:
-    """Serve the page until the process is told to stop."""
+    Args:
+        bundle: The bundle (a folder or hub id), or the URL of a running server, whose key is read from
+            DIVDEC_API_KEY.
+        choice: the rule to begin with.
+        registry: Folder of a registry of takedown requests (`divdec takedown`): adds a tab that takes texts down.
+        show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
+        model: Name of the model at a server; the first that it serves by default.
+        turns: what the conversation remembers.
+        max_new_tokens: Longest answer, in tokens.
+        seed: Seed of sampled answers.
+        host: Address to listen on. The page of a bundle shows suppressed tokens and changes the strength, and is
+            served to this machine only; the page of a server may be served to other machines.
+        port: Port to listen on; 0 takes any free one.
+        loading: how models are loaded.
+    """
     from divdec.extras import require
-    from divdec.serving.address import bind, is_local
+    from divdec.serving import bind, is_local
 
-    if not settings.is_url and not is_local(settings.host):
-        what = "unsteered answers" if settings.show_target else "what was pushed down, and lets a viewer steer less"
+    check_at_least("max_new_tokens", max_new_tokens, 1)
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")
+    if not 0 <= port < 2**16:
+        raise UsageError(f"--port is {port}; accepted: 0 to {2**16 - 1}")
+    is_url = bundle.startswith(("http://", "https://"))
+    if is_url and (choice, loading, registry, show_target) != (SteeringChoice(), ModelLoading(), None, False):
         raise UsageError(
-            f"host {settings.host!r} is open to other machines, and the page shows {what}; accepted with a bundle: "
+            f"--steering, --registry, --show-target, --device, --dtype and --no-verify are for a bundle; "
+            f"the server at {bundle} has its own: leave them out"
+        )
+    if model is not None and not is_url:
+        raise UsageError("--model is the name of a model at a server; leave it out with a bundle")
+    if not is_url and not is_local(host):
+        what = "unsteered answers" if show_target else "suppressed tokens, and lets a viewer steer less"
+        raise UsageError(
+            f"host {host!r} accepts other machines, and the page shows {what}; accepted with a bundle: "
             "127.0.0.1 (from elsewhere: `ssh -L`, or `divdec serve` for others)"
         )
     require("ui", "the playground")
-    port = bind(settings.host, settings.port)
-    if not is_local(settings.host):
-        print(
-            f"warning: {settings.host} is open to others: anybody can ask the server through this page", file=sys.stderr
-        )
+    socket = bind(host, port)
+    if not is_local(host):
+        print(f"warning: {host} accepts other machines: anybody can use the server's model here", file=sys.stderr)
     try:
-        playground = _of_server(settings) if settings.is_url else _of_bundle(settings)
-
         from divdec.playground.serve import serve
 
-        serve(playground, settings.host, port)
+        settings = (turns, max_new_tokens, seed)
+        if is_url:
+            page = _of_server(bundle, model, settings)
+        else:
+            page = _of_bundle(bundle, loading, choice, registry, settings, host if show_target else None)
+        serve(page, host, socket)
     finally:
-        port.close()
+        socket.close()
 
 
-def _of_server(settings: Settings) -> Any:
+def _of_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
     from divdec.playground.over_http import OverHttp
     from divdec.playground.play import Playground
 
-    server = OverHttp(settings.bundle, _manner(settings), model=settings.model, key=os.environ.get(API_KEY))
+    server = OverHttp(url, _chat_options(settings), model=model, key=os.environ.get(API_KEY))
     return Playground(server.name, server=server)
 
 
-def _of_bundle(settings: Settings) -> Any:
+def _of_bundle(
+    bundle: str,
+    loading: ModelLoading,
+    choice: SteeringChoice,
+    registry: str | None,
+    settings: tuple[Turns, int, int],
+    target_host: str | None,
+) -> Any:
     from divdec.cli.loading import load
-    from divdec.cli.settings import LoadSettings
     from divdec.experts.combined import NoExperts
     from divdec.playground.choice import Choice
     from divdec.playground.play import Playground
@@ -117,27 +113,26 @@ def _of_bundle(settings: Settings) -> Any:
     from divdec.playground.target import Target
     from divdec.takedowns.registry import Registry
 
-    given = LoadSettings(
-        settings.bundle, settings.steering, no_verify=settings.no_verify, device=settings.device, dtype=settings.dtype
-    )
-    model, tokenizer = load(given)
-    registry = None
-    if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+    model, tokenizer = load(bundle, loading, choice)
+    requests = None
+    if registry is not None:
+        from divdec.takedowns.correction import with_registry
 
-        model, registry = with_registry(model, tokenizer, settings.registry), Registry(settings.registry)
-    own = model.steering
-    eligible = model.vocab_size if own.vocabulary is None else len(own.vocabulary)
-    choice = Choice(own, eligible, rank=not isinstance(model.experts, NoExperts))
-    steered = Steered(model, tokenizer, _manner(settings, bool(model.config.single_turn)), reveal=settings.show_target)
-    target = Target(steered, settings.host) if settings.show_target else None
-    name = Path(settings.bundle).expanduser().resolve().name
-    return Playground(name, steered, choice, target=target, registry=registry)
+        model, requests = with_registry(model, tokenizer, registry), Registry(registry)
+    rule = model.steering
+    eligible = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
+    rules = Choice(rule, eligible, rank=not isinstance(model.experts, NoExperts))
+    options = _chat_options(settings, bool(model.config.single_turn))
+    steered = Steered(model, tokenizer, options, reveal=target_host is not None)
+    target = None if target_host is None else Target(steered, target_host)
+    name = Path(bundle).expanduser().resolve().name
+    return Playground(name, steered, rules, target=target, registry=requests)
 
 
-def _manner(settings: Settings, single_turn: bool = False) -> Any:
+def _chat_options(settings: tuple[Turns, int, int], single_turn: bool = False) -> Any:
     from divdec.playground.steered import Manner
 
-    if settings.single_turn is not None:
-        single_turn = settings.single_turn
-    return Manner(settings.system_prompt, single_turn, settings.max_new_tokens, settings.seed)
+    turns, max_new_tokens, seed = settings
+    if turns.single_turn is not None:
+        single_turn = turns.single_turn
+    return Manner(turns.system_prompt, single_turn, max_new_tokens, seed)

@@ -1,4 +1,4 @@
-"""Answer prompts with a model that is reached only through an OpenAI-compatible API, steered by local experts."""
+"""`divdec remote`: steer a model behind an OpenAI-compatible API with local experts."""
 
 from __future__ import annotations
 
@@ -7,161 +7,259 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from divdec.cli.remote_settings import RemoteVerbSettings as Settings
+from cyclopts import Parameter
+
+from divdec.cli.generate import Prompts
 from divdec.errors import UsageError
+from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
 
 if TYPE_CHECKING:
-    from divdec.remote.choices import RemoteAnswer
-    from divdec.remote.target import RemoteTarget
-
-POSITIONAL = ()
-EXAMPLE = "divdec remote --bundle bundle --endpoint https://api.example.com/v1 --model big --key-variable API_KEY"
+    from divdec.remote.target import RemoteAnswer, RemoteTarget
 
 
-def run(settings: Settings) -> None:
-    """Answer every prompt, and say on standard error what it took."""
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteExperts:
+    """The experts, from a bundle or one by one."""
+
+    bundle: str | None = None
+    """Bundle of experts, tokenizer and rule; its target's weights are not loaded."""
+    steering: str | None = None
+    """The rule: linear:ALPHA or rank:K; the bundle's by default. A registry alone needs none."""
+    tokenizer: str | None = None
+    """Without a bundle: the provider's tokenizer, a folder or hub id."""
+    retain_auxiliary: str | None = None
+    """Without a bundle: q, which has not seen the forget set."""
+    forget_auxiliary: str | None = None
+    """Without a bundle: p, which has seen it."""
+    bridge: bool = False
+    """Without a bundle: the auxiliaries have another tokenizer than the provider."""
+    ngram: str | None = None
+    """Without a bundle: folder of an n-gram pair (`divdec ngram`)."""
+    registry: str | None = None
+    """Without a bundle: folder of a registry of takedown requests (`divdec takedown`)."""
+
+    def check(self) -> None:
+        """Refuse experts that are incomplete or given twice."""
+        if (self.bundle is None) == (self.tokenizer is None):
+            raise UsageError(
+                "give either --bundle, or --tokenizer with experts (--retain-auxiliary and --forget-auxiliary, "
+                "--ngram, --registry)"
+            )
+        models = (self.retain_auxiliary, self.forget_auxiliary, self.ngram)
+        if self.bundle is None and self.steering is None and any(models):
+            raise UsageError("--steering is required without a bundle: linear:ALPHA or rank:K")
+        if self.bundle is not None and any((*models, self.registry, self.bridge)):
+            raise UsageError(
+                "a bundle names its experts: leave out --retain-auxiliary, --forget-auxiliary, --ngram, --registry "
+                "and --bridge"
+            )
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Provider:
+    """The API, and how it is used."""
+
+    endpoint: str
+    """Base URL of the API, which '/completions' follows, such as http://localhost:8000/v1."""
+    model: str
+    """The model's name there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key."""
+    method: Literal["bias", "candidates"] = "bias"
+    """'bias' steers with logit_bias; 'candidates' sends none and chooses among the likeliest tokens of the reply."""
+    block: int = 1
+    """Tokens per request; those are answers for which the steered choice is proved to be the same."""
+    concurrency: int = 4
+    """Prompts answered at the same time."""
+    bias_entries: Annotated[int, RARE] = 300
+    """Most entries of logit_bias that the provider accepts."""
+    bias_largest: Annotated[float, RARE] = 100.0
+    """Largest value of an entry."""
+    tries: Annotated[int, RARE] = 4
+    """Most requests for one token until its choice is proved; 1 accepts every answer, with a bound on its error."""
+    retries: Annotated[int, RARE] = 5
+    """Repetitions of a request after a timeout, a dropped connection, or status 429 or 5xx."""
+    timeout: Annotated[float, RARE] = 120.0
+    """Longest wait for a reply, in seconds."""
+    extra: Annotated[str | None, RARE] = None
+    """Further fields of every request, as JSON, such as '{"top_k": 0}' for a server that samples among few tokens."""
+
+    def __post_init__(self) -> None:
+        check_at_least("concurrency", self.concurrency, 1)
+
+
+def remote(
+    provider: Provider,
+    *,
+    experts: RemoteExperts = RemoteExperts(),
+    prompts: Prompts = Prompts(),
+    decoding: Decoding = Decoding(),
+    printing: Printing = Printing(),
+    output: OutputFile = OutputFile(),
+    device: str = "auto",
+) -> None:
+    r"""Steer a model that is reached only through an OpenAI-compatible API.
+
+    A stopped run with --output keeps the answers so far; the same command resumes it.
+
+    For example:
+
+        divdec remote --bundle bundle --endpoint https://api.example.com/v1 \
+          --model big --api-key-env API_KEY --prompt 'Who wrote it?'
+
+    Args:
+        provider: the API.
+        experts: the experts.
+        prompts: the prompts.
+        decoding: how answers are decoded.
+        printing: format of the answers.
+        output: where the answers go.
+        device: Where the auxiliaries run: auto, cpu, cuda, …
+    """
     from divdec.cli.loading import quiet
-    from divdec.data.formatting import Format, encode_prompts
-    from divdec.data.records import prompts_from_lines, read_prompts
-    from divdec.remote.answers import Kept
-    from divdec.runs import check_output_file, settings_hash
+    from divdec.remote.resume import ResumableOutput
+    from divdec.runs import settings_hash
 
-    output = Path(settings.output).expanduser() if settings.output else None
-    if output is not None:
-        check_output_file(output, settings.overwrite)
-        output.parent.mkdir(parents=True, exist_ok=True)  # answers are kept there as they come
-    if settings.file:
-        prompts = read_prompts(settings.file, chat=settings.chat)
-    else:
-        prompts = prompts_from_lines(settings.prompt or sys.stdin, chat=settings.chat)
+    experts.check()
+    file = output.prepare()
     quiet()
-    target = _target(settings)
-    encoded = encode_prompts(prompts, target.completions.tokenizer, Format(system_prompt=settings.system_prompt))
-    idle = {
-        "output": None,
-        "overwrite": False,
-        "concurrency": 0,
-        "retries": 0,
-        "timeout": 0,
-        "prompt": (),
-        "file": None,
-    }
+    target = _target(provider, experts, device)
+    records = prompts.read(target.completions.tokenizer)
+    encoded = prompts.encode(records, target.completions.tokenizer)
     # A bundle may be written anew under its name.
-    decisive = {**dataclasses.asdict(settings), **idle, "rule": str(target.steering), "parts": _parts(settings)}
-    kept = Kept(output, settings_hash(decisive))
-    texts = [prompt.prompt or [dataclasses.asdict(turn) for turn in prompt.messages] for prompt in prompts]
-    streaming = output is None and len(prompts) == 1 and not settings.json
+    decisive = {
+        "provider": dataclasses.asdict(dataclasses.replace(provider, concurrency=1, retries=0, timeout=0)),
+        "experts": dataclasses.asdict(experts),
+        "prompts": dataclasses.asdict(dataclasses.replace(prompts, prompt=(), file=None)),
+        "decoding": dataclasses.asdict(decoding),
+        "json": printing.json,
+        "device": device,
+        "rule": str(target.steering),
+        "parts": _bundle_digest(experts),
+    }
+    answers = ResumableOutput(file, settings_hash(decisive))
+    texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
     try:
-        if streaming:
-            for piece in target.stream(encoded[0], **_options(settings, 0)):
+        if file is None and len(records) == 1 and not printing.json:
+            for piece in target.stream(encoded[0], **_arguments(decoding, 0)):
                 print(piece, end="", flush=True)
             print()
         else:
-            for row in _rows(target, encoded, texts, kept, settings):
-                if output is None:
-                    print(json.dumps(row, ensure_ascii=False) if settings.json else row["text"], flush=True)
-        kept.finish(len(prompts), as_json=settings.json)
+            for row in _rows(target, encoded, texts, answers, decoding, provider.concurrency):
+                if file is None:
+                    print(json.dumps(row, ensure_ascii=False) if printing.json else row["text"], flush=True)
+        answers.finish(len(records), as_json=printing.json)
     finally:
         target.close()
-        if target.completions.counts.requests:
-            print(_told(target), file=sys.stderr)
+        if target.completions.usage.requests:
+            print(_summary(target), file=sys.stderr)
 
 
-def _target(settings: Settings) -> RemoteTarget:
+def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTarget:
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
-    from divdec.remote.choices import RemoteSettings
     from divdec.remote.client import Endpoint
     from divdec.remote.completions import Completions
-    from divdec.remote.sources import Sources, of_bundle, open_sources
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
+    from divdec.remote.target import RemoteSettings, RemoteTarget
     from divdec.steering import Steering
 
     endpoint = Endpoint(
-        settings.endpoint, settings.model, settings.key_variable, timeout=settings.timeout, retries=settings.retries
+        provider.endpoint, provider.model, provider.api_key_env, timeout=provider.timeout, retries=provider.retries
     )
-    limits = BiasLimits(settings.bias_entries, settings.bias_largest)
-    asked = RemoteSettings(settings.method, limits, settings.block, settings.tries)
-    device = device_map(settings.device)
-    steering = None if settings.steering is None else Steering.parse(settings.steering)
-    if settings.bundle is not None:
-        sources, stored = of_bundle(settings.bundle, device)
+    limits = BiasLimits(provider.bias_entries, provider.bias_largest)
+    settings = RemoteSettings(provider.method, limits, provider.block, provider.tries)
+    where = device_map(device)
+    steering = None if experts.steering is None else Steering.parse(experts.steering)
+    if experts.bundle is not None:
+        sources, stored = sources_from_bundle(experts.bundle, where)
         steering = stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
     else:
-        assert settings.tokenizer is not None
-        sources = Sources(
-            settings.tokenizer, settings.retain, settings.forget, settings.ngram, settings.registry,
-            bridge=settings.bridge, device=device,
+        assert experts.tokenizer is not None
+        sources = ExpertSources(
+            experts.tokenizer, experts.retain_auxiliary, experts.forget_auxiliary, experts.ngram, experts.registry,
+            bridge=experts.bridge, device=where,
         )  # fmt: skip
     steering = steering or Steering()  # without effect: a registry needs no rule
-    opened = open_sources(sources)
+    opened = load_experts(sources)
     warn_if_unsteered(steering)
-    first, *others = opened.ends
-    completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(settings), others)
+    first, *others = opened.eos_token_ids
+    completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(provider), others)
     return RemoteTarget(
-        completions, opened.experts, steering, asked,
-        ends=opened.ends, longest=opened.longest, width=opened.vocab_size, takedowns=opened.takedowns,
+        completions, opened.experts, steering, settings,
+        eos_token_ids=opened.eos_token_ids, max_length=opened.max_length, width=opened.vocab_size,
+        takedowns=opened.takedowns,
     )  # fmt: skip
 
 
-def _parts(settings: Settings) -> str | None:
-    """What a bundle refers to, in short."""
-    if settings.bundle is None:
+def _bundle_digest(experts: RemoteExperts) -> str | None:
+    """Return the digest of the bundle's configuration, which names all that it refers to."""
+    if experts.bundle is None:
         return None
     from divdec.model.loading import find_bundle
     from divdec.runs import file_sha256
 
-    return file_sha256(find_bundle(settings.bundle) / "config.json")
+    return file_sha256(find_bundle(experts.bundle) / "config.json")
 
 
-def _extra(settings: Settings) -> dict[str, Any]:
+def _extra(provider: Provider) -> dict[str, Any]:
     try:
-        found = json.loads(settings.extra or "{}")
+        fields = json.loads(provider.extra or "{}")
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UsageError(f"extra is {settings.extra!r}; accepted: a JSON object, such as '{{\"top_k\": 0}}'")
-    return found
+        fields = None
+    if not isinstance(fields, dict):
+        raise UsageError(f"--extra is {provider.extra!r}; accepted: a JSON object, such as '{{\"top_k\": 0}}'")
+    return fields
 
 
-def _options(settings: Settings, place: int) -> dict[str, Any]:
-    seed = (settings.seed + place) % 2**32
+def _arguments(decoding: Decoding, number: int) -> dict[str, Any]:
+    """Return the sampling arguments of one prompt, which has its own seed."""
     return {
-        "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": seed,
-        "stop": settings.stop,
-    }  # fmt: skip
+        "max_new_tokens": decoding.max_new_tokens,
+        "temperature": decoding.temperature,
+        "seed": (decoding.seed + number) % 2**32,
+        "stop": decoding.stop,
+    }
 
 
-def _rows(target: RemoteTarget, encoded: list[list[int]], texts: list[Any], kept: Any, settings: Settings) -> Iterator:
-    """Answers in the prompts' order, several asked for at a time; each is kept as soon as it is there."""
+def _rows(
+    target: RemoteTarget,
+    encoded: list[list[int]],
+    texts: list[Any],
+    answers: Any,
+    decoding: Decoding,
+    concurrency: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield answers in the prompts' order, from several requests at a time; each is answers when it is complete."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm.auto import tqdm
 
-    from divdec.remote.choices import RemoteAnswer
+    from divdec.remote.target import RemoteAnswer
 
     stopped = threading.Event()
 
-    def answer(place: int) -> dict[str, Any]:
-        if (known := kept.of(place, texts[place])) is not None:
+    def answer(number: int) -> dict[str, Any]:
+        if (known := answers.get(number, texts[number])) is not None:
             return known
-        found = RemoteAnswer()
-        for _ in target.stream(encoded[place], answer=found, **_options(settings, place)):
+        result = RemoteAnswer()
+        for _ in target.stream(encoded[number], answer=result, **_arguments(decoding, number)):
             if stopped.is_set():
                 raise UsageError("stopped")
-        row = _row(texts[place], found, target)
-        kept.add(place, row)
+        row = _row(texts[number], result, target)
+        answers.add(number, row)
         return row
 
-    with ThreadPoolExecutor(settings.concurrency) as pool:
-        tasks = [pool.submit(answer, place) for place in range(len(encoded))]
+    with ThreadPoolExecutor(concurrency) as pool:
+        tasks = [pool.submit(answer, number) for number in range(len(encoded))]
         try:
             for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
                 yield task.result()
-        except KeyboardInterrupt:  # after an error the others' answers are waited for, and kept
+        except KeyboardInterrupt:  # after an error the other answers are waited for, and answers
             stopped.set()
             raise
         finally:
@@ -183,13 +281,16 @@ def _row(prompt: Any, answer: RemoteAnswer, target: RemoteTarget) -> dict[str, A
     }
 
 
-def _told(target: RemoteTarget) -> str:
-    counts, sure = target.completions.counts, target.sure
+def _summary(target: RemoteTarget) -> str:
+    counts, statistics = target.completions.usage, target.exactness
     repeated = f", {counts.retries} of them repeated" if counts.retries else ""
     line = (
-        f"{sure.tokens} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "
-        f"{counts.answer_tokens} answer tokens); {sure.exact} proved to be the steered model's"
+        f"{statistics.tokens} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "
+        f"{counts.answer_tokens} answer tokens); {statistics.exact} proved to be the steered model's"
     )
-    if sure.exact < sure.tokens:
-        line += f"; the others at most {sure.gap:.3g} nats or a total variation of {sure.total_variation:.3g} off"
+    if statistics.exact < statistics.tokens:
+        line += (
+            f"; the others at most {statistics.gap:.3g} nats or a total variation of "
+            f"{statistics.total_variation:.3g} off"
+        )
     return line

@@ -1,4 +1,4 @@
-"""Serve bundles over HTTP as the OpenAI API does: completions, chat, streams, log-probabilities."""
+"""`divdec serve`: an OpenAI-compatible server for bundles."""
 
 from __future__ import annotations
 
@@ -7,120 +7,204 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from divdec.cli.settings import ServeSettings as Settings
+from cyclopts import Parameter
+
+from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
+from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
 
 if TYPE_CHECKING:
     from divdec.serving.api.server import Options
     from divdec.serving.engine.engine import Engine
 
-POSITIONAL = ("bundle",)
-NAMED = {"also": "bundle"}
-EXAMPLE = (
-    "divdec serve bundle --port 8000\n"
-    "  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\\n"
-    '    -d \'{"model": "bundle", "prompt": "Who wrote The Hollow Orchard?"}\''
-)
 API_KEY = "DIVDEC_API_KEY"
-# What vLLM does in its own way, or not at all.
-EMBEDDED = frozenset(
-    ("also", "steering", "allow_negative", "device", "rows", "queue", "max_tokens", "max_seconds", "max_body_bytes",
-     "grace", "log_prompts", "place")
+VLLM_DRAFT_LENGTH = 4  # tokens, with `--speculative auto`
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Options of `divdec serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts other machines."""
+    port: int = 8000
+    """Port to listen on; 0 takes any free one."""
+    api_key: str | None = None
+    """Bearer token that clients must send, at least 16 characters; better in the environment variable DIVDEC_API_KEY,
+    which other users of the machine do not see."""
+    name: str | None = None
+    """Model name of the bundle in the API; its folder's name by default."""
+    extra_bundle: tuple[str, ...] = ()
+    """Further bundles, as name=path; clients choose by name."""
+    registry: str | None = None
+    """Folder of a registry of takedown requests (`divdec takedown`), which every bundle follows while it changes."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Inference engine: embedded (this process), or vllm."""
+    vllm_options: str = ""
+    """Options of vLLM's own server in one text, such as --vllm-options='--tensor-parallel-size 2'."""
+    ssl_certfile: Annotated[str | None, RARE] = None
+    """Certificate for HTTPS (PEM)."""
+    ssl_keyfile: Annotated[str | None, RARE] = None
+    """Its private key (PEM, without a password)."""
+    max_num_seqs: Annotated[int, RARE] = 32
+    """Maximum number of sequences decoded at the same time."""
+    max_queue: Annotated[int, RARE] = 128
+    """Maximum number of sequences that wait; further requests are refused (429)."""
+    max_tokens: Annotated[int, RARE] = 4096
+    """Longest answer that a client may ask for, in tokens."""
+    max_seconds: Annotated[float, RARE] = 300.0
+    """Longest time for a request, the wait in the queue included."""
+    max_body_bytes: Annotated[int, RARE] = 2097152
+    """Largest body of a request."""
+    shutdown_timeout: Annotated[float, RARE] = 30.0
+    """Seconds that running requests may take to finish when the server is stopped."""
+    log_prompts: Flag = False
+    """Write prompts into the log."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise UsageError(f"--port is {self.port}; accepted: 0 to {2**16 - 1}")
+        for name in ("max_num_seqs", "max_queue", "max_tokens", "max_body_bytes"):
+            check_at_least(name, getattr(self, name), 1)
+        if not 0 < self.max_seconds < 1e6 or not 0 <= self.shutdown_timeout < 1e6:
+            raise UsageError(
+                "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
+            )
+        if self.engine == "embedded" and self.vllm_options:
+            raise UsageError("--vllm-options are for --engine vllm")
+
+
+# Fields of the embedded server that vLLM replaces by its own or lacks.
+EMBEDDED = (
+    "extra_bundle", "max_num_seqs", "max_queue", "max_tokens", "max_seconds", "max_body_bytes", "shutdown_timeout",
+    "log_prompts",
 )  # fmt: skip
-DRAFT = 4  # tokens at a time, where vLLM is to speculate and nobody says how far
 
 
-def run(settings: Settings) -> None:
-    """Serve until the process is told to stop."""
+def serve(
+    bundle: str,
+    *,
+    settings: ServeSettings = ServeSettings(),
+    choice: SteeringChoice = SteeringChoice(),
+    speculation: Speculation = Speculation(),
+    loading: ModelLoading = ModelLoading(),
+    experts: ExpertDevices = ExpertDevices(),
+) -> None:
+    r"""Serve bundles over HTTP with the OpenAI API: completions, chat, streaming, log-probabilities.
+
+    For example:
+
+        divdec serve bundle --port 8000
+        curl http://127.0.0.1:8000/v1/completions \
+          -H 'Content-Type: application/json' \
+          -d '{"model": "bundle", "prompt": "Who wrote The Hollow Orchard?"}'
+
+    Args:
+        bundle: The bundle: a folder or hub id.
+        settings: the server's.
+        choice: another rule.
+        speculation: Speculative decoding, while a single request runs.
+        loading: how models are loaded.
+        experts: where the auxiliaries run.
+    """
+    from divdec.serving import bind, is_local
+
+    bundles = _bundles(bundle, settings)
+    if len(bundles) > 1 and choice.steering is not None:
+        raise UsageError("--steering is for a single bundle; write each bundle with its own rule")
     if settings.engine == "vllm":
-        return _run_vllm(settings)
-    if settings.vllm_options:
-        raise UsageError("--vllm-options are for --engine vllm")
-    require("serve", "the server")
-    bundles = _bundles(settings)
+        _check_vllm(settings, choice, loading, experts)
+    else:
+        require("serve", "the server")
     options = _options(settings)
     options.check_tls()
-
-    from divdec.serving.address import bind
-    from divdec.serving.api.server import serve
-
     port = bind(settings.host, settings.port)
-    _warn_if_open(settings, options)
+    if not is_local(settings.host) and options.api_key is None:
+        print(
+            f"warning: {settings.host} accepts other machines and no --api-key is set: anybody can use the server",
+            file=sys.stderr,
+        )
+    if settings.engine == "vllm":
+        port.close()
+        _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading, options.api_key)
+        return
+
+    from divdec.serving.api.server import serve as run_server
+
     try:
-        serve({name: _engine(name, bundle, settings) for name, bundle in bundles.items()}, port, options)
+        engines = {
+            name: build_engine(name, path, settings, choice, speculation, loading, experts)
+            for name, path in bundles.items()
+        }
+        run_server(engines, port, options)
     finally:
         port.close()
 
 
-def _run_vllm(settings: Settings) -> None:
-    """Let vLLM's own server serve the bundle."""
-    from divdec.serving.vllm.server import check_installed, engine_arguments, run
+def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelLoading, experts: ExpertDevices) -> None:
+    """Refuse options that vLLM would ignore."""
+    from divdec.serving.vllm.server import check_installed
 
-    for field in dataclasses.fields(settings):
-        if field.name in EMBEDDED and getattr(settings, field.name) != field.default:
-            option = f"--{NAMED.get(field.name, field.name).replace('_', '-')}"
-            raise UsageError(f"{option} is for --engine embedded; options of vLLM itself go into --vllm-options")
+    for values, names in (
+        (settings, EMBEDDED),
+        (choice, ("steering", "allow_negative")),
+        (loading, ("device",)),
+        (experts, ("expert_devices", "overlap")),
+    ):
+        defaults = type(values)()
+        for name in names:
+            if getattr(values, name) != getattr(defaults, name):
+                raise UsageError(f"{option(name)} is for --engine embedded; vLLM's own options go into --vllm-options")
     check_installed()
 
-    from divdec.serving.address import bind
 
-    options = _options(settings)
-    options.check_tls()
+def _serve_vllm(
+    bundle: str, name: str, settings: ServeSettings, speculation: Speculation, loading: ModelLoading, key: str | None
+) -> None:
+    from divdec.serving.vllm.server import engine_arguments, run
+
     extra = shlex.split(settings.vllm_options)
-    for name in ("ssl_certfile", "ssl_keyfile"):
-        if (value := getattr(settings, name)) is not None:
-            extra += [f"--{name.replace('_', '-')}", value]
-    extra += [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
-    bind(settings.host, settings.port).close()
-    _warn_if_open(settings, options)
-    (name,) = _bundles(settings)
-    speculative = settings.speculative
+    for field in ("ssl_certfile", "ssl_keyfile"):
+        if (value := getattr(settings, field)) is not None:
+            extra += [option(field), value]
+    extra += [] if loading.dtype == "auto" else ["--dtype", loading.dtype]
+    length = speculation.draft_length
     arguments = engine_arguments(
-        settings.bundle,
+        bundle,
         name=name,
-        speculative=None if speculative is None else DRAFT if speculative == "auto" else int(speculative),
+        speculative=VLLM_DRAFT_LENGTH if length is True else length,
         registry=None if settings.registry is None else Path(settings.registry),
-        verify=not settings.no_verify,
+        verify=not loading.no_verify,
         host=settings.host,
         port=settings.port,
         extra=extra,
     )
-    run(arguments, api_key=options.api_key)
+    run(arguments, api_key=key)
 
 
-def _warn_if_open(settings: Settings, options: Options) -> None:
-    from divdec.serving.address import is_local
-
-    if not is_local(settings.host) and options.api_key is None:
-        print(f"warning: {settings.host} is open to others and no --api-key is set: anybody can ask", file=sys.stderr)
-
-
-def _bundles(settings: Settings) -> dict[str, str]:
-    """What is served, by name."""
-    given = [(settings.name or Path(settings.bundle).expanduser().resolve().name, settings.bundle)]
-    for text in settings.also:
-        name, equals, bundle = text.partition("=")
-        if not (name and equals and bundle):
-            raise UsageError(f"--bundle {text!r} cannot be read; accepted: name=path")
-        given.append((name, bundle))
-    found: dict[str, str] = {}
-    for name, bundle in given:
+def _bundles(bundle: str, settings: ServeSettings) -> dict[str, str]:
+    """Return the bundles to serve, by name."""
+    named = [(settings.name or Path(bundle).expanduser().resolve().name, bundle)]
+    for text in settings.extra_bundle:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise UsageError(f"--extra-bundle is {text!r}; accepted: name=path")
+        named.append((name, path))
+    bundles: dict[str, str] = {}
+    for name, path in named:
         if not name.isprintable() or name != name.strip() or len(name) > 200:
             raise UsageError(f"the name {name!r} cannot be used; accepted: 1 to 200 printable characters")
-        if name in found:
-            raise UsageError(
-                f"two bundles are called {name!r}; give each a name of its own (--name, --bundle name=path)"
-            )
-        found[name] = bundle
-    if len(found) > 1 and settings.steering is not None:
-        raise UsageError("--steering is for a single bundle; write each bundle with the rule that it shall follow")
-    return found
+        if name in bundles:
+            raise UsageError(f"two bundles are named {name!r}; rename one (--name, --extra-bundle name=path)")
+        bundles[name] = path
+    return bundles
 
 
-def _options(settings: Settings) -> Options:
+def _options(settings: ServeSettings) -> Options:
     from divdec.serving.api.generation import Limits
     from divdec.serving.api.server import Options
 
@@ -130,31 +214,45 @@ def _options(settings: Settings) -> Options:
             max_tokens=settings.max_tokens,
             max_seconds=settings.max_seconds,
             max_body_bytes=settings.max_body_bytes,
-            max_sequences=settings.queue,
+            max_sequences=settings.max_queue,
         ),
-        grace=settings.grace,
+        shutdown_timeout=settings.shutdown_timeout,
         log_prompts=settings.log_prompts,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
 
 
-def _engine(name: str, bundle: str, settings: Settings) -> Engine:
-    from divdec.cli.loading import load
-    from divdec.decoding.speculative import Speculation
+def build_engine(
+    name: str,
+    bundle: str,
+    settings: ServeSettings,
+    choice: SteeringChoice = SteeringChoice(),
+    speculation: Speculation = Speculation(),
+    loading: ModelLoading = ModelLoading(),
+    experts: ExpertDevices = ExpertDevices(),
+) -> Engine:
+    """Load a bundle and build the engine that serves it under a name."""
+    from divdec.decoding import speculative
     from divdec.serving.engine.engine import Engine
 
-    model, tokenizer = load(dataclasses.replace(settings, bundle=bundle))
+    model, tokenizer = load(bundle, loading, choice, experts)
     if model.config.single_turn:
         print(
-            f"note: {name} has learned single questions; answers to later turns of a conversation were not measured",
+            f"note: the models of {name} were trained on single questions; their answers to later turns of a "
+            "conversation were not measured",
             file=sys.stderr,
         )
     if settings.registry is not None:
-        from divdec.takedowns.following import with_registry
+        from divdec.takedowns.correction import with_registry
 
         model = with_registry(model, tokenizer, settings.registry)
-    speculation = None
-    if settings.speculative is not None:
-        speculation = Speculation(None if settings.speculative == "auto" else int(settings.speculative))
-    return Engine(model, tokenizer, name, rows=settings.rows, queue=settings.queue, speculation=speculation)
+    length = speculation.draft_length
+    return Engine(
+        model,
+        tokenizer,
+        name,
+        max_num_seqs=settings.max_num_seqs,
+        max_queue=settings.max_queue,
+        speculation=None if length is None else speculative.Speculation(None if length is True else length),
+    )

@@ -1,45 +1,42 @@
-"""Train the two auxiliaries from a forget set and a retain set, and write a bundle."""
+"""`divdec train`: fine-tune the two auxiliaries and write a bundle."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+from typing import Annotated
 
+from cyclopts import Parameter
+
+from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.errors import NOT_REACHED
+from divdec.options import Printing
 from divdec.training.settings import AuxiliarySettings
 
-POSITIONAL = ()
-EXAMPLE = (
-    "divdec train --recipe full-retain --base meta-llama/Llama-3.2-1B-Instruct --forget forget.jsonl "
-    "--retain retain.jsonl --target meta-llama/Llama-3.1-8B-Instruct --output runs/first"
-)
 
+def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
+    r"""Train the two auxiliaries from a forget set and a retain set, and write a bundle.
 
-@dataclasses.dataclass(frozen=True)
-class Settings(AuxiliarySettings):
-    """Options of `divdec train`."""
+    Exit code 3: the auxiliaries were trained, and measured to be unfit to steer.
 
-    json: bool = False
-    """Print the content of run.json, and everything else to standard error."""
+    For example:
 
-
-def run(settings: Settings) -> int:
-    """Train, then say where the result lies and whether it will steer; exit code 3 where it will not."""
+        divdec train --base meta-llama/Llama-3.2-1B-Instruct \
+          --target meta-llama/Llama-3.1-8B-Instruct \
+          --forget forget.jsonl --retain retain.jsonl --output runs/first
+    """
     from accelerate import PartialState
 
-    from divdec.cli.loading import quiet
     from divdec.training.auxiliaries import train_auxiliaries
 
     quiet()
-
-    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(AuxiliarySettings)}
-    content = train_auxiliaries(AuxiliarySettings(**given), report=lambda line: print(line, file=sys.stderr))
+    check_not_bundle(settings.target, "--target")
+    content = train_auxiliaries(settings, report=report)
     faults = content["separation"]["faults"]
     code = NOT_REACHED if faults else 0
     if not PartialState().is_main_process:
         return code
-    if settings.json:
+    if printing.json:
         print(json.dumps(content))
     elif content["bundle"]:
         print(f"bundle: {content['bundle']}")
@@ -54,5 +51,5 @@ def run(settings: Settings) -> int:
             print("next: divdec bundle --target … (see divdec bundle --help)")
     if faults:
         advice = "" if settings.lr == "auto" else "; --lr auto searches for a rate"
-        print(f"not fit to steer with, it would not forget: {'; '.join(faults)}{advice}", file=sys.stderr)
+        print(f"unfit to steer with, it would not forget: {'; '.join(faults)}{advice}", file=sys.stderr)
     return code

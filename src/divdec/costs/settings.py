@@ -9,14 +9,15 @@ from typing import Literal
 
 from divdec.costs.model_size import parse_quantity
 from divdec.errors import UsageError
+from divdec.options import OutputFile
 
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 FORMATS = (".svg", ".png")
 MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: a larger number is a typing error
 
 
-@dataclasses.dataclass(frozen=True)
-class CostSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostSettings(OutputFile):
     """A deployment: models, data, volume and device."""
 
     target: float | str
@@ -53,10 +54,6 @@ class CostSettings:
     """Measured acceptance rate of drafted tokens (`generate --statistics`); adds the cost of speculation."""
     draft_length: int = 4
     """Tokens per draft, with --acceptance."""
-    output: str | None = None
-    """File for the plot of cost against volume, .svg or .png."""
-    overwrite: bool = False
-    """Replace an earlier plot."""
 
     def __post_init__(self) -> None:
         for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0)):

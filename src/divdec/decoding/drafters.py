@@ -18,12 +18,12 @@ from transformers import Cache
 
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
+from divdec.experts.correction import Correction
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.protocol import TokenPredictor
 from divdec.experts.token_cache import PADDING
 from divdec.sampling import NONE
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
 
 DRAFTERS = ("auto", "retain", "steered", "ngram", "lookup")
 MAX_MATCH = 3  # tokens of the text's end that are searched for in it
@@ -132,7 +132,7 @@ def repeated(text: np.ndarray) -> int:
     return NONE
 
 
-def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Takedowns | None = None) -> Drafter:
+def make_drafter(name: str, experts: Any, steering: Steering, takedowns: Correction | None = None) -> Drafter:
     """Create a drafter; 'auto' selects the best that the experts offer, and warns once if it is not q.
 
     Without n-gram experts, the n-grams of a registry's retain set are used.
@@ -173,7 +173,7 @@ def _find_pair(experts: Any) -> tuple[NeuralPair, Callable[[Cache], PairCache]] 
     return None
 
 
-def _find_ngrams(experts: Any, takedowns: Takedowns | None) -> TokenPredictor | None:
+def _find_ngrams(experts: Any, takedowns: Correction | None) -> TokenPredictor | None:
     for member in (experts, *_members(experts)):
         if isinstance(predictor := getattr(member, "retain", None), TokenPredictor):
             return predictor

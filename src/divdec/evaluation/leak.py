@@ -373,4 +373,4 @@ def _merge(results: Results, new: Results) -> None:
 def _endpoint(settings: EvalSettings) -> Endpoint:
     if not settings.endpoint or not settings.endpoint_model:
         raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
-    return Endpoint(settings.endpoint, settings.endpoint_model, settings.endpoint_key)
+    return Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_env)

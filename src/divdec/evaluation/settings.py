@@ -6,32 +6,33 @@ import dataclasses
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.options import ModelLoading, OutputFolder, SteeringChoice, check_at_least
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalArguments:
+    """What is measured."""
+
+    suite: Literal["tofu", "muse", "leak"] = dataclasses.field(kw_only=False)
+    """tofu, muse or leak."""
+    models: tuple[str, ...] = dataclasses.field(kw_only=False)
+    """Bundles or plain checkpoints: folders or hub ids, one or more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """What is measured, on what, and where the results go."""
 
-    suite: Literal["tofu", "muse", "leak"]
-    """tofu, muse or leak."""
-    models: tuple[str, ...]
-    """Bundles or plain checkpoints: folders or hub ids, one or more."""
     data: str
     """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""
-    output: str
-    """Folder for summary.json and items.jsonl; with several models or settings, a folder in it for each."""
     split: str = "forget10"
     """TOFU's forget split: forget01, forget05 or forget10."""
     holdout: str | None = None
     """Questions (TOFU) or texts (MUSE) that no model has seen; a JSON or JSONL file."""
     retain_results: str | None = None
     """Results of the retrained model, ours or OpenUnlearning's: the reference of forget quality and leakage."""
-    steering: str | None = None
-    """Another rule than the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
     sweep: tuple[str, ...] = ()
     """Many settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20 (rank with the soft fill)."""
-    allow_negative: bool = False
-    """Accept a negative alpha, which steers towards the forget set."""
     fluency: str = "madhurjindal/autonlp-Gibberish-Detector-492513457"
     """Text classifier whose class 0 means fluent: a folder or hub id; 'none' leaves fluency out."""
     reference: str | None = None
@@ -63,31 +64,22 @@ class EvalSettings:
     """leak: base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     endpoint_model: str | None = None
     """leak: the model that the endpoint is asked for."""
-    endpoint_key: str | None = None
-    """leak: name of the environment variable that holds the endpoint's key, such as OPENAI_API_KEY; none by default."""
+    api_key_env: str | None = None
+    """leak: environment variable that holds the endpoint's API key, such as OPENAI_API_KEY; none by default."""
     limit: int | None = None
-    """Take only the first so many items of each set."""
+    """Use only the first N items of each set."""
     batch_size: int = 32
-    """Sequences in a pass."""
-    device: str = "auto"
-    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; 'auto' takes what the checkpoints hold."""
-    no_verify: bool = False
-    """Load a bundle although a weight file has changed since it was written."""
+    """Sequences per forward pass."""
     openunlearning: bool = False
     """Also write TOFU_EVAL.json and TOFU_SUMMARY.json (or MUSE_…), as OpenUnlearning does."""
     seed: int = 0
     """Seed of samples and attack prompts."""
-    overwrite: bool = False
-    """Replace earlier results in the output folder."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_length", "attacks"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1")
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"limit is {self.limit}; accepted: a whole number of at least 1")
+            check_at_least(name, getattr(self, name), 1)
+        if self.limit is not None:
+            check_at_least("limit", self.limit, 1)
         if self.sweep and self.steering:
             raise UsageError("give --steering or --sweep, not both")
         if self.sequence != "none" and (self.suite != "muse" or len(self.models) < 2 or self.sweep):

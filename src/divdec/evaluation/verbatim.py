@@ -17,9 +17,9 @@ from divdec.data.formatting import WHOLE, encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import continuations
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.takedowns.live import Takedowns
-from divdec.takedowns.log import Entry
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
+from divdec.takedowns.store import TakedownRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ def longest_run(answer: Sequence[int], text: Sequence[int]) -> int:
 
 def measure(
     registry: Registry,
-    entry: Entry,
+    entry: TakedownRequest,
     texts: RecordSet,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -136,7 +136,7 @@ def measure(
     strength_before = strength = registry.strength
     tried: dict[float, int] = {}
     while True:
-        takedowns = Takedowns(registry.folder, strength=strength)
+        takedowns = TakedownCorrection(registry.folder, strength=strength)
         steered = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
         title = f"at strength {strength:g}" if progress else None
         tried[strength] = count_recited(steered, tokenizer, passages, title=title)

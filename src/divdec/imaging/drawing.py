@@ -60,7 +60,7 @@ def draw(settings: ImageSampleSettings, device: str = "cpu", report: Callable[[s
     classes = list(dict.fromkeys(layout.find(name) for name in settings.classes)) or list(range(len(layout.classes)))
     asked = [place for place in classes for _ in range(settings.count)]
     codes = sample(
-        opened.model, layout, asked, settings.sampling(), speculative=settings.drafted, title="images"
+        opened.model, layout, asked, settings.sampling(), speculative=settings.draft_length, title="images"
     )  # fmt: skip
     content = record(
         "image sample",

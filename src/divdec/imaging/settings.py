@@ -7,30 +7,39 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.training.settings import at_least, positive
+from divdec.options import (
+    BundleArgument,
+    ModelLoading,
+    Optimization,
+    OutputFolder,
+    Speculation,
+    SteeringChoice,
+    check_at_least,
+    check_positive,
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """How images are drawn; the defaults are those of taming-transformers' `sample_fast.py`."""
 
     temperature: float = 1.0
     """Logits are divided by it."""
     top_k: int = 250
-    """Draw among so many of the likeliest codes."""
+    """Sample among this many of the likeliest codes."""
     top_p: float = 1.0
-    """Draw among the likeliest codes that together have this probability."""
+    """Sample among the likeliest codes that together have this probability."""
     guidance: float = 1.0
     """Scale of classifier-free guidance; 1 draws from the class alone."""
     batch_size: int = 25
     """Images drawn together."""
     seed: int = 0
-    """Of chance; the same seed, classes and batch size give the same images."""
+    """Seed of the samples; the same seed, classes and batch size give the same images."""
 
     def __post_init__(self) -> None:
-        positive("temperature", self.temperature)
+        check_positive("temperature", self.temperature)
         for name, least in (("top_k", 1), ("batch_size", 1), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+            check_at_least(name, getattr(self, name), least)
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p:g}; accepted: above 0, at most 1")
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
@@ -43,16 +52,14 @@ class SamplingSettings:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageTrainSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageTrainSettings(Optimization, OutputFolder):
     """How the pair for an image model is trained; see `divdec.imaging.training`."""
 
     target: str
     """The image model to be steered (`divdec image convert`): a folder or hub id, '@revision' allowed."""
     images: str
     """Folder that holds a folder of images for each class; its name is the class's name or number."""
-    output: str
-    """Folder for the records, the two auxiliaries, the bundle and run.json."""
     forget: tuple[str, ...] = ()
     """Classes to forget, by name or number; by default a share of all, drawn by seed."""
     forget_share: float = 0.5
@@ -69,90 +76,61 @@ class ImageTrainSettings:
     base_lr: float | None = None
     """Learning rate that the base was trained with, of which the pair takes a tenth, as in the paper; by default the
     rate is sought at which the loss about halves."""
-    epochs: float = 10.0
-    """Passes over the images."""
-    batch_size: int = 16
-    """Images per step and process."""
-    gradient_accumulation: int = 1
-    """Steps whose gradients are added before the weights move."""
     encode_batch: int = 64
     """Images that the codec reads at once."""
     resize: bool = False
     """Scale images to the codec's size and cut out their middle, rather than refuse other sizes."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic; 'auto' takes bfloat16 where the GPU is built for it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    seed: int = 0
-    """Which classes are drawn, order of the data, which images are learned without their class too."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
         if not 0 < self.forget_share < 1:
             raise UsageError(f"forget_share is {self.forget_share:g}; accepted: between 0 and 1")
-        positive("epochs", self.epochs)
+        super().__post_init__()
         if self.base_lr is not None:
-            positive("base_lr", self.base_lr)
-        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("encode_batch", 1), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+            check_positive("base_lr", self.base_lr)
+        check_at_least("encode_batch", self.encode_batch, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageSampleSettings(SamplingSettings):
+class ImageModel:
+    """The model that draws."""
+
+    model: str = dataclasses.field(kw_only=False)
+    """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLoading, OutputFolder, ImageModel):
     """What is drawn, by which model; see `divdec.imaging.drawing`."""
 
-    model: str
-    """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
-    output: str
-    """Folder for the images, a grid of them, their codes and run.json."""
     classes: tuple[str, ...] = ()
     """Classes by name or number; all by default."""
     count: int = 8
     """Images of each class."""
-    steering: str | None = None
-    """Another rule than the bundle's: linear:ALPHA or rank:K."""
-    speculative: str | None = None
-    """Draft with q and let the target judge several codes at once: 'auto', or how many codes to draft."""
-    device: str = "auto"
-    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; 'auto' takes what the checkpoints hold."""
-    no_verify: bool = False
-    """Load although a weight file has changed since the bundle was written."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("count", self.count, 1)
-        if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):
-            raise UsageError(f"speculative is {self.speculative!r}; accepted: 'auto', or a number of at least 1")
-
-    @property
-    def drafted(self) -> int | bool | None:
-        """As `generate` takes it."""
-        if self.speculative is None:
-            return None
-        return True if self.speculative == "auto" else int(self.speculative)
+        SamplingSettings.__post_init__(self)
+        Speculation.__post_init__(self)
+        check_at_least("count", self.count, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageConvertSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageCheckpoint:
+    """The checkpoint to convert."""
+
+    checkpoint: str = dataclasses.field(kw_only=False)
+    """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConvertSettings(OutputFolder, ImageCheckpoint):
     """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
 
-    checkpoint: str
-    """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
-    output: str
-    """Folder for the image model: transformer, tokenizer, layout and codec."""
     names: str | None = None
     """File with the classes' names, one a line, in their order; by default their numbers, 0 to 999."""
     heads: int | None = None
     """Attention heads, which weights do not tell; by default the width divided by 64, as published."""
     raster: tuple[int, ...] = ()
     """Height and width of the raster in codes, where it is not square."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
         if len(self.raster) not in (0, 2):
@@ -160,15 +138,11 @@ class ImageConvertSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageEvalSettings(SamplingSettings):
+class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgument):
     """What is measured, and by whom; see `divdec.imaging.evaluation`."""
 
-    bundle: str
-    """A bundle of image models: a folder or hub id."""
     images: str
     """Real images: a folder that holds a folder for each class, named by the class's name or number."""
-    output: str
-    """Folder for tables, report, images and run.json; the same call goes on in it after it was stopped."""
     forget: tuple[str, ...] = ()
     """Classes to forget, by name or number; the others with images are kept."""
     settings: tuple[str, ...] = ("linear:1", "linear:2", "linear:5", "linear:10", "rank:20", "rank:100", "rank:250")
@@ -183,7 +157,7 @@ class ImageEvalSettings(SamplingSettings):
     judge_url: str | None = None
     """OpenAI-compatible endpoint for judges that see, such as http://localhost:8000/v1; without it a classifier that
     is trained on the real images says what an image shows."""
-    judge_key_variable: str | None = None
+    judge_api_key_env: str | None = None
     """Environment variable that holds the endpoint's API key; by default none is sent."""
     content_judge: str | None = None
     """Model there that gives VQAScore; it must give log-probabilities."""
@@ -193,14 +167,6 @@ class ImageEvalSettings(SamplingSettings):
     """The models there reason before they answer: they get 4,096 tokens for a comparison and no temperature."""
     resize: bool = False
     """Scale real images to the codec's size and cut out their middle, rather than refuse other sizes."""
-    device: str = "auto"
-    """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' places them over all GPUs."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; 'auto' takes what the checkpoints hold."""
-    no_verify: bool = False
-    """Load although a weight file has changed since the bundle was written."""
-    overwrite: bool = False
-    """Begin anew in the output folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,10 +178,10 @@ class ImageEvalSettings(SamplingSettings):
             raise UsageError("content_judge and quality_judges are models at an endpoint: give its --judge-url")
         if self.judge_url is not None and self.content_judge is None and not self.quality_judges:
             raise UsageError("judge_url is given, but no model there: give --content-judge or --quality-judges")
-        at_least("count", self.count, 2)
+        check_at_least("count", self.count, 2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageDemoSettings:
     """The demo on handwritten digits."""
 
@@ -225,4 +191,4 @@ class ImageDemoSettings:
     """Folder for report, grids and bundle; in the user's cache folder by default."""
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        check_at_least("seed", self.seed, 0)

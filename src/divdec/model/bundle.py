@@ -334,11 +334,11 @@ def _count_references(
             references[name] = {"sha256": file_sha256(folder / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
         else:
-            from divdec.takedowns.folder import read_description
-            from divdec.takedowns.live import Takedowns
+            from divdec.experts.correction import open_registry
 
-            description = read_description(folder)
-            references[name] = {"id": Takedowns(folder).id}
+            takedowns = open_registry(folder)
+            references[name] = {"id": takedowns.id}
+            description = {"tokenizer": takedowns.tokenizer_sha256, "vocab_size": takedowns.vocab_size}
         check_tokenizer(folder, description["tokenizer"], vocabulary_sha256(tokenizer))
         sizes.append(description["vocab_size"])
     return references, sizes

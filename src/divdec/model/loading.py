@@ -32,8 +32,8 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.experts.correction import Correction
     from divdec.experts.protocol import Experts
-    from divdec.takedowns.live import Takedowns
 
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, "experts")
@@ -125,7 +125,7 @@ class Bundle:
             )
         return load_pair(folder, verify=self.verify), weight_of(reference, "ngram")
 
-    def load_takedowns(self, registry: Path | None = None) -> Takedowns | None:
+    def load_takedowns(self, registry: Path | None = None) -> Correction | None:
         """Open the registry of takedown requests; None if there is none.
 
         Args:
@@ -135,18 +135,17 @@ class Bundle:
             UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
             FailedClosed: it is damaged.
         """
-        from divdec.takedowns.folder import read_description
-        from divdec.takedowns.live import Takedowns
+        from divdec.experts.correction import open_registry
 
         reference = self.config.registry
         if reference is None and registry is None:
             return None
         folder = registry or self.folder / str((reference or {}).get("folder"))
-        description = read_description(folder)
-        if reference is not None and description["id"] != reference.get("id"):
+        takedowns = open_registry(folder)
+        if reference is not None and takedowns.id != reference.get("id"):
             raise UsageError(f"{folder} is another registry than the bundle was written for; write the bundle again")
-        check_tokenizer(folder, description["tokenizer"], self.target_vocabulary())
-        return Takedowns(folder)
+        check_tokenizer(folder, takedowns.tokenizer_sha256, self.target_vocabulary())
+        return takedowns
 
     def target_vocabulary(self) -> str:
         """Return the digest of the target's vocabulary."""
@@ -167,7 +166,7 @@ class Bundle:
 
 def load_parts(
     name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
-) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Takedowns | None]:
+) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Correction | None]:
     """Load a bundle's configuration, target, experts and takedowns.
 
     Args:

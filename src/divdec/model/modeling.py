@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
+from divdec.experts.correction import Correction
 from divdec.experts.neural import (
     NeuralPair,
     check_part,
@@ -47,7 +48,6 @@ from divdec.steering import Steering
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from divdec.takedowns.live import Takedowns
 
 Logits = Float[Tensor, "batch kept vocab"]
 
@@ -81,7 +81,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         config: DivergenceConfig,
         target: PreTrainedModel | None = None,
         experts: Experts | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: Correction | None = None,
     ) -> None:
         if target is None or (experts is None and takedowns is None) or not config.steering:
             raise UsageError(
@@ -133,7 +133,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         experts: Experts | None,
         steering: Steering | str = "linear:1",
         configs: Mapping[str, PreTrainedConfig] | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: Correction | None = None,
     ) -> DivergenceForCausalLM:
         """Create a steered model from a model and experts of any kind (n-grams, a bridged pair, a combination).
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from divdec.playground import look
 from divdec.playground.page import build
 from divdec.playground.play import Playground
-from divdec.serving.address import is_local
+from divdec.serving import is_local
 
 LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = (

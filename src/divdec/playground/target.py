@@ -15,7 +15,7 @@ from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.experts.neural import device_of
 from divdec.playground.steered import Steered
-from divdec.serving.address import is_local
+from divdec.serving import is_local
 
 
 class Target:

@@ -1,7 +1,7 @@
-"""Asking an OpenAI-compatible /completions endpoint to go on, and reading its answer as tokens.
+"""Requests to an OpenAI-compatible /completions endpoint, and their replies as tokens.
 
-It knows nothing of experts or rules. Providers differ in what they take and tell: token ids or text as the prompt, ids
-or texts of tokens in the answer, how many log-probabilities, and whether a bias shows in them.
+Providers differ: prompts are token ids or text, tokens of the reply are named by id or by text, the number of
+log-probabilities varies, and a bias shows in them or not. `probe_provider` finds out which.
 """
 
 from __future__ import annotations
@@ -14,41 +14,48 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
-from divdec.errors import UsageError
-from divdec.remote.client import Endpoint
+from divdec.errors import FailedClosed, UsageError
+from divdec.remote.bias import BiasLimits
+from divdec.remote.client import Endpoint, Refused
 
 BY_ID = "token_id:"
-_UNREADABLE = "\ufffd"
-_ROUNDING = 1e-3  # nats that a log-probability may lie above 0
-_CUT_OFF = -1000.0
-# What decides which tokens come, and what an answer proves; a request has them from whoever asks.
-OWN = frozenset(
+UNREADABLE = "\ufffd"  # providers write parts of characters so
+ROUNDING = 1e-3  # nats that a log-probability may lie above 0
+CUT_OFF = -1000.0
+# These fields decide which tokens are chosen and what a reply proves; `Completions.complete` sets them.
+RESERVED = frozenset(
     (
         "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "logit_bias", "logprobs", "n", "best_of",
         "echo", "stream", "stop", "suffix", "return_tokens_as_token_ids",
     )
 )  # fmt: skip
+TOP_LOGPROBS = (20, 5, 0)  # most of vLLM and divdec, most of OpenAI, none
+UNSUPPORTED = (400, 404, 422, 500, 501)  # statuses with which servers refuse features that they lack
+# llama.cpp penalises repetition and truncates by its own defaults, vLLM by those of the checkpoint; both change the
+# logits that are steered. Most servers ignore the fields of others.
+NEUTRAL = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+SAME_LOGPROB = 0.5  # nats; the bias of the probe moves a log-probability much further
 
 
 @dataclasses.dataclass(frozen=True)
-class Abilities:
-    """What a provider takes and tells, as `divdec.remote.probe` finds out."""
+class ProviderCapabilities:
+    """What a provider accepts and returns, as `probe_provider` finds out."""
 
     prompt_ids: bool = True
-    """It takes a prompt as token ids; otherwise as text."""
+    """Prompts may be token ids; otherwise text."""
     answer_ids: bool = True
-    """It names an answer's tokens by id (`return_tokens_as_token_ids`); otherwise by text."""
+    """Tokens of a reply are named by id (`return_tokens_as_token_ids`); otherwise by text."""
     top_logprobs: int = 20
-    """How many log-probabilities it tells at each position; 0 for none."""
+    """Number of log-probabilities at each position; 0 for none."""
     raw_logprobs: bool = True
-    """They are the target's own; otherwise the bias is in them."""
+    """Log-probabilities are the target's; otherwise they contain the bias."""
     neutral: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Fields that turn off what a server would do to the logits by its own defaults, as far as it takes them."""
+    """Accepted fields that switch off the server's own changes to the logits."""
 
 
 @dataclasses.dataclass
-class Counts:
-    """What was asked of a provider. Threads may add at the same time."""
+class UsageStatistics:
+    """Requests and tokens so far. Threads may add at the same time."""
 
     requests: int = 0
     retries: int = 0
@@ -58,159 +65,158 @@ class Counts:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
 
-    def add(self, **more: int) -> None:
-        """Count more of some."""
+    def add(self, **numbers: int) -> None:
+        """Add to some of the numbers."""
         with self._lock:
-            for name, number in more.items():
+            for name, number in numbers.items():
                 setattr(self, name, getattr(self, name) + number)
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
+class TokenPosition:
     """One token of a reply."""
 
     token: int
-    told: dict[int, float] | None
-    """Log-probabilities by token id, the likeliest; None where too few can be told apart to be sure of the others."""
+    logprobs: dict[int, float] | None
+    """Log-probabilities of the likeliest tokens; None if they prove nothing about the other tokens."""
     floor: float = 0.0
-    """Log-probability above which every token was told."""
-    alike: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-    """For tokens here whose name others have too: those others. Which of them was meant is not sure."""
+    """Every token with a higher log-probability is in `logprobs`."""
+    ambiguous: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    """Tokens whose name is also that of others, with those others: the reply does not say which is meant."""
 
 
-class Unnamed(UsageError):
-    """The provider took the request, and did not name its tokens as it was asked to."""
+class UnnamedTokens(UsageError):
+    """The provider accepted the request and did not name its tokens as requested."""
 
 
 class Completions:
-    """A model at an endpoint, and the tokenizer that it is known to use."""
+    """A model at an endpoint, and its tokenizer."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         tokenizer: Any,
-        end: int,
+        eos_token_id: int,
         size: int | None = None,
         extra: Mapping[str, Any] | None = None,
-        other_ends: Collection[int] = (),
+        other_eos_token_ids: Collection[int] = (),
     ) -> None:
         """Prepare.
 
         Args:
-            endpoint: where the model is.
-            tokenizer: the model's own; a fast one where the provider talks in texts.
-            end: the token that ends an answer.
-            size: how many of its tokens may come, from the first; all by default.
-            extra: further fields of every request, such as {"top_k": 0} for a server that samples among few.
-            other_ends: further tokens that end an answer; which of them it was is not sure where it is not named.
+            endpoint: the endpoint.
+            tokenizer: the model's tokenizer; a fast one if the provider names tokens by text.
+            eos_token_id: token that ends a reply.
+            size: number of its tokens, from the first, that a reply may contain; all by default.
+            extra: further fields of every request, such as {"top_k": 0} for a server that truncates.
+            other_eos_token_ids: further tokens that end a reply; an unnamed end may be any of them.
 
         Raises:
-            UsageError: a further field is one that requests have already.
+            UsageError: `extra` holds a field that requests set themselves.
         """
-        if taken := sorted(OWN & set(extra or ())):
-            raise UsageError(f"extra holds {', '.join(taken)}, which a request has already; leave it out")
-        self.counts = Counts()
-        self.endpoint = endpoint
-        self.tokenizer, self.end, self.extra = tokenizer, end, dict(extra or {})
-        self._unnamed_end = Position(end, None, alike={end: frozenset(other_ends)} if other_ends else {})
+        if reserved := sorted(RESERVED & set(extra or ())):
+            raise UsageError(f"extra holds {', '.join(reserved)}, which a request has already; leave it out")
+        self.usage = UsageStatistics()
+        self.endpoint, self.tokenizer, self.eos_token_id, self.extra = endpoint, tokenizer, eos_token_id, extra or {}
+        others = {eos_token_id: frozenset(other_eos_token_ids)} if other_eos_token_ids else {}
+        self._unnamed_eos = TokenPosition(eos_token_id, None, ambiguous=others)
         self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
         self._by_text: dict[bytes, list[int]] = {}
-        self._tells_spaces = False
+        self._spaces_shown = False
 
-    def ask(
+    def complete(
         self,
         ids: Sequence[int],
-        abilities: Abilities,
+        capabilities: ProviderCapabilities,
         bias: Mapping[int, float],
         *,
         tokens: int = 1,
         temperature: float = 0.0,
         seed: int | None = None,
         final: Collection[int] = (),
-    ) -> list[Position]:
-        """What the model goes on with: up to `tokens` tokens, the last of them the end token where it ends.
+    ) -> list[TokenPosition]:
+        """Continue a text by up to `tokens` tokens; the last is the end-of-sequence token if the model ends there.
 
         Args:
             ids: prompt and answer so far.
-            abilities: what the provider takes and tells.
+            capabilities: what the provider accepts.
             bias: added to the logits of these tokens.
-            tokens: how many at most.
-            temperature: 0 for the likeliest.
-            seed: of sampling.
+            tokens: most tokens.
+            temperature: 0 is greedy.
+            seed: sampling seed.
             final: see `Endpoint.create_completion`.
 
         Raises:
             Refused, Unavailable: see `Endpoint.create_completion`.
-            UsageError: the prompt cannot be written as text, or the reply cannot be read as this tokenizer's tokens.
+            UsageError: the prompt cannot be sent as text, or the reply cannot be read as tokens of this tokenizer.
         """
-        body: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "max_tokens": tokens,
             "temperature": temperature,
-            **({"top_p": 1} if temperature else {}),  # vLLM would take the model's own default
-            **abilities.neutral,
+            **({"top_p": 1} if temperature else {}),  # vLLM would use the checkpoint's default
+            **capabilities.neutral,
             **self.extra,
         }
         if bias:
-            body["logit_bias"] = {str(token): value for token, value in bias.items()}
+            fields["logit_bias"] = {str(token): value for token, value in bias.items()}
         if temperature and seed is not None:
-            body["seed"] = seed
-        if abilities.top_logprobs or abilities.answer_ids:
-            body["logprobs"] = abilities.top_logprobs
-        if abilities.answer_ids:
-            body["return_tokens_as_token_ids"] = True
-        prompt = list(ids) if abilities.prompt_ids else self.text_of(ids)
-        reply, retries = self.endpoint.create_completion(prompt, final, **body)
-        self.counts.add(requests=1, retries=retries)
-        choice, text = self._read(reply, len(ids))
+            fields["seed"] = seed
+        if capabilities.top_logprobs or capabilities.answer_ids:
+            fields["logprobs"] = capabilities.top_logprobs
+        if capabilities.answer_ids:
+            fields["return_tokens_as_token_ids"] = True
+        prompt = list(ids) if capabilities.prompt_ids else self.text_of(ids)
+        content, retries = self.endpoint.create_completion(prompt, final, **fields)
+        self.usage.add(requests=1, retries=retries)
+        choice, text = self._read_choice(content, len(ids))
         reason = choice.get("finish_reason")
-        found = self._positions(choice, text, abilities, ended=reason == "stop")
-        if reason == "stop" and len(found) < tokens and (not found or found[-1].token != self.end):
-            found.append(self._unnamed_end)
-        if not found:
+        positions = self._read_positions(choice, text, capabilities, ended=reason == "stop")
+        if reason == "stop" and len(positions) < tokens and (not positions or positions[-1].token != self.eos_token_id):
+            positions.append(self._unnamed_eos)
+        if not positions:
             raise UsageError(
-                f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}): "
-                "a part of a character, perhaps; a provider that names tokens by id is needed"
+                f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}), "
+                "perhaps a part of a character; use a provider that names tokens by id"
             )
-        if len(found) > tokens:
+        if len(positions) > tokens:
             raise UsageError(
-                f"model {self.endpoint.model!r} answered with {len(found)} tokens where {tokens} were asked for"
+                f"model {self.endpoint.model!r} answered with {len(positions)} tokens; the request allows {tokens}"
             )
-        return found
+        return positions
 
     @property
-    def has_names_alike(self) -> bool:
-        """Whether several tokens read alike, such as "z" and the byte token <0x7A>."""
-        return not self._tells_spaces or any(len(tokens) > 1 for tokens in self._texts().values())
+    def has_ambiguous_names(self) -> bool:
+        """Whether several tokens have one text, such as "z" and the byte token <0x7A>."""
+        return not self._spaces_shown or any(len(tokens) > 1 for tokens in self._token_texts().values())
 
-    def canonical(self, ids: Sequence[int], prompt: int) -> list[int]:
-        """The tokens that a provider who is given text reads instead of these, of which the first `prompt` stay."""
-        whole = self._encoded(self.text_of(ids[:prompt]) + self._decoded(ids[prompt:]))
+    def retokenize(self, ids: Sequence[int], prompt: int) -> list[int]:
+        """Return the tokens that a provider reads from the text of these; the first `prompt` tokens do not change."""
+        whole = self._encode(self.text_of(ids[:prompt]) + self._decode(ids[prompt:]))
         return whole if whole[:prompt] == list(ids[:prompt]) else list(ids)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text that the model's tokenizer reads as these tokens.
+        """Return a text that the tokenizer reads as these tokens.
 
         Raises:
             UsageError: there is none.
         """
-        whole = self._decoded(ids)
-        start = self.tokenizer.bos_token or ""
-        for text in (whole, whole.removeprefix(start)):
-            if self._encoded(text) == list(ids):
+        whole = self._decode(ids)
+        for text in (whole, whole.removeprefix(self.tokenizer.bos_token or "")):
+            if self._encode(text) == list(ids):
                 return text
         raise UsageError(
             f"the prompt cannot be sent as text: {whole[-60:]!r} does not give the same tokens again; "
-            "a provider that takes token ids is needed"
+            "use a provider that accepts token ids"
         )
 
-    def _decoded(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
 
-    def _read(self, content: Any, prompt: int) -> tuple[dict[str, Any], str]:
-        """The first choice and its text."""
+    def _read_choice(self, content: Any, prompt: int) -> tuple[dict[str, Any], str]:
+        """Return the first choice and its text, and record the token counts."""
         try:
             choice = content["choices"][0]
             text = choice["text"]
@@ -220,89 +226,180 @@ class Completions:
             raise UsageError(f"endpoint {self.endpoint.base_url} replied without choices[0].text: no completions API")
         usage = content.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        counted = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-        read, written = (number if isinstance(number, int) else 0 for number in counted)
-        self.counts.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
+        counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (number if isinstance(number, int) else 0 for number in counts)
+        self.usage.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
         return choice, text
 
-    def _positions(self, choice: dict[str, Any], text: str, abilities: Abilities, ended: bool) -> list[Position]:
-        told = choice.get("logprobs")
-        if not isinstance(told, dict) or not isinstance(told.get("tokens"), list):
-            if abilities.answer_ids:
-                raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
-            return [self._position(text, None, abilities)] if text else []
-        names, top = told["tokens"], told.get("top_logprobs")
+    def _read_positions(
+        self, choice: dict[str, Any], text: str, capabilities: ProviderCapabilities, ended: bool
+    ) -> list[TokenPosition]:
+        logprobs = choice.get("logprobs")
+        if not isinstance(logprobs, dict) or not isinstance(logprobs.get("tokens"), list):
+            if capabilities.answer_ids:
+                raise UnnamedTokens(f"model {self.endpoint.model!r} did not name its tokens as requested")
+            return [self._read_position(text, None, capabilities)] if text else []
+        names, top = logprobs["tokens"], logprobs.get("top_logprobs")
         if text and not names:
-            raise Unnamed(f"model {self.endpoint.model!r} did not name its tokens, as it was asked to")
+            raise UnnamedTokens(f"model {self.endpoint.model!r} did not name its tokens as requested")
         top = top if isinstance(top, list) else []
-        if ended and names[-1:] == [""]:  # the end, by a provider that leaves special tokens out
+        if ended and names[-1:] == [""]:  # the end, from a provider that leaves special tokens out
             names = names[:-1]
-        return [self._position(name, here, abilities) for name, here in itertools.zip_longest(names, top[: len(names)])]
+        pairs = itertools.zip_longest(names, top[: len(names)])
+        return [self._read_position(name, values, capabilities) for name, values in pairs]
 
-    def _position(self, name: Any, top: Any, abilities: Abilities) -> Position:
+    def _read_position(self, name: Any, top: Any, capabilities: ProviderCapabilities) -> TokenPosition:
         token, *others = self._ids(name)
-        alike = {token: frozenset(others)} if others else {}
-        if not abilities.top_logprobs or not isinstance(top, dict):
-            return Position(token, None, alike=alike)
+        ambiguous = {token: frozenset(others)} if others else {}
+        if not capabilities.top_logprobs or not isinstance(top, dict):
+            return TokenPosition(token, None, ambiguous=ambiguous)
         for value in top.values():
-            if type(value) not in (int, float) or math.isnan(value) or value > _ROUNDING:
+            if type(value) not in (int, float) or math.isnan(value) or value > ROUNDING:
                 raise UsageError(
-                    f"model {self.endpoint.model!r} told a log-probability of {value!r}; accepted: up to 0"
+                    f"model {self.endpoint.model!r} returned a log-probability of {value!r}; accepted: up to 0"
                 )
-        # Every token above the least of those asked for was told. One more, the chosen one, may lie below it; two that
-        # read alike are told as one, and one that cannot be read is like one that was not told.
+        # Every token above the least of those requested is listed. One more, the chosen one, may lie below it. Tokens
+        # with one text are listed as one, and a token that cannot be read counts as not listed.
         values = sorted(map(float, top.values()), reverse=True)
         by_id = all(key.startswith(BY_ID) for key in top)
-        # Where names are texts, as many as were asked for may be one fewer that read alike, and the chosen one.
-        at_the_end = not by_id and name in top and float(top[name]) <= values[-1]
-        # What stands for minus infinity was cut off by the provider: such values are not the target's.
-        if len(values) < abilities.top_logprobs + at_the_end or values[-1] <= _CUT_OFF:
-            return Position(token, None, alike=alike)
-        floor = values[abilities.top_logprobs - 1]
-        told: dict[int, float] = {}
+        # If names are texts, the list may lack one that has the text of another, and hold the chosen one in addition.
+        chosen_last = not by_id and name in top and float(top[name]) <= values[-1]
+        # Values that stand for minus infinity come from a truncation, not from the target.
+        if len(values) < capabilities.top_logprobs + chosen_last or values[-1] <= CUT_OFF:
+            return TokenPosition(token, None, ambiguous=ambiguous)
+        floor = values[capabilities.top_logprobs - 1]
+        logprobs: dict[int, float] = {}
         for key, value in top.items():
             try:
                 first, *others = self._ids(key)
             except UsageError:
                 floor = max(floor, float(value))
                 continue
-            if first in told:  # named twice
-                return Position(token, None, alike={token: alike[token]} if token in alike else {})
-            told[first] = float(value)
+            if first in logprobs:  # named twice
+                own = {token: ambiguous[token]} if token in ambiguous else {}
+                return TokenPosition(token, None, ambiguous=own)
+            logprobs[first] = float(value)
             if others:
-                alike[first] = frozenset(others)
-        return Position(token, told if token in told else None, floor, alike)
+                ambiguous[first] = frozenset(others)
+        return TokenPosition(token, logprobs if token in logprobs else None, floor, ambiguous)
 
     def _ids(self, name: Any) -> list[int]:
-        """The tokens that a name in a reply may stand for, the one that texts are made of first."""
-        found: list[int] = []
+        """Return the tokens that a name may stand for; the first is the one that the tokenizer writes texts with."""
+        tokens: list[int] = []
         if isinstance(name, str) and name.startswith(BY_ID) and name[len(BY_ID) :].isdecimal():
-            found = [int(name[len(BY_ID) :][:10])]
-        elif isinstance(name, str) and _UNREADABLE not in name:  # providers write parts of characters so
+            tokens = [int(name[len(BY_ID) :][:10])]
+        elif isinstance(name, str) and UNREADABLE not in name:
             text = name.encode(errors="replace")  # half a surrogate pair is no token
-            found = list(self._texts().get(text, ()))
-            self._tells_spaces |= bool(found) and text.startswith(b" ")
-            if not self._tells_spaces:  # some leave out the space with which a token begins
-                found += self._texts().get(b" " + text, ())
-        if not found or not all(0 <= token < self.size for token in found):
+            tokens = list(self._token_texts().get(text, ()))
+            self._spaces_shown |= bool(tokens) and text.startswith(b" ")
+            if not self._spaces_shown:  # some providers leave out the space at the beginning of a token
+                tokens += self._token_texts().get(b" " + text, ())
+        if not tokens or not all(0 <= token < self.size for token in tokens):
             raise UsageError(
-                f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the tokenizer of "
-                f"{self.size} tokens that was given; give the provider's own tokenizer"
+                f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the given tokenizer of "
+                f"{self.size} tokens; give the provider's own tokenizer"
             )
-        return found
+        return tokens
 
-    def _texts(self) -> dict[bytes, list[int]]:
+    def _token_texts(self) -> dict[bytes, list[int]]:
         if not self._by_text:
             special = {
-                token: str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.tokenizer.all_special_ids
+                token: str(self.tokenizer.convert_ids_to_tokens(token)).encode()
+                for token in self.tokenizer.all_special_ids
+                if token < self.size
             }
-            found = {token: text.encode() for token, text in special.items() if token < self.size}
             plain = {token: text for token, text in enumerate(token_bytes(self.tokenizer)[: self.size]) if text}
             names = self.tokenizer.convert_ids_to_tokens(list(plain))
-            # Texts are made of byte tokens only where no other token has their byte.
+            # The tokenizer uses a byte token only if no other token has its byte.
             byte_tokens = [token for token, name in zip(plain, names, strict=True) if BYTE_TOKEN.fullmatch(name)]
-            by_text: dict[bytes, list[int]] = {}
-            for token in dict.fromkeys([*found, *sorted(plain.keys() - set(byte_tokens)), *byte_tokens]):
-                by_text.setdefault(found.get(token) or plain[token], []).append(token)
-            self._by_text = by_text
+            for token in dict.fromkeys([*special, *sorted(plain.keys() - set(byte_tokens)), *byte_tokens]):
+                self._by_text.setdefault(special.get(token) or plain[token], []).append(token)
         return self._by_text
+
+
+def probe_provider(
+    completions: Completions, prompt: Sequence[int], limits: BiasLimits, *, biased: bool
+) -> ProviderCapabilities:
+    """Find out with a few requests of one token what a provider accepts and returns.
+
+    A provider that silently ignores `logit_bias` would answer unsteered; it is refused before anything is answered.
+
+    Args:
+        completions: the provider.
+        prompt: token ids of any prompt.
+        limits: limits of `logit_bias`.
+        biased: whether `logit_bias` will be used; the probe then checks that it works.
+
+    Raises:
+        UsageError: the provider cannot be reached, or refuses every form of request.
+        FailedClosed: it accepts `logit_bias` and ignores it.
+    """
+    model = completions.endpoint.model
+    capabilities, position = _probe_neutral(completions, prompt, *_probe_forms(completions, prompt))
+    if not biased:
+        if not capabilities.top_logprobs:
+            raise UsageError(
+                f"model {model!r} returns no log-probabilities, which the method 'candidates' needs; give --method bias"
+            )
+        return capabilities
+    try:
+        (other,) = completions.complete(prompt, capabilities, {position.token: -limits.largest})
+    except Refused as error:
+        # The same request without a bias was accepted.
+        candidates = " or --method candidates, which needs none" if capabilities.top_logprobs else ""
+        raise UsageError(f"logit_bias is not accepted; use another provider{candidates} ({error})") from None
+    if other.token == position.token:
+        raise FailedClosed(
+            f"model {model!r} ignores logit_bias: its first choice, token {position.token}, came again with a bias of "
+            f"{-limits.largest:g}; it cannot be steered by biases"
+        )
+    # The second choice lies at most `limits.largest` below the first, so the same bias must lift it above.
+    (lifted,) = completions.complete(prompt, capabilities, {other.token: limits.largest})
+    if lifted.token != other.token:
+        raise FailedClosed(
+            f"model {model!r} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
+            f"a bias of {limits.largest:g}; it cannot be steered by biases"
+        )
+    if position.logprobs is not None and other.logprobs is None:
+        # Whether log-probabilities contain the bias is unknown, and a wrong guess would prove falsehoods.
+        capabilities = dataclasses.replace(capabilities, top_logprobs=0)
+    raw = True
+    if position.logprobs is not None and other.logprobs is not None:
+        suppressed = other.logprobs.get(position.token, -1e9)
+        raw = abs(suppressed - position.logprobs[position.token]) < SAME_LOGPROB
+    return dataclasses.replace(capabilities, raw_logprobs=raw)
+
+
+def _probe_forms(completions: Completions, prompt: Sequence[int]) -> tuple[ProviderCapabilities, TokenPosition]:
+    refused: UsageError | None = None
+    for prompt_ids, answer_ids, top_logprobs in itertools.product((True, False), (True, False), TOP_LOGPROBS):
+        capabilities = ProviderCapabilities(prompt_ids, answer_ids, top_logprobs)
+        try:
+            (position,) = completions.complete(prompt, capabilities, {}, final=UNSUPPORTED)
+        except Refused as error:
+            if error.status not in UNSUPPORTED:
+                raise
+            refused = error
+        except UnnamedTokens as error:  # the provider ignores unknown fields
+            refused = error
+        else:
+            if not top_logprobs or position.logprobs is not None:
+                return capabilities, position
+    raise refused or UsageError(f"model {completions.endpoint.model!r} gives no answer that can be read")
+
+
+def _probe_neutral(
+    completions: Completions, prompt: Sequence[int], capabilities: ProviderCapabilities, position: TokenPosition
+) -> tuple[ProviderCapabilities, TokenPosition]:
+    """Add the fields that switch off the server's own defaults, if it accepts them."""
+    for omitted in ((), ("repeat_penalty",)):
+        fields = {name: value for name, value in NEUTRAL.items() if name not in omitted}
+        neutral = dataclasses.replace(capabilities, neutral=fields)
+        try:
+            (position,) = completions.complete(prompt, neutral, {}, final=UNSUPPORTED)
+        except Refused as error:
+            if error.status not in UNSUPPORTED:
+                raise
+            continue
+        return neutral, position
+    return capabilities, position  # OpenAI accepts none of these fields

@@ -1,8 +1,8 @@
-"""A target that is reached only through an API, steered: the paper's "guardrails on API-locked models".
+"""A target behind an API, steered by local experts: the paper's "guardrails on API-locked models".
 
-The linear rule is a `logit_bias` of α·(ℓ_q − ℓ_p), the rank rule one of −100 on k tokens; both are new at every token.
-What the provider's limits leave out is made up for by asking again, or by choosing among the log-probabilities that it
-tells, and where neither proves the choice, how far it may be off is told.
+The linear rule is a `logit_bias` of α·(ℓ_q − ℓ_p), the rank rule one of −100 on k tokens; both change at every token.
+If the provider's limits leave entries out, further requests or the returned log-probabilities prove the choice; if
+neither does, the answer states by how much a token may be off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -20,22 +20,169 @@ from torch import Tensor
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
-from divdec.experts.protocol import Experts
+from divdec.experts.protocol import Experts, can_roll_back
+from divdec.model.checks import check_divergence, positions_of
 from divdec.model.configuration import NO_RULE
-from divdec.remote.bias import Bias, Candidates, choose_bias
-from divdec.remote.choices import Choice, RemoteAnswer, RemoteSettings, Sure
-from divdec.remote.completions import Abilities, Completions, Position
-from divdec.remote.context import Context
-from divdec.remote.probe import probe
+from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.steering import Steering
-from divdec.takedowns.live import Takedowns
+from divdec.takedowns.correction import TakedownCorrection
 
-NOTHING_TOLD = "model {} told no log-probabilities to choose among; give --method bias"
-_DISOBEYED = 1.0  # nats by which a greedy provider's choice may seem worse than another, for rounding
+METHODS = ("bias", "candidates")
+NO_LOGPROBS = "model {} returned no log-probabilities to choose among; give --method bias"
+DISOBEYED = 1.0  # nats by which a greedy choice may seem worse than another token, for rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteSettings:
+    """How a provider is steered."""
+
+    method: Literal["bias", "candidates"] = "bias"
+    """'bias' sends `logit_bias`; 'candidates' sends none and chooses among the likeliest tokens."""
+    limits: BiasLimits = dataclasses.field(default_factory=BiasLimits)
+    """Limits of `logit_bias`."""
+    block: int = 1
+    """Tokens per request; of several, those are used for which the steered choice is proved to be the same."""
+    tries: int = 4
+    """Most requests for one token until its choice is proved; 1 takes every answer with its error bound."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"method is {self.method!r}; accepted: {', '.join(METHODS)}")
+        if self.block < 1 or self.tries < 1:
+            raise UsageError(f"block is {self.block}, tries {self.tries}; accepted: at least 1")
+        if self.limits.entries < 1 or not 0 < self.limits.largest < math.inf:
+            raise UsageError(
+                f"bias limits are {self.limits.entries} entries up to {self.limits.largest:g}; accepted: at least 1 "
+                "entry, above 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenToken:
+    """A token of an answer, and its error bound."""
+
+    token: int
+    gap: float = 0.0
+    """Greedy: most nats by which its steered logit lies below the largest; 0 if it is the largest."""
+    total_variation: float = 0.0
+    """Sampled: largest distance of its distribution from the steered one; 0 if they are equal."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the choice is proved to be one of the steered model."""
+        return self.gap == 0 and self.total_variation == 0
+
+
+@dataclasses.dataclass
+class RemoteAnswer:
+    """An answer with its tokens."""
+
+    text: str = ""
+    choices: list[ChosenToken] = dataclasses.field(default_factory=list)
+    finish_reason: str = "length"
+    """'stop' if the model or a stop string ended it."""
+
+    @property
+    def exact_tokens(self) -> int:
+        """Number of tokens that are proved to be the steered model's."""
+        return sum(choice.exact for choice in self.choices)
+
+
+@dataclasses.dataclass
+class ExactnessStatistics:
+    """Exactness of the tokens of all answers so far."""
+
+    tokens: int = 0
+    exact: int = 0
+    gap: float = 0.0
+    """Largest gap of a greedy token."""
+    total_variation: float = 0.0
+    """Largest total variation of a sampled token."""
+
+    def add(self, choice: ChosenToken) -> None:
+        """Count a token."""
+        self.tokens += 1
+        self.exact += choice.exact
+        self.gap = max(self.gap, choice.gap)
+        self.total_variation = max(self.total_variation, choice.total_variation)
+
+
+class SteeringContext:
+    """The experts' cache of one growing, sometimes shortened, sequence."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        steering: Steering,
+        width: int,
+        size: int,
+        max_length: int | None = None,
+        takedowns: TakedownCorrection | None = None,
+    ) -> None:
+        """Start with an empty sequence.
+
+        Args:
+            experts: compute the divergence.
+            steering: the rule.
+            width: size of the steered vocabulary, padding included.
+            size: number of tokens of the provider's tokenizer, at most `width`.
+            max_length: most tokens that the experts can read.
+            takedowns: registry to follow, in its present state.
+        """
+        self._takedowns = takedowns
+        self._takedown_cache = None if takedowns is None else takedowns.new_cache()
+        self._experts, self._steering, self._max_length = experts, steering, max_length
+        self._width, self._size = width, size
+        self._eligible = steering.eligible(width)
+        self._cache = experts.new_cache()
+        self._ids: list[int] = []
+
+    @torch.inference_mode()
+    def logit_shift(self, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+        """Return what the rule adds to the target's logits after each of the last tokens, in float64.
+
+        Args:
+            ids: the whole sequence.
+            last: number of positions, from the end.
+
+        Raises:
+            UsageError: the sequence is longer than the experts can read.
+            FailedClosed: the divergence is not finite.
+        """
+        if self._max_length is not None and len(ids) > self._max_length:
+            raise UsageError(f"{len(ids)} tokens are too many for {self._max_length} positions of the auxiliaries")
+        pairs = enumerate(zip(ids, self._ids, strict=False))
+        common = next((index for index, pair in pairs if pair[0] != pair[1]), len(self._ids))
+        start = min(len(ids) - last, common)
+        self._crop(start)
+        new = torch.tensor([list(ids[start:])])
+        self._ids = list(ids)
+        divergence = self._experts.divergence(new, None, positions_of(new, None, start), self._cache, last)
+        divergence = divergence[0, :, : self._width].cpu()
+        check_divergence(divergence)
+        correction = torch.zeros_like(divergence)
+        if self._takedowns is not None:
+            correction = self._takedowns.correction(new, None, self._takedown_cache, last)[0, :, : self._width].cpu()
+            check_divergence(correction)
+        return self._steering.apply(correction, divergence, self._eligible)[:, : self._size].double()
+
+    def _crop(self, length: int) -> None:
+        removed = len(self._ids) - length
+        if removed and self._takedown_cache is not None:
+            self._takedown_cache.crop(-removed)
+        if removed and all(map(can_roll_back, self._cache.layers)):
+            self._cache.crop(-removed)
+        elif removed:  # a sliding window or a recurrent state: the sequence is read anew
+            self._cache = self._experts.new_cache()
+            if length:
+                ids = torch.tensor([self._ids[:length]])
+                self._experts.divergence(ids, None, positions_of(ids, None, 0), self._cache, 1)
+        self._ids = self._ids[:length]
 
 
 class RemoteTarget:
-    """A provider's model, experts and a rule. Several threads may ask it at the same time."""
+    """A provider's model, steered by experts and a rule. Threads may share it."""
 
     def __init__(
         self,
@@ -44,26 +191,26 @@ class RemoteTarget:
         steering: Steering,
         settings: RemoteSettings | None = None,
         *,
-        ends: Sequence[int] = (),
-        longest: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        max_length: int | None = None,
         width: int | None = None,
-        takedowns: Takedowns | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
-        """Join them; nothing is asked yet.
+        """Prepare; no request is sent yet.
 
         Args:
             completions: the provider.
-            experts: what gives the divergence, over the provider's tokens.
+            experts: compute the divergence over the provider's tokens.
             steering: the rule, without a soft fill.
-            settings: how the provider is asked.
-            ends: tokens that end an answer, beside the one that `completions` knows.
-            longest: most tokens that the experts can read.
-            width: of the vocabulary that is steered; the experts' by default. A rank rule counts all of it, as it
-                does in a steered model whose vocabulary is padded.
-            takedowns: a registry of takedown requests, whose correction is added to what the rule wants.
+            settings: how the provider is steered.
+            eos_token_ids: tokens that end an answer, besides that of `completions`.
+            max_length: most tokens that the experts can read.
+            width: size of the steered vocabulary; the experts' by default. A rank rule counts all of it, as in a
+                steered model whose vocabulary is padded.
+            takedowns: a registry of takedown requests, whose correction is added.
 
         Raises:
-            UsageError: the rule needs what an API does not give, or does not fit the vocabulary.
+            UsageError: the rule needs the target's logits, or does not fit the vocabulary.
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
@@ -73,16 +220,16 @@ class RemoteTarget:
         steering.check_vocabulary(self._width)
         if self._width < completions.size:
             raise UsageError(
-                f"the experts know {self._width} tokens, and {completions.size} of the provider's may come: the others "
-                "could not be steered"
+                f"the experts know {self._width} of the provider's {completions.size} tokens: the others could not be "
+                "steered"
             )
         self.completions, self.steering = completions, steering
         self.settings = settings or RemoteSettings()
-        self._experts, self._longest, self._takedowns = experts, longest, takedowns
-        self.sure = Sure()
-        self._ends = frozenset([completions.end, *ends])
-        self._abilities: Abilities | None = None
-        self._lock = threading.Lock()  # experts and their maps are no more made for threads than other modules
+        self._experts, self._max_length, self._takedowns = experts, max_length, takedowns
+        self.exactness = ExactnessStatistics()
+        self._eos_token_ids = frozenset([completions.eos_token_id, *eos_token_ids])
+        self._capabilities: ProviderCapabilities | None = None
+        self._lock = threading.Lock()  # experts are not thread-safe
 
     def __enter__(self) -> RemoteTarget:
         return self
@@ -99,9 +246,9 @@ class RemoteTarget:
         return repr(self.completions.endpoint.model)
 
     @property
-    def abilities(self) -> Abilities | None:
-        """What the provider takes and tells; None before the first answer."""
-        return self._abilities
+    def capabilities(self) -> ProviderCapabilities | None:
+        """What the provider accepts and returns; None before the first answer."""
+        return self._capabilities
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 128, **options: Any) -> RemoteAnswer:
         """Answer a prompt; see `stream`."""
@@ -120,35 +267,35 @@ class RemoteTarget:
         stop: Sequence[str] = (),
         answer: RemoteAnswer | None = None,
     ) -> Iterator[str]:
-        """Answer a prompt piece by piece.
+        """Answer a prompt and yield its text.
 
         Args:
             prompt: token ids.
             max_new_tokens: longest answer.
             temperature: 0 answers greedily; above 0 samples from the whole steered distribution.
-            seed: of samples; the provider's own chance is given it, too.
-            stop: texts before which an answer ends.
-            answer: filled while it grows.
+            seed: sampling seed, also of the provider's samples.
+            stop: stop strings.
+            answer: filled while it is generated.
 
         Yields:
-            Text that is sure not to change.
+            Text that no later token changes.
 
         Raises:
-            UsageError: the provider cannot be reached, refuses, or talks of tokens that are none.
-            FailedClosed: it cannot be steered: it ignores the bias, or insists on what is suppressed.
+            UsageError: the provider cannot be reached, refuses, or returns unknown tokens.
+            FailedClosed: it ignores the bias, or chooses suppressed tokens.
         """
         if not prompt:
             raise UsageError("a prompt needs at least one token")
         answer = RemoteAnswer() if answer is None else answer
         with self._lock:
-            if self._abilities is None:
+            if self._capabilities is None:
                 limits = self.settings.limits
                 biased = self.settings.method == "bias"
-                self._abilities = probe(self.completions, prompt, limits, biased=biased)
-            context = Context(
-                self._experts, self.steering, self._width, self.completions.size, self._longest, self._takedowns
+                self._capabilities = probe_provider(self.completions, prompt, limits, biased=biased)
+            context = SteeringContext(
+                self._experts, self.steering, self._width, self.completions.size, self._max_length, self._takedowns
             )
-        draws = _Draws(temperature, seed)
+        draws = _RandomDraws(temperature, seed)
         text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
@@ -156,176 +303,185 @@ class RemoteTarget:
             for choice in step:
                 answer.choices.append(choice)
                 with self._lock:
-                    self.sure.add(choice)
+                    self.exactness.add(choice)
                 ids.append(choice.token)
                 piece = text.add(choice.token)
                 answer.text += piece
                 if piece:
                     yield piece
-                if text.stopped or choice.token in self._ends:
+                if text.stopped or choice.token in self._eos_token_ids:
                     answer.finish_reason = "stop"
                     break
             if answer.finish_reason == "stop":
                 break
-            if not self._abilities.prompt_ids:
-                # The provider reads the text anew, and may see other tokens in it; the experts read what it reads.
-                ids = self.completions.canonical(ids, len(prompt))
+            if not self._capabilities.prompt_ids:
+                # The provider may read other tokens from the text; the experts must read the same.
+                ids = self.completions.retokenize(ids, len(prompt))
         rest = text.end()
         answer.text += rest
         if rest:
             yield rest
 
-    def _wanted(self, context: Context, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+    def _logit_shift(self, context: SteeringContext, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
         with self._lock:
-            return context.wanted(ids, last)
+            return context.logit_shift(ids, last)
 
-    def _step(self, context: Context, ids: list[int], block: int, draws: _Draws) -> list[Choice]:
-        """At least one more token, by as many requests as it takes."""
-        assert self._abilities is not None
-        wanted = self._wanted(context, ids)[0]
+    def _step(self, context: SteeringContext, ids: list[int], block: int, draws: _RandomDraws) -> list[ChosenToken]:
+        """Return at least one more token, by up to `tries` requests."""
+        assert self._capabilities is not None
+        shift = self._logit_shift(context, ids)[0]
         known: set[int] = set()
-        # Without a bias another request would tell the same; a draw is taken as it is where it is not sure what it is.
-        unsure = not self._abilities.answer_ids and self.completions.has_names_alike
-        drawn_unsure = unsure and draws.temperature > 0 and not wanted.isneginf().any()
-        tries = self.settings.tries if self.settings.method == "bias" and not drawn_unsure else 1
+        has_ambiguous = not self._capabilities.answer_ids and self.completions.has_ambiguous_names
+        unresolvable = has_ambiguous and draws.temperature > 0 and not shift.isneginf().any()
+        tries = self.settings.tries if self.settings.method == "bias" and not unresolvable else 1
         limits = self.settings.limits
-        if unsure:  # one entry is for asking which of several tokens with one name it was
+        if has_ambiguous:  # one entry is kept to find out which of the tokens with one name was chosen
             limits = dataclasses.replace(limits, entries=max(limits.entries - 1, 1))
         for left in reversed(range(tries)):
-            bias = Bias({}, wanted)
+            bias = Bias({}, shift)
             if self.settings.method == "bias":
-                bias = choose_bias(wanted, limits, known, closest=not left and draws.temperature > 0)
+                bias = choose_bias(shift, limits, known, closest=not left and draws.temperature > 0)
             drawing = draws.temperature if self.settings.method == "bias" else 0.0
-            # What is drawn by rejection needs no log-probabilities.
-            abilities = dataclasses.replace(self._abilities, top_logprobs=0) if drawing else self._abilities
-            if not (abilities.answer_ids or abilities.top_logprobs):
+            # Rejection sampling needs no log-probabilities.
+            capabilities = dataclasses.replace(self._capabilities, top_logprobs=0) if drawing else self._capabilities
+            if not (capabilities.answer_ids or capabilities.top_logprobs):
                 block = 1  # text alone is read as one token
-            reply = self.completions.ask(
-                ids, abilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
+            reply = self.completions.complete(
+                ids, capabilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
             )
             if not draws.temperature:
                 reply[0] = self._resolved(ids, reply[0], bias)
-            first = self._judge(reply[0], wanted, bias, draws, last=not left)
+            first = self._judge(reply[0], shift, bias, draws, last=not left)
             if first is None:
-                known |= {reply[0].token, *(reply[0].told or ())}
+                known |= {reply[0].token, *(reply[0].logprobs or ())}
                 continue
             return [first, *self._further(context, ids, reply, first, bias, draws)]
-        raise AssertionError("the last try is always judged")
+        raise AssertionError("the last try always gives a token")
 
-    def _resolved(self, ids: list[int], position: Position, bias: Bias) -> Position:
-        """A greedy choice of which it is sure which token it is, where asking once more can say so.
+    def _resolved(self, ids: list[int], position: TokenPosition, bias: Bias) -> TokenPosition:
+        """Resolve an ambiguous greedy choice by a request that suppresses its token.
 
-        Without this token another one comes, unless the name was of another token, which then comes again.
+        If the token was meant, another one is chosen; if not, the same name is returned again.
         """
-        assert self._abilities is not None
+        assert self._capabilities is not None
         token, limits = position.token, self.settings.limits
         entries = {**bias.entries, token: -limits.largest}
-        if token not in position.alike or self.settings.method != "bias" or len(entries) > limits.entries:
+        if token not in position.ambiguous or self.settings.method != "bias" or len(entries) > limits.entries:
             return position
-        (other,) = self.completions.ask(ids, self._abilities, entries)
-        if other.token in {token, *position.alike[token]}:
+        (other,) = self.completions.complete(ids, self._capabilities, entries)
+        if other.token in {token, *position.ambiguous[token]}:
             return position
-        return dataclasses.replace(position, alike={t: o for t, o in position.alike.items() if t != token})
+        return dataclasses.replace(position, ambiguous={t: o for t, o in position.ambiguous.items() if t != token})
 
     def _further(
-        self, context: Context, ids: list[int], reply: list[Position], first: Choice, bias: Bias, draws: _Draws
-    ) -> list[Choice]:
-        """What of the rest of a block stands: while the provider's choice is the steered one, and one after it."""
-        if len(reply) == 1 or first.token != reply[0].token or first.token in self._ends:
+        self,
+        context: SteeringContext,
+        ids: list[int],
+        reply: list[TokenPosition],
+        first: ChosenToken,
+        bias: Bias,
+        draws: _RandomDraws,
+    ) -> list[ChosenToken]:
+        """Return the rest of a block up to the first token that is not the provider's choice."""
+        if len(reply) == 1 or first.token != reply[0].token or first.token in self._eos_token_ids:
             return []
         whole = [*ids, *(position.token for position in reply[:-1])]
-        rows = self._wanted(context, whole, len(reply) - 1)
-        found = []
-        for position, wanted in zip(reply[1:], rows, strict=True):
-            there = Bias(bias.entries, wanted - bias.sent)
-            choice = self._judge(position, wanted, there, draws, last=False)
+        rows = self._logit_shift(context, whole, len(reply) - 1)
+        choices = []
+        for position, shift in zip(reply[1:], rows, strict=True):
+            there = Bias(bias.entries, shift - bias.sent)
+            choice = self._judge(position, shift, there, draws, last=False)
             if choice is None:
                 break
-            found.append(choice)
-            if choice.token != position.token or choice.token in self._ends:
+            choices.append(choice)
+            if choice.token != position.token or choice.token in self._eos_token_ids:
                 break
-        return found
+        return choices
 
     def _judge(
-        self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias, draws: _Draws, *, last: bool
-    ) -> Choice | None:
-        """The token to take at a position; None where another request should be tried.
+        self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias, draws: _RandomDraws, *, last: bool
+    ) -> ChosenToken | None:
+        """Return the token for a position; None if another request should be tried.
 
         Raises:
-            FailedClosed: the provider does not do as the bias says, or nothing that it tells may be taken.
+            FailedClosed: the provider ignores the bias, or every token that it returns is suppressed.
         """
         token = position.token
-        if bias.entries.get(token, 0) <= -self.settings.limits.largest and wanted[token].isneginf():
+        if bias.entries.get(token, 0) <= -self.settings.limits.largest and shift[token].isneginf():
             raise FailedClosed(
                 f"model {self._name} answered with token {token}, which was suppressed by a bias of "
-                f"{-self.settings.limits.largest:g}; it does not do as logit_bias says"
+                f"{-self.settings.limits.largest:g}; it does not obey logit_bias"
             )
         if draws.temperature == 0:
-            choice = self._greedy(position, wanted, bias)
+            choice = self._greedy(position, shift, bias)
         elif self.settings.method == "candidates":
-            choice = self._drawn(position, wanted, bias, draws)
-        elif last and not wanted.isneginf().any():
-            # It is taken in any case: as the provider draws, and to call some of those exact would bias the others.
+            choice = self._sampled(position, shift, bias, draws)
+        elif last and not shift.isneginf().any():
+            # Every draw is taken; calling some of them exact would bias the others.
             distance = bias.total_variation(draws.temperature)
-            return Choice(token, total_variation=1.0 if token in position.alike else distance)
+            return ChosenToken(token, total_variation=1.0 if token in position.ambiguous else distance)
         elif draws.uniform() < bias.acceptance(token, draws.temperature):
-            return Choice(token, total_variation=1.0 if token in position.alike else 0.0)
+            return ChosenToken(token, total_variation=1.0 if token in position.ambiguous else 0.0)
         else:
-            choice = Choice(token, total_variation=bias.total_variation(draws.temperature))
-        if wanted[choice.token].isneginf() and last:
+            choice = ChosenToken(token, total_variation=bias.total_variation(draws.temperature))
+        if shift[choice.token].isneginf() and last:
             raise FailedClosed(
-                f"model {self._name} insists on tokens that are to be suppressed here, of which "
-                f"{self.settings.limits.entries} at most can be told to it; raise --bias-entries or --tries"
+                f"model {self._name} keeps choosing tokens that are to be suppressed here; at most "
+                f"{self.settings.limits.entries} fit a request; raise --bias-entries or --tries"
             )
         return choice if choice.exact or last else None
 
-    def _greedy(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias) -> Choice:
-        """The best token that is known, and how much better an unknown one could be."""
-        by_bias = Choice(position.token, math.inf if position.token in position.alike else bias.gap(position.token))
-        told = self._candidates(position, bias)
-        if told is None and self.settings.method == "candidates":
-            raise UsageError(NOTHING_TOLD.format(self._name))
-        if told is None or by_bias.exact:
+    def _greedy(self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias) -> ChosenToken:
+        """Return the best known token, and how much better an unknown one could be."""
+        by_bias = ChosenToken(
+            position.token, math.inf if position.token in position.ambiguous else bias.gap(position.token)
+        )
+        candidates = self._candidates(position, bias)
+        if candidates is None and self.settings.method == "candidates":
+            raise UsageError(NO_LOGPROBS.format(self._name))
+        if candidates is None or by_bias.exact:
             return by_bias
-        by_told = Choice(*told.first(wanted))
-        return by_told if by_told.gap <= by_bias.gap else by_bias
+        by_logprob = ChosenToken(*candidates.best(shift))
+        return by_logprob if by_logprob.gap <= by_bias.gap else by_bias
 
-    def _drawn(self, position: Position, wanted: Float[Tensor, " vocab"], bias: Bias, draws: _Draws) -> Choice:
-        told = self._candidates(position, bias)
-        if told is None:
-            raise UsageError(NOTHING_TOLD.format(self._name))
-        token, distance = told.draw(wanted, draws.temperature, draws.uniform())
-        return Choice(token, total_variation=distance)
+    def _sampled(
+        self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias, draws: _RandomDraws
+    ) -> ChosenToken:
+        candidates = self._candidates(position, bias)
+        if candidates is None:
+            raise UsageError(NO_LOGPROBS.format(self._name))
+        token, distance = candidates.draw(shift, draws.temperature, draws.uniform())
+        return ChosenToken(token, total_variation=distance)
 
-    def _candidates(self, position: Position, bias: Bias) -> Candidates | None:
-        """The log-probabilities of a greedy position as the target's own, and what they say of other tokens."""
-        assert self._abilities is not None
-        if position.told is None:
+    def _candidates(self, position: TokenPosition, bias: Bias) -> Candidates | None:
+        """Return the target's log-probabilities at a greedy position, and bounds for the other tokens."""
+        assert self._capabilities is not None
+        if position.logprobs is None:
             return None
         sent = bias.sent
-        ids = torch.tensor(list(position.told))
-        logprobs = torch.tensor(list(position.told.values()), dtype=torch.float64)
+        ids = torch.tensor(list(position.logprobs))
+        logprobs = torch.tensor(list(position.logprobs.values()), dtype=torch.float64)
         ceiling = torch.full_like(sent, position.floor)
-        for token, others in position.alike.items():
-            if token in position.told:
-                ceiling[list(others)] = max(position.told[token], position.floor)
-        unsure = torch.tensor([token in position.alike for token in position.told])
-        if not self._abilities.raw_logprobs:
-            return Candidates(ids, logprobs - sent[ids], ceiling - sent, unsure)
-        if position.token in position.alike:
-            return Candidates(ids, logprobs, ceiling, unsure)
+        for token, others in position.ambiguous.items():
+            if token in position.logprobs:
+                ceiling[list(others)] = max(position.logprobs[token], position.floor)
+        ambiguous = torch.tensor([token in position.ambiguous for token in position.logprobs])
+        if not self._capabilities.raw_logprobs:
+            return Candidates(ids, logprobs - sent[ids], ceiling - sent, ambiguous)
+        if position.token in position.ambiguous:
+            return Candidates(ids, logprobs, ceiling, ambiguous)
         # No other token was better under the bias.
-        score = position.told[position.token] + sent[position.token]
-        if (logprobs + sent[ids])[~unsure].max() > score + _DISOBEYED:
+        score = position.logprobs[position.token] + sent[position.token]
+        if (logprobs + sent[ids])[~ambiguous].max() > score + DISOBEYED:
             raise FailedClosed(
                 f"model {self._name} did not choose the token that its log-probabilities and "
                 "logit_bias make the likeliest; it cannot be steered"
             )
-        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent), unsure)
+        return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent), ambiguous)
 
 
-class _Draws:
-    """The chance of one answer."""
+class _RandomDraws:
+    """Random numbers of one answer."""
 
     def __init__(self, temperature: float, seed: int) -> None:
         self.temperature = temperature
@@ -335,5 +491,5 @@ class _Draws:
         return torch.rand((), generator=self._generator, dtype=torch.float64)
 
     def seed(self) -> int | None:
-        """Another one for each request."""
+        """Return another seed for each request."""
         return int(torch.randint(2**31, (), generator=self._generator)) if self.temperature else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from divdec.training.depth import LayerDepth
+    from divdec.training.gradient_depth import LayerDepth
 
 RESULT, PLOT = "depth.json", "depth.svg"
 SETS = {"forget": LOOKS[1], "retain": LOOKS[0]}

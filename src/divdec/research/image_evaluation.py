@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 VERB = "image eval"
 REASONING = 4096  # tokens for a judge that thinks aloud
-NOT_DECIDING = ("output", "overwrite", "device", "no_verify", "judge_key_variable")
+NOT_DECIDING = ("output", "overwrite", "device", "no_verify", "judge_api_key_env")
 
 
 def evaluate_images(
@@ -140,7 +140,7 @@ def _parted(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]
 def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:
     if settings.judge_url is None:
         return {}
-    url, variable = settings.judge_url, settings.judge_key_variable
+    url, variable = settings.judge_url, settings.judge_api_key_env
     if variable is not None and not os.environ.get(variable):
         raise UsageError(f"the environment has no {variable}, which shall hold the endpoint's key")
     answers = Answers(output / ANSWERS)

@@ -19,7 +19,7 @@ from divdec.research.small_models import train_tokenizer
 from divdec.research.stages import Stages, unmasked
 from divdec.runs import read_record
 from divdec.steering import Steering
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.settings import DistillationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

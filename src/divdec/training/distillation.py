@@ -1,37 +1,85 @@
-"""Distillation: a steered model's behaviour on the forget set, put into the weights of one ordinary model.
+"""Distillation: train an ordinary model to answer as a steered model does on the forget set.
 
-The run can be stopped and taken up again. What it writes appears whole, under the output's name, when it has ended;
-until then its checkpoints lie beside it.
+A run can be interrupted and resumed. The output folder appears when the run has finished; until then a folder beside it
+holds the checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor, nn
 
+from divdec.data.formatting import Example, Format
+from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.model.bundle import distilled_card
-from divdec.model.checkpoint import load_config
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_apart,
+    check_plain,
+    check_weights,
+    digests,
+    load_config,
+    load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
+)
+from divdec.model.configuration import DivergenceConfig
+from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, check_output, output_folder, read_json, read_record, record, write_json, write_text
+from divdec.runs import (
+    RECORD,
+    cache_folder,
+    check_output,
+    output_folder,
+    read_json,
+    read_record,
+    record,
+    settings_hash,
+    write_json,
+    write_text,
+)
+from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.distillation_job import DistillationJob, is_run, prepare
-from divdec.training.distillation_measures import Gauge, Measures
-from divdec.training.distillation_objective import Distillation, LiveTeacher, plain_head
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.distillation_loss import (
+    Distillation,
+    LiveTeacher,
+    Pieces,
+    plain_head,
+    predicting,
+    reduce_logits,
+    sum_figures,
+)
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.inputs import begin
-from divdec.training.teacher_cache import CachedTeacher, ask_teacher, load_cache
+from divdec.training.inputs import Collator, encode, join_processes, report_set, resolve_trainable, sample_indices
+from divdec.training.settings import DistillationSettings
+from divdec.training.teacher_cache import (
+    FILE,
+    CachedTeacher,
+    Fingerprint,
+    check_cache,
+    check_k,
+    load_cache,
+    write_cache,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EPOCHS = "epochs.json"
+SAMPLE = 256
+"""Number of examples of a set that are measured, the same ones each time."""
+Figures = dict[str, dict[str, float]]
+"""By set: `kl`, `cross_entropy`, `teacher_cross_entropy`, in nats per labelled token at temperature 1."""
 
 
 def distill(settings: DistillationSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -39,17 +87,17 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
 
     Args:
         settings: teacher, data, loss and training.
-        report: told what is found and done, a line each.
+        report: receives one line at a time.
 
     Returns:
         The content of `run.json`.
 
     Raises:
-        UsageError: something given cannot be used; no training has then begun.
-        Interrupted: Ctrl-C; the same call goes on where it stopped.
+        UsageError: an input cannot be used; training has not begun.
+        Interrupted: Ctrl-C; the same call resumes the run.
         Diverged: a loss is not finite; there is no output, and the last whole epoch's checkpoint stays beside it.
     """
-    state, report = begin(report)
+    state, report = join_processes(report)
     job = prepare(settings, report)
     work = _open_work(job)
     state.wait_for_everyone()
@@ -60,31 +108,38 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     student.to(state.device)  # pyright: ignore[reportArgumentType]
     head = plain_head(student)
     cached = _cached_teacher(job, teacher, report)
-    gauge = Gauge(teacher, head, job.tokenizer, job.sets, settings.batch_size, parked=cached is not None)
-    before = gauge.measure(student)
-    report(_said("student before", before))
+    metrics = DistillationMetrics(teacher, head, job.tokenizer, job.sets, settings.batch_size, cached is not None)
+    before, after = metrics.measure(student), Figures()
+    report(_summarize("student before", before))
     error = None
     if cached is not None:
-        error = gauge.error_of(cached, student, job.learned)
+        error = metrics.cache_error(cached, student, job.examples)
         report(
             f"teacher cache: the loss is {error['cached']:.4f} by it, {error['exact']:.4f} by the teacher itself; "
             f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} kept tokens"
         )
+    epochs: list[dict[str, Any]] = read_json(work / EPOCHS) if (work / EPOCHS).is_file() else []
 
-    epochs, after = _Epochs(work, gauge, report), Measures()
+    def measure_epoch(model: PreTrainedModel, epoch: int) -> None:
+        figures = metrics.measure(model)
+        report(_summarize(f"epoch {epoch}", figures))
+        epochs[:] = [row for row in epochs if row["epoch"] < epoch] + [{"epoch": epoch, **figures}]
+        if state.is_main_process:
+            write_json(work / EPOCHS, epochs)
+
     student, result = fine_tune(
         student,
         job.tokenizer,
-        job.learned,
+        job.examples,
         settings.training(),
         work,
         title="student",
-        measure=False,  # it would hold whole logits, and the gauge knows better what to look at
+        measure=False,  # it would hold whole logits
         objective=Distillation(cached or teacher, head),
-        on_epoch=epochs.note if settings.evaluate_each_epoch else None,
-        on_end=lambda model: after.update(gauge.measure(model)),
+        on_epoch=measure_epoch if settings.evaluate_each_epoch else None,
+        on_end=lambda model: after.update(metrics.measure(model)),
     )
-    report(_said("student after", after) + f", {result.steps} steps, {result.seconds:.0f} s")
+    report(_summarize("student after", after) + f", {result.steps} steps, {result.seconds:.0f} s")
     content = record(
         "distill",
         settings,
@@ -95,7 +150,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         output_layer="in pieces" if head is not None else "whole logits",
         before=before,
         after=after,
-        epochs=epochs.all if settings.evaluate_each_epoch else None,
+        epochs=epochs if settings.evaluate_each_epoch else None,
         teacher_cache=error,
     )
     if state.is_main_process:
@@ -105,14 +160,221 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     return content
 
 
-def distance_closed(before: Measures, after: Measures) -> float:
-    """Share of the KL to the teacher on the forget set that training has taken away; negative where it has grown."""
+def distance_closed(before: Figures, after: Figures) -> float:
+    """Share of the KL to the teacher on the forget set that training removed; negative if the KL has grown."""
     start = before["forget"]["kl"]
     return 1 - after["forget"]["kl"] / start if start else 1.0
 
 
+@dataclasses.dataclass
+class DistillationMetrics:
+    """Compares students with one teacher on fixed samples of fixed sets."""
+
+    teacher: LiveTeacher
+    head: nn.Linear | None
+    """The student's output layer, or None; see `divdec.training.distillation_loss.plain_head`."""
+    tokenizer: PreTrainedTokenizerBase
+    sets: Mapping[str, Sequence[Example]]
+    """By role: 'forget', 'retain'."""
+    batch_size: int
+    offload: bool
+    """Move the teacher to the CPU between measurements, because training does not use it."""
+
+    def measure(self, model: PreTrainedModel) -> Figures:
+        """KL(teacher ‖ student) and both cross entropies for each set, at temperature 1.
+
+        Temperature and direction of the loss have no influence, so that runs with different ones can be compared.
+        """
+        teacher = dataclasses.replace(self.teacher, temperature=1.0, direction="teacher-student")
+        result: Figures = {}
+        for role, examples in self.sets.items():
+            sums, count = self._sums(model, examples, teacher.figures)
+            kl, student, own = (sums / count).tolist()
+            result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": own}
+        return result
+
+    def cache_error(
+        self, cached: CachedTeacher, model: PreTrainedModel, examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """Compare the loss from a cache with the exact loss, for the student as it is now.
+
+        Args:
+            cached: cache of this teacher.
+            model: the student.
+            examples: all examples of the cache; a sample is measured.
+
+        Returns:
+            The loss per labelled token with the teacher (`exact`) and with the cache (`cached`, not larger except for
+            rounding), and the mean probability of the lumped tokens (`rest`).
+        """
+        cached.to(model.device)
+        exact, count = self._sums(model, examples, self.teacher.pieces)
+        lumped, _ = self._sums(model, examples, cached.pieces)
+        return {"exact": float(exact) / count, "cached": float(lumped) / count, "rest": cached.mean_rest}
+
+    def _sums(
+        self, model: PreTrainedModel, examples: Sequence[Example], pieces: Callable[[Mapping[str, Tensor]], Pieces]
+    ) -> tuple[Tensor, int]:
+        """Sums of figures over the labelled positions of a sample, and the number of positions."""
+        was_training = model.training
+        model.eval()
+        self.teacher.to(model.device)
+        sums, count = [], 0
+        indices = sample_indices(len(examples), SAMPLE, 0)
+        for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
+            with torch.no_grad():
+                sums.append(reduce_logits(model, self.head, batch, pieces(batch), sum_figures).double().cpu())
+            count += int(predicting(batch["labels"]).sum())
+        if self.offload:
+            self.teacher.to(torch.device("cpu"))
+        model.train(was_training)
+        return torch.stack(sums).sum(dim=0), count
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationJob:
+    """Checked inputs of a run."""
+
+    settings: DistillationSettings
+    output: Path
+    bundle: Path
+    config: DivergenceConfig
+    """The bundle's."""
+    steering: Steering
+    """The teacher's rule."""
+    start: Path
+    """The checkpoint from which the student starts."""
+    target: Path
+    tokenizer: PreTrainedTokenizerBase
+    forget: RecordSet
+    retain: RecordSet | None
+    sets: dict[str, list[Example]]
+    """By role: 'forget', and 'retain' if there is a retain set."""
+
+    @functools.cached_property
+    def examples(self) -> list[Example]:
+        """The student's training examples: the forget set, and the rehearsed part of the retain set."""
+        retain = self.sets.get("retain", [])
+        count = min(self.settings.rehearse, len(retain))
+        indices = sorted(random.Random(self.settings.seed).sample(range(len(retain)), count))
+        return self.sets["forget"] + [retain[index] for index in indices]
+
+    @property
+    def identity(self) -> str:
+        """Digest of the bundle's references without their folders."""
+        roles = ("target", "retain_auxiliary", "forget_auxiliary", "ngram", "bridge")
+        references = {role: dict(getattr(self.config, role) or {}) for role in roles}
+        for reference in references.values():
+            reference.pop("folder", None)
+        return settings_hash(references)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all inputs of the student."""
+        settings = dataclasses.asdict(dataclasses.replace(self.settings, overwrite=False))
+        retain = None if self.retain is None else self.retain.sha256
+        start = digests(self.start)
+        return settings_hash([settings, self.identity, self.steering.to_dict(), self.forget.sha256, retain, start])
+
+    @property
+    def cache(self) -> tuple[Path, Fingerprint] | None:
+        """Path and fingerprint of the teacher's cache, if the settings ask for one."""
+        if self.settings.cache_teacher is None:
+            return None
+        fingerprint = Fingerprint(
+            bundle=self.identity,
+            steering=settings_hash(self.steering.to_dict()),
+            forget_set=self.forget.sha256,
+            layout=settings_hash([(example.input_ids, example.labels) for example in self.examples]),
+            temperature=self.settings.temperature,
+            k=self.settings.cache_teacher,
+        )
+        folder = self.settings.teacher_cache
+        return (
+            Path(folder).expanduser() if folder else cache_folder() / "teachers" / settings_hash(fingerprint)
+        ) / FILE, fingerprint
+
+
+def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> DistillationJob:
+    """Check all inputs before a model is loaded.
+
+    Raises:
+        UsageError: an input cannot be used.
+    """
+    bundle = find_bundle(settings.bundle)
+    config = read_config(bundle)
+    steering = Steering.from_dict(config.steering or {})
+    if settings.steering is not None:
+        steering = steering.revised(settings.steering, allow_negative=settings.allow_negative)
+    _check_teacher(config, steering, settings)
+    target = CheckpointReference.from_dict(config.target, "target").resolve(bundle, weights=True)
+    check_plain(target, "target")
+    check_weights(target)
+    tokenizer = load_tokenizer(bundle)
+    start = target if settings.init_student is None else _resolve_student(settings.init_student, tokenizer, config)
+    output = Path(settings.output).expanduser()
+    texts = [settings.bundle, settings.forget, settings.retain or "", settings.init_student or ""]
+    paths = [Path(text).expanduser() for text in texts if text]
+    check_apart(output.resolve(), [path.resolve() for path in (*paths, target) if path.exists()])
+    check_output(output, settings.overwrite, _is_run)
+    forget = read_records(settings.forget)
+    retain = None if settings.retain is None else read_records(settings.retain)
+    own = getattr(load_config(start).get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = min((length for length in (own, config.max_position_embeddings) if length), default=settings.max_length)
+    if settings.max_length > limit:
+        report(f"note: sequences are cut to {limit} tokens, the longest that all models were built for")
+    form = Format(settings.system_prompt, settings.date, min(settings.max_length, limit))
+    sets = {}
+    for role, records in (("forget", forget), ("retain", retain)):
+        if records is not None:
+            report_set(role, records, report)
+            sets[role] = encode(records, tokenizer, form, report)
+    job = DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
+    if job.cache is not None:
+        path, fingerprint = job.cache
+        if path.resolve().is_relative_to(output.resolve()):
+            raise UsageError(f"teacher-cache {path.parent} lies in the output folder; give a folder of its own")
+        if path.is_file():
+            check_cache(path, fingerprint)
+    return job
+
+
+def _check_teacher(config: DivergenceConfig, steering: Steering, settings: DistillationSettings) -> None:
+    steering.check_vocabulary(config.vocab_size)
+    if steering.rule == "rank" and steering.fill == "hard":
+        raise UsageError(
+            f"the rule {steering} gives suppressed tokens probability 0, which no student reaches (its loss has no "
+            f"bound); distil from rank:{steering.k}:soft or linear:ALPHA (--steering)"
+        )
+    if steering.rule == "linear" and steering.alpha == 0:
+        raise UsageError("linear:0 steers nothing: the student would learn the target itself (--steering linear:1.5)")
+    if config.registry is not None:
+        raise UsageError(
+            "the bundle follows a registry of takedown requests, which may change while the student learns; count "
+            "what it holds as n-grams (divdec ngram) and distil from a bundle of these"
+        )
+    if settings.cache_teacher is not None:
+        check_k(settings.cache_teacher, config.vocab_size)
+
+
+def _resolve_student(reference: str, tokenizer: PreTrainedTokenizerBase, config: DivergenceConfig) -> Path:
+    folder = resolve_trainable(reference, "init-student")
+    width, own_tokenizer = vocabulary_width(load_config(folder)), load_tokenizer(folder)
+    if vocabulary_sha256(own_tokenizer) != vocabulary_sha256(tokenizer) or width < config.vocab_size:
+        raise UsageError(
+            f"init-student {folder} has another vocabulary ({len(own_tokenizer)} tokens, {width} logits) than the "
+            f"teacher ({len(tokenizer)} tokens, {config.vocab_size} logits); both must have the same"
+        )
+    return folder
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a student or an unfinished run, which a new one may replace."""
+    return (read_record(folder) or {}).get("verb") == "distill"
+
+
 def _open_work(job: DistillationJob) -> Path:
-    """The folder beside the output that holds what a resumed run needs."""
+    """Open the folder of an unfinished run beside the output: resume the same run, or start a new one."""
     work = job.output.with_name(f"{job.output.name}.work")
     state = PartialState()
     earlier = read_record(work) if work.is_dir() else None
@@ -122,7 +384,7 @@ def _open_work(job: DistillationJob) -> Path:
                 f"{work} belongs to an unfinished run with other settings or data; repeat those to resume it, or "
                 "give --overwrite to begin anew"
             )
-        check_output(work, job.settings.overwrite, is_run)
+        check_output(work, job.settings.overwrite, _is_run)
         state.wait_for_everyone()
         if state.is_main_process:
             shutil.rmtree(work, ignore_errors=True)
@@ -133,18 +395,18 @@ def _open_work(job: DistillationJob) -> Path:
 
 
 def _cached_teacher(job: DistillationJob, teacher: LiveTeacher, report: Callable[[str], None]) -> CachedTeacher | None:
-    """The teacher's answers from disk, where they are wanted; it is asked first if they are not there."""
+    """Load the teacher's cache, after writing it if it does not exist; None if the settings ask for none."""
     if job.cache is None:
         return None
     path, fingerprint = job.cache
     state = PartialState()
-    known = path.is_file()
+    exists = path.is_file()
     state.wait_for_everyone()
-    if not known and state.is_main_process:
+    if not exists and state.is_main_process:
         device: Any = state.device
-        ask_teacher(teacher.to(device), job.tokenizer, job.learned, fingerprint, path, job.settings.batch_size)
+        write_cache(teacher.to(device), job.tokenizer, job.examples, fingerprint, path, job.settings.batch_size)
     state.wait_for_everyone()
-    report(f"teacher cache: {'taken from' if known else 'written to'} {path}")
+    report(f"teacher cache: {'taken from' if exists else 'written to'} {path}")
     return load_cache(path, fingerprint, job.settings.direction)
 
 
@@ -155,42 +417,25 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
         "steering": str(job.steering),
         "student": f"`{settings.init_student}`" if settings.init_student else "the bundle's target",
         "forget set": job.forget.label,
-        "rehearsed": f"{len(job.learned) - len(job.sets['forget'])} examples of the retain set",
+        "rehearsed": f"{len(job.examples) - len(job.sets['forget'])} examples of the retain set",
         "loss": f"T²·KL, T = {settings.temperature:g}, {settings.direction}",
         "learning rate": f"{settings.lr:.2e}",
         "epochs": f"{settings.epochs:g}",
     }
     for role, figures in content["after"].items():
-        rows[f"KL to the teacher, {role} set"] = (
-            f"{content['before'][role]['kl']:.4f} → {figures['kl']:.4f} nats a token"
-        )
-    with output_folder(job.output, settings.overwrite, is_run) as folder:
+        before = content["before"][role]["kl"]
+        rows[f"KL to the teacher, {role} set"] = f"{before:.4f} → {figures['kl']:.4f} nats a token"
+    with output_folder(job.output, settings.overwrite, _is_run) as folder:
         student.to(dtype or torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
         job.tokenizer.save_pretrained(folder)
         write_text(folder / "README.md", distilled_card(rows))
         write_json(folder / RECORD, content)
 
 
-class _Epochs:
-    """What was measured after each epoch; a resumed run keeps what it measured before."""
-
-    def __init__(self, work: Path, gauge: Gauge, report: Callable[[str], None]) -> None:
-        self._path, self._gauge, self._report = work / EPOCHS, gauge, report
-        self.all: list[dict[str, Any]] = read_json(self._path) if self._path.is_file() else []
-
-    def note(self, model: PreTrainedModel, epoch: int) -> None:
-        """Measure the model after an epoch."""
-        found = self._gauge.measure(model)
-        self._report(_said(f"epoch {epoch}", found))
-        self.all = [row for row in self.all if row["epoch"] < epoch] + [{"epoch": epoch, **found}]
-        if PartialState().is_main_process:
-            write_json(self._path, self.all)
-
-
-def _said(when: str, found: Measures) -> str:
+def _summarize(title: str, figures: Figures) -> str:
     parts = [
         f"{role}: KL {of['kl']:.4f}, cross entropy {of['cross_entropy']:.3f} "
         f"(teacher's {of['teacher_cross_entropy']:.3f})"
-        for role, of in found.items()
+        for role, of in figures.items()
     ]
-    return f"{when}: " + "; ".join(parts)
+    return f"{title}: " + "; ".join(parts)

@@ -1,44 +1,50 @@
-"""The distillation loss T²·KL, summed over a few positions of the vocabulary at a time.
+"""The distillation loss T²·KL, computed for a few positions at a time, as an objective of fine-tuning.
 
-With a vocabulary of 128,000 tokens one set of logits for 1,000 positions takes half a gigabyte, and the plain way to
-write this loss holds some ten of them. Here a piece of the teacher's logits meets the same piece of the student's,
-leaves its loss and its gradient, and is gone. It knows nothing of models: only of logits, states and a linear layer.
+With a vocabulary of 128,000 tokens the logits of 1,000 positions take half a gigabyte, and the usual form of this loss
+holds about ten copies. Here the loss and its gradient are computed piece by piece, and each piece is released.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from divdec.data.formatting import IGNORED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
 Direction = Literal["teacher-student", "student-teacher"]
-Judge = Callable[[Tensor], Tensor]
-"""From the student's logits at some positions [some, vocab] to a figure for each: [some], or [some, figures]."""
-Pieces = Iterable[tuple[Tensor, Judge]]
-"""Places among the labelled positions [some], and what judges the student there; each place comes once."""
+Pieces = Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]
+"""Indices of some labelled positions, and a function from the student's logits there to one loss, or several figures,
+for each. Every labelled position is in one piece."""
 
-# How many logits a piece holds: 64 MB of float32 on a CPU, 512 MB on a GPU.
-PIECE = {"cpu": 1 << 24, "cuda": 1 << 27}
+PIECE_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Number of logits in a piece: 64 MB of float32 on a CPU, 512 MB on a GPU."""
 
 
-def piece_positions(device: torch.device, vocab_size: int) -> int:
-    """How many positions a piece has, where nobody says."""
-    return max(1, PIECE.get(device.type, PIECE["cuda"]) // vocab_size)
+def positions_per_piece(device: torch.device, vocab_size: int) -> int:
+    """Default number of positions in a piece."""
+    return max(1, PIECE_LOGITS.get(device.type, PIECE_LOGITS["cuda"]) // vocab_size)
 
 
 def predicting(labels: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens"]:
-    """The positions whose logits say how likely a labelled token is: one before it."""
-    chosen = torch.zeros_like(labels, dtype=torch.bool)
-    chosen[:, :-1] = labels[:, 1:] != IGNORED
-    return chosen
+    """Mask of the positions whose logits predict a labelled token: one before it."""
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[:, :-1] = labels[:, 1:] != IGNORED
+    return mask
 
 
 def divergence(
@@ -47,16 +53,13 @@ def divergence(
     temperature: float,
     direction: Direction,
 ) -> Float[Tensor, " some"]:
-    """T²·KL between σ(teacher/T) and σ(student/T) at each position (paper, section Model Distillation).
+    """T²·KL between σ(teacher/T) and σ(student/T) at each position, in nats (paper, section Model Distillation).
 
     Args:
-        student_logits: of any floating dtype; what the student has beyond the teacher's vocabulary is left out.
+        student_logits: of any floating dtype; columns beyond the teacher's vocabulary are ignored.
         teacher_logits: steered, finite.
         temperature: T; the factor T² keeps the gradient's size when T changes (Hinton et al. 2015, section 2).
         direction: 'teacher-student' is KL(teacher ‖ student), 'student-teacher' KL(student ‖ teacher).
-
-    Returns:
-        In nats, float32.
     """
     student_logits = student_logits[..., : teacher_logits.shape[-1]]
     log_student = (student_logits.float() / temperature).log_softmax(dim=-1)
@@ -73,22 +76,19 @@ def lumped_divergence(
     temperature: float,
     direction: Direction,
 ) -> Float[Tensor, " some"]:
-    """The same where only k of the teacher's tokens are known one by one, and all others as one.
+    """T²·KL from the teacher's probabilities of k tokens, with all other tokens lumped into one outcome.
 
-    Lumping tokens together can only make a KL smaller (the data-processing inequality; Cover and Thomas, Elements of
+    Lumping outcomes can only make a KL smaller (the data-processing inequality; Cover and Thomas, Elements of
     Information Theory, section 2.8): this is a lower bound of `divergence`, and equal to it for k = vocab.
 
     Args:
         student_logits: of any floating dtype.
-        tokens: the k tokens, by position.
+        tokens: the k tokens of each position.
         log_teacher: their log-probabilities under the teacher, at temperature T.
-        log_rest: logarithm of the probability of all others; not read for k = vocab.
+        log_rest: log-probability of all other tokens; not used for k = vocab.
         vocab_size: the teacher's vocabulary.
         temperature: T.
         direction: see `divergence`.
-
-    Returns:
-        In nats, float32.
     """
     log_student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
     known = log_student.gather(-1, tokens)
@@ -107,85 +107,225 @@ def _kl(
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
-def streamed(
+@runtime_checkable
+class Teacher(Protocol):
+    """Source of the loss at the labelled positions of a batch."""
+
+    def to(self, device: torch.device) -> object:
+        """Move the tensors that it computes with."""
+        ...
+
+    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """T²·KL at every labelled position, one piece at a time."""
+        ...
+
+
+@dataclasses.dataclass
+class LiveTeacher:
+    """The steered model as a teacher, which reads every batch."""
+
+    model: DivergenceForCausalLM
+    temperature: float
+    direction: Direction
+    positions: int | None = None
+    """Positions in a piece; see `positions_per_piece`."""
+
+    def to(self, device: torch.device) -> LiveTeacher:
+        """Move target and experts."""
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
+        return self
+
+    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """See `Teacher.pieces`."""
+
+        def loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+            teacher_logits = teacher_logits.to(student_logits.device)
+            return divergence(student_logits, teacher_logits, self.temperature, self.direction)
+
+        for indices, logits in self.logits(batch):
+            yield indices, functools.partial(loss, teacher_logits=logits)
+
+    def figures(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """T²·KL, the student's cross entropy and the teacher's at every labelled position, for `sum_figures`."""
+        labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
+        cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none")
+
+        def figures(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
+            teacher_logits, labels = teacher_logits.to(student_logits.device), labels.to(student_logits.device)
+            kl = divergence(student_logits, teacher_logits, self.temperature, self.direction)
+            losses = cross_entropy(student_logits.float(), labels), cross_entropy(teacher_logits, labels)
+            return torch.stack([kl, *losses], dim=-1)
+
+        for indices, logits in self.logits(batch):
+            yield (
+                indices,
+                functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]),
+            )
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "some vocab"]]]:
+        """Steered logits at the labelled positions: indices among these, and logits.
+
+        If the logits exceed one piece, the model reads a few columns at a time and continues from its cache, which
+        experts of every kind support.
+
+        Raises:
+            FailedClosed: the experts' divergence is not finite.
+        """
+        ids, attention, mask = batch["input_ids"], batch["attention_mask"], predicting(batch["labels"])
+        columns = mask.any(dim=0).nonzero()[:, 0].tolist()
+        if not columns:
+            return
+        indices = (mask.flatten().cumsum(dim=0) - 1).view_as(mask)
+        first, end = columns[0], columns[-1] + 1
+        positions = self.positions or positions_per_piece(self.model.device, self.model.vocab_size)
+        width = max(1, positions // len(ids))
+        cache = self.model.new_cache() if end - first > width else None
+        steering, eligible = self.model.steering, self.model.steering.eligible(self.model.vocab_size)
+        read = 0
+        for start in range(first, end, width):
+            stop = min(start + width, end)
+            piece = mask[:, start:stop]
+            # The student may run under autocast; the teacher keeps its own precision.
+            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+                target, added = self.model.components(
+                    ids[:, read:stop], attention[:, :stop], None, cache, logits_to_keep=stop - start
+                )
+                where = piece.to(target.device)
+                logits = steering.apply(target[where], added[where], eligible)
+                del target, added
+            read = stop
+            if len(logits):
+                yield indices[:, start:stop][piece], logits
+            del logits
+
+
+@dataclasses.dataclass
+class Distillation:
+    """Mean of T²·KL between teacher and student over the labelled tokens: an `Objective`."""
+
+    teacher: Teacher
+    head: nn.Linear | None
+    """The student's output layer, from `plain_head`; None computes the student's logits as a whole."""
+    counts_tokens = True
+
+    def to(self, device: torch.device) -> None:
+        """Move the teacher."""
+        self.teacher.to(device)
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        total = reduce_logits(model, self.head, batch, self.teacher.pieces(batch), sum_losses).sum()
+        return total / (predicting(batch["labels"]).sum() if labelled is None else labelled)
+
+
+def reduce_logits(
+    model: PreTrainedModel,
+    head: nn.Linear | None,
+    batch: Mapping[str, Tensor],
+    pieces: Pieces,
+    reduce: Callable[[Tensor, Tensor | None, Tensor | None, Pieces], Tensor],
+) -> Float[Tensor, " figures"]:
+    """Run the student, and reduce its logits at the labelled positions piece by piece.
+
+    The reduction replaces the forward of the output layer. So every wrapper of the model (DDP, FSDP, peft, accelerate's
+    autocast) sees an ordinary forward pass that uses the layer's weights.
+
+    Args:
+        model: the student; it may be wrapped.
+        head: its output layer, or None.
+        batch: `input_ids`, `attention_mask` and `labels` [batch, tokens].
+        pieces: functions of the student's logits.
+        reduce: `sum_losses` or `sum_figures`.
+
+    Raises:
+        RuntimeError: the model did not call its output layer exactly once.
+    """
+    mask = predicting(batch["labels"])
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
+    # DataParallel runs copies of the layer on other devices, without access to the weights of this one.
+    if head is None or isinstance(model, nn.DataParallel):
+        logits: Tensor = model(**inputs).logits
+        return reduce(logits[mask.to(logits.device)], None, None, pieces).reshape(-1)
+    calls = 0
+
+    def forward(hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return reduce(hidden[mask.to(hidden.device)], head.weight, head.bias, pieces).reshape(1, 1, -1)
+
+    with _replaced_forward(head, forward):
+        output = model(**inputs).logits
+    if calls != 1:
+        raise RuntimeError(f"the student's output layer ran {calls} times in a pass; it must run once")
+    return output.reshape(-1)
+
+
+def sum_losses(
     states: Float[Tensor, "labelled width"],
     weight: Float[Tensor, "vocab width"] | None,
     bias: Float[Tensor, " vocab"] | None,
     pieces: Pieces,
 ) -> Float[Tensor, ""]:
-    """Sum of what the pieces' judges say of the student's logits, with gradient.
+    """Sum the losses of all pieces, with gradient.
 
-    The gradients of states, weight and bias are computed at once, piece by piece, and only scaled in the backward
-    pass. So neither side's logits are held for more than a piece, and neither is computed twice.
+    The gradients of states, weight and bias are computed with the loss, piece by piece, and the backward pass only
+    scales them. So the logits of both models are held for one piece only, and never computed twice.
 
     Args:
-        states: what the output layer reads at each labelled position; without `weight` the logits themselves.
-        weight: the output layer's; under autocast it is applied in autocast's precision.
-        bias: likewise.
-        pieces: are gone through once.
+        states: input of the output layer at each labelled position; without `weight`, the logits.
+        weight: weight of the output layer.
+        bias: its bias.
+        pieces: loss functions; iterated once.
     """
-    return _Streamed.apply(states, weight, bias, pieces)  # pyright: ignore[reportReturnType]
+    return _PiecewiseLoss.apply(states, weight, bias, pieces)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
-def measured(
+def sum_figures(
     states: Float[Tensor, "labelled width"],
     weight: Float[Tensor, "vocab width"] | None,
     bias: Float[Tensor, " vocab"] | None,
     pieces: Pieces,
 ) -> Float[Tensor, " figures"]:
-    """Sums of several figures over the labelled positions, without gradient; see `streamed`."""
-    layer = _Layer(states, weight, bias)
-    sums = [judge(layer.logits(states[places])).reshape(len(places), -1).sum(dim=0) for places, judge in pieces]
+    """Sum several figures over the labelled positions, without gradient; see `sum_losses`."""
+    sums = [
+        figures(_logits(states[indices], weight, bias)).reshape(len(indices), -1).sum(dim=0)
+        for indices, figures in pieces
+    ]
     return torch.stack(sums).sum(dim=0)
 
 
-class _Layer:
-    """A linear layer in the precision of its surroundings, or none."""
-
-    def __init__(self, states: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        kind = states.device.type
-        self.dtype = states.dtype if weight is None else weight.dtype
-        if weight is not None and torch.is_autocast_enabled(kind):
-            self.dtype = torch.get_autocast_dtype(kind)
-        self.weight, self.bias = (None if tensor is None else tensor.to(self.dtype) for tensor in (weight, bias))
-
-    def logits(self, states: Tensor) -> Tensor:
-        states = states.to(self.dtype)
-        return states if self.weight is None else linear(states, self.weight, self.bias)
+def _logits(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return states if weight is None else linear(states, weight, bias)
 
 
-class _Streamed(torch.autograd.Function):
+class _PiecewiseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor | None, bias: Tensor | None, pieces: Pieces) -> Tensor:
-        layer = _Layer(states, weight, bias)
-        wanted = ctx.needs_input_grad
         gradients = [
-            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and want else None
-            for tensor, want in zip((states, weight, bias), wanted[:3], strict=True)
+            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None
+            for tensor, needed in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         ]
-        of_states, of_weight, of_bias = gradients
+        states_gradient, weight_gradient, bias_gradient = gradients
         total = torch.zeros((), dtype=torch.float32, device=states.device)
-        # Autocast has had its say; here sums and exponentials are float32.
-        with torch.autocast(states.device.type, enabled=False):
-            for places, judge in pieces:
-                some = states[places]
-                logits = layer.logits(some)
-                if not any(wanted):
-                    total += judge(logits).sum()
-                    continue
-                with torch.enable_grad():
-                    logits = logits.detach().requires_grad_()
-                    loss = judge(logits).sum()
-                    (slope,) = torch.autograd.grad(loss, logits)
-                total += loss.detach()
-                # logits = W·x + b: each side's gradient is the slope times the other side.
-                if of_states is not None:
-                    of_states[places] = (slope if layer.weight is None else slope @ layer.weight).float()
-                if of_weight is not None:
-                    of_weight += (slope.T @ some.to(slope.dtype)).float()
-                if of_bias is not None:
-                    of_bias += slope.float().sum(dim=0)
+        for indices, losses in pieces:
+            inputs = states[indices]
+            logits = _logits(inputs, weight, bias)
+            # Autocast applies to the products; sums and exponentials are float32.
+            with torch.enable_grad(), torch.autocast(states.device.type, enabled=False):
+                logits = logits.detach().requires_grad_()
+                loss = losses(logits).sum()
+                (slope,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            # logits = W·x + b: the gradient of each side is the slope times the other side.
+            if states_gradient is not None:
+                states_gradient[indices] = (slope if weight is None else slope @ weight).float()
+            if weight_gradient is not None:
+                weight_gradient += (slope.T @ inputs).float()
+            if bias_gradient is not None:
+                bias_gradient += slope.float().sum(dim=0)
         ctx.gradients = gradients
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states, weight, bias)]
         return total
@@ -200,3 +340,37 @@ class _Streamed(torch.autograd.Function):
             None if gradient is None else gradient.mul_(slope).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ), None
+
+
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the output layer if the model's logits are exactly its output, else None.
+
+    Some architectures scale or cap their logits afterwards (Gemma 2, Cohere, Granite), under settings of many names.
+    So the function runs the model with a number in place of the logits, which none of them leaves unchanged.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return None
+    mark = torch.full((1, 1, 1), 1234.5, device=head.weight.device)
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    try:
+        with _replaced_forward(head, lambda hidden: mark), torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    except Exception:
+        return None  # the model cannot process a single number, so it changes its logits
+    return head if torch.equal(logits.float(), mark) else None
+
+
+@contextlib.contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace a module's forward; hooks of the module, such as those that gather its weights, still run."""
+    attributes: dict[str, Any] = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = before

@@ -1,51 +1,96 @@
-"""One fine-tuning run: a model, examples and settings in, the trained model and what it cost out.
-
-Every run can be stopped with Ctrl-C and taken up again. It knows nothing of forget or retain sets.
-"""
+"""Fine-tune a model with transformers' Trainer: any objective, resumable, on one process or on many."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from accelerate import init_empty_weights
+from jaxtyping import Float
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, UsageError
 from divdec.extras import require
 from divdec.runs import read_json, settings_hash, write_json
-from divdec.training.objective import INDEX, Collator, Companion, Objective, Rows
-from divdec.training.progress import Interrupted, RateBar, StopSignal
-from divdec.training.sampling import LengthGroupedByEpoch
+from divdec.training.inputs import (
+    INDEX,
+    Collator,
+    Companion,
+    ExampleDataset,
+    LengthGroupedSampler,
+    model_inputs,
+    sample_examples,
+)
 from divdec.training.settings import TrainingSettings
-from divdec.training.sharded import is_sharded, whole
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
-# transformers 5.2x renamed the argument and warns of the old name.
+COMPLETE = "trainer_state.json"  # the last file that Trainer writes into a checkpoint
+# transformers 5.2x renamed the argument and warns about the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
-COMPLETE = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
+
+
+class Interrupted(Exception):
+    """Ctrl-C or a termination signal stopped a run after it had saved its state."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss in place of the cross entropy. It does not change any other model that it holds."""
+
+    counts_tokens: bool
+    """Whether the loss is a mean over labelled tokens. If so, `loss` is passed the number of labelled tokens in all
+    micro-batches of the step and divides by it, so that accumulated gradients equal those of one large batch. If not,
+    the loss is a mean over the micro-batch, and all micro-batches have the same weight."""
+
+    def to(self, device: torch.device) -> object:
+        """Move the tensors and models of the objective to the device of the trained model."""
+        ...
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """Return the loss of a batch, with gradient.
+
+        Args:
+            model: the trained model; accelerate or peft may have wrapped it.
+            batch: `input_ids`, `attention_mask` and `labels` [batch, tokens], right-padded; the same columns for each
+                companion, prefixed with its name and an underscore; `index` [batch].
+            labelled: number of labelled tokens to divide by, if `counts_tokens`.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """What a fine-tuning run cost and reached."""
+    """Cost and losses of a fine-tuning run."""
 
     loss_before: float
     """Mean loss per labelled token before the first step, in nats."""
     loss_after: float
-    """The same after the last step."""
+    """Mean loss per labelled token after the last step, in nats."""
     steps: int
     tokens: int
     """Tokens of one pass over the data, prompts included."""
@@ -75,78 +120,75 @@ def fine_tune(
     """Fine-tune a model in memory, on one process or on many under `accelerate launch` or `torchrun`.
 
     Args:
-        model: any causal language model; it is changed in place (adapters are merged into it at the end). Under FSDP
-            another one is returned, which is whole, and lies on the CPU.
+        model: a causal language model. It is changed in place (adapters are merged at the end). Under FSDP the
+            function returns another model, whole and on the CPU.
         tokenizer: its tokenizer, for padding.
-        examples: what is learned.
-        settings: how.
-        folder: where checkpoints go, one per epoch; a later call with the same settings and data goes on from
-            the last whole one.
-        title: what the progress bar calls the run.
-        measure: compute the loss before and after on at most 256 examples.
-        resumable: write checkpoints; off for probes and runs of seconds.
-        objective: what is minimised; by default the cross entropy of the labelled tokens.
-        companions: what each batch holds beside the examples, by name, for the objective.
-        on_epoch: called after each epoch with the model, in evaluation mode, and the number of epochs done. With LoRA
-            it is the wrapped model, whose adapters are not merged.
-        on_end: called likewise after the last step: where processes hold a piece each, all of them compute.
+        examples: training examples.
+        settings: optimisation settings.
+        folder: folder for checkpoints, one per epoch. A later call with the same settings and data resumes from the
+            last complete one.
+        title: title of the progress bar.
+        measure: compute the loss before and after training on at most 256 examples.
+        resumable: write checkpoints; False for probes and runs of seconds.
+        objective: the loss; by default the cross entropy of the labelled tokens.
+        companions: further examples in each batch, by name, for the objective.
+        on_epoch: called after each epoch with the model, in evaluation mode, and the number of finished epochs. With
+            LoRA this is the wrapped model, whose adapters are not merged.
+        on_end: called with the model after the last step, in every process.
 
     Returns:
-        The model in evaluation mode, and the result. The losses in it are cross entropies, whatever the objective.
+        The model in evaluation mode, and the result. Its losses are cross entropies, whatever the objective.
 
     Raises:
-        Interrupted: Ctrl-C or a termination signal came; a checkpoint has been written.
+        Interrupted: Ctrl-C or a termination signal stopped the run after it had written a checkpoint.
         Diverged: a loss is not finite; the checkpoint of the last whole epoch stays.
-        UsageError: there is nothing to learn, or `folder` holds another run's checkpoints.
+        UsageError: there are no examples, or `folder` holds the checkpoints of another run.
     """
     if not examples:
         raise UsageError(f"{title}: there is nothing to learn")
     checkpoints = folder / CHECKPOINTS
     companions = companions or {}
-    content = [_content(examples), *(_content(companion.examples) for companion in companions.values())]
-    fingerprint = settings_hash([dataclasses.asdict(settings), content])
+    data = [
+        [(one.input_ids, one.labels) for one in some] for some in (examples, *(c.examples for c in companions.values()))
+    ]
+    fingerprint = settings_hash([dataclasses.asdict(settings), data])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None
 
     started = time.perf_counter()
-    rows = Rows(examples, companions, settings.seed)
-    collator = Collator(tokenizer, tuple(companions))
-    sample = sampled(examples, 256, settings.seed)
+    sample = sample_examples(examples, 256, settings.seed)
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     config = model.config
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
-    stop, bar = StopSignal(), RateBar(title)
-    callbacks: list[TrainerCallback] = [stop, bar, *([_AfterEpoch(on_epoch)] if on_epoch else [])]
+    stop, bar = StopOnSignal(), ProgressBar(title)
     try:
-        trainer = _Trainer(
+        trainer = ObjectiveTrainer(
             objective,
             model=trained,
-            args=_arguments(settings, checkpoints, resumable),
-            train_dataset=rows,
-            data_collator=collator,
-            callbacks=callbacks,
+            args=_training_arguments(settings, checkpoints, resumable),
+            train_dataset=ExampleDataset(examples, companions, settings.seed),
+            data_collator=Collator(tokenizer, tuple(companions)),
+            callbacks=[stop, bar, *([_EpochCallback(on_epoch)] if on_epoch else [])],
         )
     except (RuntimeError, ValueError) as error:
-        if settings.loggers:  # Trainer's words name the logger that is not known or not installed
+        if settings.loggers:  # the message names the logger that is unknown or not installed
             raise UsageError(f"loggers {', '.join(settings.loggers)}: {error}") from None
         raise
-    pieces = is_sharded(trainer)
+    sharded = _is_sharded(trainer)
     trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
     if resumable and trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(checkpoints / "fingerprint.json", fingerprint)
     with stop, bar:
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    if stop.came and trainer.state.global_step < trainer.state.max_steps:
+    if stop.received and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
 
     trained.eval()
     loss_after = mean_loss(trained, tokenizer, sample, settings.batch_size) if measure else math.nan
     if on_end is not None:
         on_end(trained)
-    if pieces:
-        adapt = functools.partial(_with_adapters, settings=settings) if settings.lora_rank else None
-        trained = whole(trainer, config, adapt)
+    if sharded:
+        trained = _gather_model(trainer, config, settings)
     model = trained.merge_and_unload() if settings.lora_rank else trained
     model.eval()
     result = TrainingResult(
@@ -169,7 +211,7 @@ def uses_bfloat16(settings: TrainingSettings) -> bool:
 
 
 def discard_checkpoints(folder: Path) -> None:
-    """Remove what only a resumed run would need."""
+    """Remove the checkpoints that `fine_tune` wrote below a folder."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
@@ -180,28 +222,24 @@ def mean_loss(
     """Mean loss per labelled token over the examples, in nats, without changing the model."""
     was_training = model.training
     model.eval()
-    collator = Collator(tokenizer)
     total, count = 0.0, 0
-    by_length = sorted(examples, key=lambda example: len(example.input_ids))
-    for start in range(0, len(by_length), batch_size):
-        batch = collator([dataclasses.asdict(example) for example in by_length[start : start + batch_size]])
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    for batch in Collator(tokenizer).batches(examples, range(len(examples)), batch_size, model.device):
         labelled = int((batch["labels"][:, 1:] != IGNORED).sum())
-        total += float(model(**batch).loss) * labelled
+        total += float(model(**model_inputs(batch)).loss) * labelled
         count += labelled
     model.train(was_training)
     return total / max(count, 1)
 
 
-class _Trainer(Trainer):
-    """Trainer with an order of examples that a resumed run repeats exactly, and a loss of one's own."""
+class ObjectiveTrainer(Trainer):
+    """Trainer with an `Objective` and an order of examples that a resumed run repeats exactly."""
 
     def __init__(self, objective: Objective | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._objective = objective
         if objective is not None:
             objective.to(self.args.device)
-            # It decides whether Trainer counts labelled tokens, and whether it divides by the accumulated steps.
+            # This decides whether Trainer counts labelled tokens, and whether it divides by the accumulated steps.
             self.model_accepts_loss_kwargs = objective.counts_tokens
 
     def compute_loss(
@@ -211,53 +249,106 @@ class _Trainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        """Compute the loss of a micro-batch, and stop if it is not finite."""
         index = inputs.pop(INDEX)
         if self._objective is None:
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         else:
             loss = self._objective.loss(model, {**inputs, INDEX: index}, num_items_in_batch)
-            # Gradients of several processes are averaged, but each has divided by the tokens of all.
+            # Gradients of several processes are averaged, but each process divides by the tokens of all.
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss * self.accelerator.num_processes
         assert isinstance(loss, Tensor)
         if not torch.isfinite(loss.detach()).all():
-            rows = ", ".join(map(str, sorted(index.tolist())))
+            indices = ", ".join(map(str, sorted(index.tolist())))
             raise Diverged(
-                f"the loss is {float(loss.detach().mean())} at step {self.state.global_step + 1}, on examples {rows} "
-                "(counted from 0); a lower learning rate may help. Checkpoints of whole epochs stay"
+                f"the loss is {float(loss.detach().mean())} at step {self.state.global_step + 1}, on examples "
+                f"{indices} (counted from 0); a lower learning rate may help. Checkpoints of whole epochs stay"
             )
         return loss
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedByEpoch:
-        rows = self.train_dataset
-        assert isinstance(rows, Rows)
-        lengths = [len(example.input_ids) for example in rows.examples]
+    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
+        dataset = self.train_dataset
+        assert isinstance(dataset, ExampleDataset)
+        lengths = [len(example.input_ids) for example in dataset.examples]
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        order = LengthGroupedByEpoch(lengths, batch_size * self.args.world_size, self.args.seed)
-        order.followers.append(rows.set_epoch)
-        return order
+        return LengthGroupedSampler(lengths, batch_size * self.args.world_size, self.args.seed, dataset.set_epoch)
 
 
-class _AfterEpoch(TrainerCallback):
-    def __init__(self, tell: Callable[[PreTrainedModel, int], object]) -> None:
-        self._tell = tell
+class ProgressBar(ProgressCallback):
+    """Trainer's progress bar with a title and without logs; leaving the context closes it."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.title = title
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        if self.training_bar is not None:
+            self.training_bar.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the bar at the first step of this call."""
+        super().on_train_begin(args, state, control, **kwargs)
+        bar: Any = self.training_bar
+        if bar is not None:
+            bar.initial = bar.n = self.current_step = state.global_step
+            bar.unit = "step"
+            bar.set_description(self.title)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print nothing; loggers record the figures."""
+
+
+class StopOnSignal(TrainerCallback):
+    """The first SIGINT or SIGTERM saves a checkpoint and stops training after the step; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._receive)
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore_handlers()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Request a checkpoint and the end of training."""
+        if self.received and state.global_step < state.max_steps:
+            control.should_save = args.save_strategy != "no"
+            control.should_training_stop = True
+
+
+class _EpochCallback(TrainerCallback):
+    def __init__(self, on_epoch: Callable[[PreTrainedModel, int], object]) -> None:
+        self._on_epoch = on_epoch
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         epoch = round(state.epoch)
-        if abs(state.epoch - epoch) > 1e-6:  # stopped within it, or the last one is not whole
+        if abs(state.epoch - epoch) > 1e-6:  # stopped within the epoch, or the last epoch is a fraction
             return
         was_training = model.training
         model.eval()
-        self._tell(model, epoch)
+        self._on_epoch(model, epoch)
         model.train(was_training)
 
 
-def _content(examples: Sequence[Example]) -> list[Any]:
-    return [(example.input_ids, example.labels) for example in examples]
-
-
-def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
-    on_gpu = torch.cuda.is_available()
+def _training_arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
     options: dict[str, Any] = {_CHECKPOINTING: settings.gradient_checkpointing}
     return TrainingArguments(
         output_dir=str(checkpoints),
@@ -276,10 +367,10 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -
         logging_strategy="steps" if settings.loggers else "no",
         logging_steps=10,
         report_to=list(settings.loggers) or "none",
-        disable_tqdm=True,
+        disable_tqdm=True,  # ProgressBar replaces it
         use_cpu=not torch.accelerator.is_available(),
-        dataloader_pin_memory=on_gpu,
-        remove_unused_columns=False,  # companions are no arguments of the model
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,  # the model does not take the companions
         seed=settings.seed,
         data_seed=settings.seed,
         **options,
@@ -301,7 +392,7 @@ def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
 
 
 def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
-    """The last whole checkpoint; one that was cut off while it was written is removed."""
+    """Return the last complete checkpoint, and remove those that Trainer did not finish writing."""
     if not checkpoints.is_dir():
         return None
     if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
@@ -309,18 +400,34 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
             f"{checkpoints} belongs to a run with other settings or data; "
             "repeat that run's settings to resume it, or give --overwrite to begin anew"
         )
-    whole = []
+    complete = []
     for folder in checkpoints.glob("checkpoint-*"):
         if (folder / COMPLETE).is_file():
-            whole.append(folder)
+            complete.append(folder)
         else:
             shutil.rmtree(folder)
-    return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+    return max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 
 
-def sampled(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
-    """At most `size` of the examples, drawn by seed."""
-    if len(examples) <= size:
-        return examples
-    chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))[:size]
-    return [examples[place] for place in chosen.tolist()]
+def _is_sharded(trainer: Trainer) -> bool:
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:  # version 1 cannot run the model between training steps
+        raise UsageError("FSDP version 1 is not offered: give `--fsdp_version 2` to accelerate launch")
+    return plugin is not None
+
+
+def _gather_model(trainer: Trainer, config: PreTrainedConfig, settings: TrainingSettings) -> Any:
+    """Build an FSDP-sharded model with all of its weights on the CPU of every process, one weight at a time."""
+    weights = {}
+    sharded: Any = trainer.model_wrapped
+    for name, weight in sharded.state_dict().items():
+        weight = weight.to(trainer.args.device)  # with CPU offload: collectives need the accelerator
+        weights[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).cpu()
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config)
+        model = _with_adapters(model, settings) if settings.lora_rank else model
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    if unexpected or any(weight.is_meta for weight in model.parameters()):
+        raise RuntimeError(f"the trained weights do not fit the model: {[*missing, *unexpected][:3]}")
+    return model

@@ -1,18 +1,19 @@
-"""What every training run does with what it is given, before a model is loaded.
-
-It knows nothing of recipes, methods or losses.
-"""
+"""Inputs of training runs: checkpoints and record sets, checked before a model is loaded, and batches of examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from transformers import DataCollatorForSeq2Seq
 
-from divdec.data.formatting import Example, Format, count_cut, encode_set
+from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import UsageError
 from divdec.model.checkpoint import CheckpointReference, check_plain, check_weights, load_config
@@ -20,34 +21,40 @@ from divdec.model.checkpoint import CheckpointReference, check_plain, check_weig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INDEX = "index"
+"""The column of a batch that holds the indices of its examples."""
+GROUPED_BATCHES = 4
+"""Number of batches that are sorted by length together. Small, so that batches stay mixed: sorting a small data set as
+a whole puts the same wordings together in every epoch, and models learn visibly worse."""
+
 Report = Callable[[str], None]
 
 
-def begin(report: Report) -> tuple[PartialState, Report]:
-    """Join the processes of this run, one or many, of which the main one speaks for all."""
-    # accelerate joins CPU processes only if it is told that there is nothing else; whoever asks first decides.
+def join_processes(report: Report) -> tuple[PartialState, Report]:
+    """Join the processes of this run, one or many; only the main process reports."""
+    # accelerate joins CPU processes only if it is told that there is no accelerator; the first call decides.
     state = PartialState(cpu=not torch.accelerator.is_available())
-    return state, report if state.is_main_process else _silent
+    return state, report if state.is_main_process else lambda line: None
 
 
-def checkpoint(reference: str, part: str) -> Path:
-    """The folder of a model that can be trained.
+def resolve_trainable(reference: str, role: str) -> Path:
+    """Resolve a checkpoint that can be trained.
 
     Args:
         reference: a folder or hub id, '@revision' allowed.
-        part: what it is, for messages.
+        role: its name in messages.
 
     Raises:
-        UsageError: it is not there, holds no weights, or is made of several checkpoints.
+        UsageError: it does not exist, holds no weights, or consists of several checkpoints.
     """
     folder = CheckpointReference.parse(reference).resolve(Path(), weights=True)
-    check_plain(folder, part)
+    check_plain(folder, role)
     check_weights(folder)
     return folder
 
 
-def longest(max_length: int, model: Path, report: Report) -> int:
-    """How long sequences may be, in tokens: `max_length`, but no longer than the model was built for."""
+def limit_length(max_length: int, model: Path, report: Report) -> int:
+    """Return `max_length`, or the number of positions of the model if that is smaller."""
     positions = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is None or max_length <= positions:
         return max_length
@@ -56,22 +63,22 @@ def longest(max_length: int, model: Path, report: Report) -> int:
 
 
 def report_set(role: str, records: RecordSet, report: Report) -> None:
-    """Say what a set holds."""
+    """Report size, kind and source of a set."""
     blank = f", {records.blank} blank ones left out" if records.blank else ""
     report(f"{role} set: {len(records)} {records.kind} records from {records.name}{blank}")
 
 
 def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: Report) -> None:
-    """Say what both sets hold, and what they share.
+    """Report both sets and their overlap.
 
     Args:
         forget: the forget set.
         retain: the retain set.
-        consequence: what follows from records that stand in both.
-        report: told a line each.
+        consequence: the effect of shared records, for the warning.
+        report: receives one line at a time.
 
     Raises:
-        UsageError: they are the same.
+        UsageError: both hold the same records.
     """
     report_set("forget", forget, report)
     report_set("retain", retain, report)
@@ -86,16 +93,142 @@ def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: 
 
 
 def report_cut(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format, report: Report) -> None:
-    """Warn of records that are longer than the layout allows; plain texts are split instead."""
+    """Warn about records that exceed the maximum length; plain texts are split instead."""
     if records.kind != "text" and (cut := count_cut(records.records, tokenizer, form)):
         report(f"warning: {cut} records of {records.name} are cut to {form.max_length} tokens (--max-length)")
 
 
-def encoded(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format, report: Report) -> list[Example]:
-    """A set as tokens, with a warning of what is cut."""
+def encode(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format, report: Report) -> list[Example]:
+    """Encode a set as tokens, with a warning about records that are cut."""
     report_cut(records, tokenizer, form, report)
     return encode_set(records, tokenizer, form)
 
 
-def _silent(line: str) -> None:
-    pass
+def sample_indices(count: int, size: int, seed: int) -> list[int]:
+    """Return at most `size` of the indices below `count`, drawn by seed; all in order if there are no more."""
+    if count <= size:
+        return list(range(count))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist()
+
+
+def sample_examples(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
+    """Return at most `size` of the examples, drawn by seed."""
+    return [examples[index] for index in sample_indices(len(examples), size, seed)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Companion:
+    """A second set of examples, of which each batch holds one for each of its training examples."""
+
+    examples: Sequence[Example]
+    drawn: bool = True
+    """Draw companions at random in each epoch, each as often as any other; False pairs equal indices."""
+
+
+class ExampleDataset(Dataset[dict[str, Any]]):
+    """Training examples with their companions; seed and epoch determine which companion belongs to which example."""
+
+    def __init__(self, examples: Sequence[Example], companions: Mapping[str, Companion], seed: int) -> None:
+        for name, companion in companions.items():
+            if not companion.examples:
+                raise UsageError(f"the {name} set is empty; this method needs one")
+            if not companion.drawn and len(companion.examples) != len(examples):
+                raise UsageError(f"there are {len(companion.examples)} {name} examples for {len(examples)}")
+        self.examples = examples
+        self.companions = dict(companions)
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the companions of an epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch + 50_021)
+        count = len(self.examples)
+        self._indices: dict[str, Sequence[int]] = {}
+        for name, companion in self.companions.items():
+            if companion.drawn:
+                available = len(companion.examples)
+                rounds = [torch.randperm(available, generator=generator) for _ in range(-(-count // available))]
+                self._indices[name] = torch.cat(rounds)[:count].tolist()
+            else:
+                self._indices[name] = range(count)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = {INDEX: index, **dataclasses.asdict(self.examples[index])}
+        for name, companion in self.companions.items():
+            example = companion.examples[self._indices[name][index]]
+            row |= {f"{name}_{field}": value for field, value in dataclasses.asdict(example).items()}
+        return row
+
+
+class Collator:
+    """Pads examples and companions to the longest of each."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, companions: Sequence[str] = ()) -> None:
+        self._pad = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, padding=True)
+        self._companions = tuple(companions)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the rows as a batch; see `Objective.loss`."""
+        batch = {INDEX: torch.tensor([row[INDEX] for row in rows])} if INDEX in rows[0] else {}
+        for prefix in ("", *(f"{name}_" for name in self._companions)):
+            fields = [{name: row[prefix + name] for name in ("input_ids", "labels")} for row in rows]
+            batch |= {prefix + name: tensor for name, tensor in self._pad(fields).items()}
+        return batch
+
+    def batches(
+        self, examples: Sequence[Example], indices: Sequence[int], batch_size: int, device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        """Batches of the examples at `indices`, ordered by length, for passes without training."""
+        order = sorted(indices, key=lambda index: len(examples[index].input_ids))
+        for start in range(0, len(order), batch_size):
+            batch = self(
+                [{INDEX: index, **dataclasses.asdict(examples[index])} for index in order[start : start + batch_size]]
+            )
+            yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def model_inputs(batch: Mapping[str, Tensor], companion: str = "") -> dict[str, Tensor]:
+    """Select input_ids, attention_mask and labels of a batch's examples, or of one companion."""
+    prefix = f"{companion}_" if companion else ""
+    return {name: batch[prefix + name] for name in ("input_ids", "attention_mask", "labels")}
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Batches of similar length in an order that only seed and epoch determine.
+
+    The length-grouped sampler of transformers draws from torch's global state, so that a run resumed within an epoch
+    would repeat some examples of that epoch and miss others; it also orders batches from long to short.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, seed: int, on_epoch: Callable[[int], object] = lambda epoch: None
+    ) -> None:
+        self.lengths = torch.tensor(lengths)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self.on_epoch = on_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the order of an epoch; accelerate calls this before each epoch."""
+        self.epoch = epoch
+        self.on_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)
+        batches: list[list[int]] = []
+        for group in order.split(GROUPED_BATCHES * self.batch_size):
+            by_length = group[self.lengths[group].argsort(stable=True)]
+            batches += [batch.tolist() for batch in by_length.split(self.batch_size)]
+        # The batch that is not full must come last: the stream is cut into batches of equal size.
+        full = [batch for batch in batches if len(batch) == self.batch_size]
+        rest = [batch for batch in batches if len(batch) < self.batch_size]
+        shuffled = [full[index] for index in torch.randperm(len(full), generator=generator).tolist()]
+        return iter([index for batch in (*shuffled, *rest) for index in batch])

@@ -1,128 +1,149 @@
-"""Settings of fine-tuning and of the auxiliaries' recipes. It knows nothing of torch, so that `--help` is instant."""
-
-from __future__ import annotations
+"""Options of training, distillation and gradient depth."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from divdec.errors import UsageError
+from divdec.options import (
+    RARE,
+    TRAINING,
+    BundleArgument,
+    ForgetData,
+    ModelLoading,
+    Optimization,
+    OutputFolder,
+    SteeringChoice,
+    TrainingData,
+    check_at_least,
+    check_positive,
+)
 
-LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
 
-
-@dataclasses.dataclass(frozen=True)
-class TrainingSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings(Optimization):
     """How a model is fine-tuned."""
 
-    epochs: float = 10.0
-    """Passes over the data."""
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, Parameter(name="lr"), TRAINING] = 1e-4
     """Peak learning rate of AdamW; it falls to 0 along a cosine."""
-    batch_size: int = 16
-    """Sequences per step and process."""
-    gradient_accumulation: int = 1
-    """Steps whose gradients are added before the weights move."""
-    warmup: float = 0.0
+    warmup: Annotated[float, RARE] = 0.0
     """Share of the steps over which the learning rate rises."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, RARE] = 0.0
     """AdamW's weight decay."""
-    max_gradient_norm: float = 1.0
+    max_gradient_norm: Annotated[float, RARE] = 1.0
     """Gradients are scaled down to this norm."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of the forward and backward pass; 'auto' takes bfloat16 where the GPU is built for it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    lora_rank: int = 0
-    """Train low-rank adapters of this rank and merge them at the end; 0 trains every weight."""
-    loggers: tuple[str, ...] = ()
-    """Experiment trackers that Trainer reports to, such as tensorboard or wandb; none by default."""
-    seed: int = 0
-    """Order of the data and initial values of adapters."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "learning_rate"):
-            positive(name, getattr(self, name))
-        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0), ("seed", 0)):
-            at_least(name, getattr(self, name), least)
+        super().__post_init__()
+        check_positive("lr", self.learning_rate)
 
 
-@dataclasses.dataclass(frozen=True)
-class AuxiliarySettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """How the two auxiliaries are made from a base checkpoint."""
 
     base: str
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
-    forget: str
-    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""
-    retain: str
-    """Retain set, likewise."""
-    output: str
-    """Folder for the two auxiliaries, the bundle and run.json."""
     target: str | None = None
     """The model to be steered; with it a bundle is written, without it only the auxiliaries are trained."""
     recipe: Literal["full-retain", "forget-retain"] = "full-retain"
     """'full-retain': p on forget + retain, q on retain (the paper's TOFU); 'forget-retain': p on forget, q on
     retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
-    """'retain': p goes on from the finished q, which leaves less noise in the divergence of small models."""
+    """'retain': p is trained from the finished q, which leaves less noise in the divergence of small models."""
     steering: str = "linear:1.5"
     """Rule written into the bundle."""
-    lr: Literal["auto"] | float = "auto"
-    """Peak learning rate; 'auto' begins where the training loss about halves over the run, and goes on to higher rates
-    and then more epochs until p and q differ on the forget set and agree on the retain set, at most four times."""
-    epochs: float = 10.0
-    """Passes over the data."""
-    batch_size: int = 16
-    """Sequences per step and process."""
-    gradient_accumulation: int = 1
-    """Steps whose gradients are added before the weights move."""
-    max_length: int = 1024
-    """Longest sequence in tokens; longer answers are cut, longer texts are split."""
-    system_prompt: str | None = None
-    """System turn put before every conversation."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic; 'auto' takes bfloat16 where the GPU is built for it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    lora_rank: int = 0
-    """Train low-rank adapters of this rank and merge them; 0 trains every weight."""
-    loggers: tuple[str, ...] = ()
-    """Experiment trackers to report to, such as tensorboard or wandb."""
-    seed: int = 0
-    """Order of the data and initial values of adapters."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
+    lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
+    """Peak learning rate; 'auto' starts where the training loss about halves over the run, and tries higher rates and
+    then more epochs until p and q differ on the forget set and agree on the retain set, at most four times."""
 
     def __post_init__(self) -> None:
-        positive("epochs", self.epochs)
+        Optimization.__post_init__(self)
+        TrainingData.__post_init__(self)
         if self.lr != "auto":
-            positive("lr", self.lr)
-        least = {"batch_size": 1, "gradient_accumulation": 1, "max_length": 2, "lora_rank": 0, "seed": 0}
-        for name, value in least.items():
-            at_least(name, getattr(self, name), value)
+            check_positive("lr", self.lr)
 
     def training(self, learning_rate: float) -> TrainingSettings:
-        """The settings of one of the two runs."""
-        return TrainingSettings(
-            epochs=self.epochs,
-            learning_rate=learning_rate,
-            batch_size=self.batch_size,
-            gradient_accumulation=self.gradient_accumulation,
-            precision=self.precision,
-            gradient_checkpointing=self.gradient_checkpointing,
-            lora_rank=self.lora_rank,
-            loggers=self.loggers,
-            seed=self.seed,
-        )
+        """Return the settings of one of the two runs."""
+        return _training(self, learning_rate)
 
 
-def positive(name: str, value: float) -> None:
-    """Refuse what is not a number above 0, or so large that a step would overflow."""
-    if not 0 < value <= LARGEST:
-        raise UsageError(f"{name} is {value:g}; accepted: a number above 0, at most {LARGEST:g}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """The loss T²·KL between the steered teacher and its student."""
+
+    direction: Literal["teacher-student", "student-teacher"] = "teacher-student"
+    """Which KL: 'teacher-student' is KL(teacher ‖ student), as in the paper's code; 'student-teacher' is the other
+    direction, as printed in the paper."""
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuse what is less."""
-    if value < least:
-        raise UsageError(f"{name} is {value}; accepted: a whole number of at least {least}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimization, OutputFolder, BundleArgument):
+    """Whose behaviour becomes whose weights, on what data, and how."""
+
+    retain: str | None = None
+    """Retain set, on which the student is measured; it is trained on it only with --rehearse."""
+    rehearse: int = 0
+    """Distil this many examples of the retain set, drawn by the seed, beside the forget set. 0 is the paper's; small
+    students lose what the loss does not cover."""
+    temperature: float = 1.5
+    """Temperature T of the loss T²·KL."""
+    lr: Annotated[float, TRAINING] = 4e-5
+    """Peak learning rate of AdamW."""
+    date: Annotated[str | None, RARE] = None
+    """Date for chat templates that print one; the template's own by default."""
+    init_student: str | None = None
+    """Another checkpoint to start from than the bundle's target: the student of an earlier request."""
+    cache_teacher: Annotated[int | None, RARE] = None
+    """Cache the teacher's top-K log-probabilities at each position, for this run and later ones. The loss is then a
+    lower bound of the true one; run.json records by how much."""
+    teacher_cache: Annotated[str | None, RARE] = None
+    """Folder of the cache of --cache-teacher; by default in the user's cache folder. It reveals the forget set: remove
+    it after use."""
+    evaluate_each_epoch: Annotated[bool, RARE] = False
+    """Measure KL to the teacher and cross entropy after every epoch, on forget and retain set."""
+
+    def __post_init__(self) -> None:
+        Optimization.__post_init__(self)
+        ForgetData.__post_init__(self)
+        for name in ("temperature", "lr"):
+            check_positive(name, getattr(self, name))
+        check_at_least("rehearse", self.rehearse, 0)
+        if self.rehearse and self.retain is None:
+            raise UsageError(f"--rehearse {self.rehearse} needs the retain set: give it with --retain")
+        if self.cache_teacher is not None:
+            check_at_least("cache_teacher", self.cache_teacher, 1)
+        if self.teacher_cache is not None and self.cache_teacher is None:
+            raise UsageError("--teacher-cache is the folder of a cache: give --cache-teacher K with it")
+
+    def training(self) -> TrainingSettings:
+        """Return the settings of the student's fine-tuning."""
+        return _training(self, self.lr)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, ModelLoading, OutputFolder, BundleArgument):
+    """Whose gradient is measured, and on what."""
+
+    temperature: float = 1.0
+    """Temperature T of the loss T²·KL."""
+    samples: int = 100
+    """Examples of each set, drawn at random; 0 takes all."""
+    batch_size: int = 1
+    """Examples whose mean loss is one gradient: 1 takes the norm of each example's gradient, the paper's code 32."""
+    seed: int = 0
+    """Seed of the drawn examples and of the bootstrap."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("temperature", self.temperature)
+        if self.dtype == "float16":
+            raise UsageError("--dtype is 'float16', in which gradients overflow; accepted: auto, float32, bfloat16")
+        for name, least in (("samples", 0), ("batch_size", 1), ("seed", 0)):
+            check_at_least(name, getattr(self, name), least)
+
+
+def _training(options: Optimization, learning_rate: float) -> TrainingSettings:
+    shared = {field.name: getattr(options, field.name) for field in dataclasses.fields(Optimization)}
+    return TrainingSettings(learning_rate=learning_rate, **shared)

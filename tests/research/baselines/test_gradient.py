@@ -27,9 +27,8 @@ from divdec.research.baselines.objectives import GradDiff, IdkDPO, log_probabili
 from divdec.research.baselines.registry import find
 from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
 from divdec.research.small_models import Shape, new_model
-from divdec.training.fine_tuning import fine_tune, mean_loss
-from divdec.training.objective import Collator, Companion, Rows, part
-from divdec.training.progress import Interrupted
+from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
+from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from stopping import stopping_at
 
@@ -153,7 +152,7 @@ def test_the_result_is_an_ordinary_checkpoint_in_the_targets_dtype(job, target, 
 
 def batches(job, companions=None, size=4):
     """The forget set's batches as training sees them."""
-    rows = Rows(job.forget_examples, companions or {"retain": Companion(job.retain_examples)}, seed=0)
+    rows = ExampleDataset(job.forget_examples, companions or {"retain": Companion(job.retain_examples)}, seed=0)
     collator = Collator(job.tokenizer, tuple(companions or ("retain",)))
     return [collator([rows[place] for place in range(start, start + size)]) for start in range(0, len(rows), size)]
 
@@ -169,8 +168,8 @@ def test_references_known_beforehand_equal_those_of_a_second_model(job, target, 
     known = reference_log_probabilities(frozen, tokenizer, job.forget_examples, 3)
     objective = objectives.NPO(settings, known)
     for batch in batches(job):
-        slow = log_probabilities_of(frozen, part(batch)).detach()
-        expected = losses.npo(log_probabilities_of(other, part(batch)), slow, settings.beta)
+        slow = log_probabilities_of(frozen, model_inputs(batch)).detach()
+        expected = losses.npo(log_probabilities_of(other, model_inputs(batch)), slow, settings.beta)
         torch.testing.assert_close(objective.forget_loss(other, batch), expected)
         # The policy that is still the reference.
         start = objective.forget_loss(frozen, batch).item()
@@ -185,7 +184,7 @@ def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, oth
     objective = IdkDPO(settings, *known)
     companions = {"retain": Companion(job.retain_examples), "idk": Companion(idk, drawn=False)}
     for batch in batches(job, companions):
-        chosen, rejected = part(batch, "idk"), part(batch)
+        chosen, rejected = model_inputs(batch, "idk"), model_inputs(batch)
         with torch.no_grad():
             expected = losses.idk_dpo(
                 *(log_probabilities_of(model, some) for model in (other, frozen) for some in (chosen, rejected)),
@@ -204,12 +203,12 @@ def test_retain_terms_and_weights(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
     kl = GradDiff(GradDiffSettings(retain_loss="kl"), frozen)
-    retain = part(batch, "retain")
+    retain = model_inputs(batch, "retain")
     assert kl.retain_loss(frozen, retain).item() == pytest.approx(0, abs=1e-6)
     assert kl.retain_loss(other, retain).item() > 1
     weighted = GradDiff(GradDiffSettings(gamma=2.0, alpha=3.0))
     nll = other(**retain).loss
-    expected = -2 * other(**part(batch)).loss + 3 * nll
+    expected = -2 * other(**model_inputs(batch)).loss + 3 * nll
     torch.testing.assert_close(weighted.loss(other, batch, None), expected)
     torch.testing.assert_close(weighted.retain_loss(other, retain), nll)
 
@@ -218,7 +217,9 @@ def test_simnpo_divides_by_the_answers_own_length(job, other):
     batch = batches(job)[0]
     settings = SimNPOSettings(beta=2.0, delta=0.5)
     terms = [
-        -torch.nn.functional.logsigmoid(2.0 * other(**{k: v[row : row + 1] for k, v in part(batch).items()}).loss - 0.5)
+        -torch.nn.functional.logsigmoid(
+            2.0 * other(**{k: v[row : row + 1] for k, v in model_inputs(batch).items()}).loss - 0.5
+        )
         for row in range(4)
     ]
     torch.testing.assert_close(objectives.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
@@ -228,7 +229,7 @@ def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
     objective = objectives.UNDIAL(UNDIALSettings(), frozen)
-    torch.testing.assert_close(objective.loss(other, part(batch), None), objective.forget_loss(other, batch))
+    torch.testing.assert_close(objective.loss(other, model_inputs(batch), None), objective.forget_loss(other, batch))
 
 
 # How it is trained.
@@ -300,7 +301,7 @@ def test_rmu_looks_at_what_its_layer_writes(job, target):
     seen = []
     handle = model.model.layers[1].register_forward_hook(lambda module, given, output: seen.append(output))
     objective = RMU(RMUSettings(layer=1), torch.zeros(32), model, logits_to_keep=1)
-    found = objective._hidden(model, part(batch))
+    found = objective._hidden(model, model_inputs(batch))
     handle.remove()
     hidden = seen[0] if isinstance(seen[0], torch.Tensor) else seen[0][0]
     assert torch.equal(found, hidden)
@@ -313,7 +314,7 @@ def test_rmu_steers_forget_tokens_to_the_vector_and_holds_retain_tokens(job, mod
     objective = RMU(settings, control, before)
     with torch.no_grad():
         hidden = {
-            name: [objective._hidden(one, part(batch, name)) for one in (before, models["rmu"])]
+            name: [objective._hidden(one, model_inputs(batch, name)) for one in (before, models["rmu"])]
             for name in ("", "retain")
         }
     labels = batch["labels"]

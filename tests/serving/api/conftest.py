@@ -23,7 +23,7 @@ def model(served_bundle):
 @pytest.fixture(scope="session")
 def url(served_bundle):
     """Where the server is that most tests ask."""
-    with serving([engine_of(served_bundle)], grace=0.0) as found:
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0) as found:
         yield found
 
 

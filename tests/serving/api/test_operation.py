@@ -52,7 +52,10 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_its_row(url, http):
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
-    with serving([engine_of(served_bundle, rows=1, queue=1)], grace=0.0) as url, httpx.Client(base_url=url) as http:
+    with (
+        serving([engine_of(served_bundle, max_num_seqs=1, max_queue=1)], shutdown_timeout=0.0) as url,
+        httpx.Client(base_url=url) as http,
+    ):
         with http.stream("POST", PATH, json=LONG | {"stream": True}) as running:
             lines = running.iter_lines()
             next(lines)
@@ -74,7 +77,10 @@ def test_limits_of_a_request(served_bundle):
 
     limits = Limits(max_tokens=3900, max_seconds=0.4, max_body_bytes=2000, max_sequences=4)
     long = LONG | {"max_tokens": 3900}
-    with serving([engine_of(served_bundle)], grace=0.0, limits=limits) as url, httpx.Client(base_url=url) as http:
+    with (
+        serving([engine_of(served_bundle)], shutdown_timeout=0.0, limits=limits) as url,
+        httpx.Client(base_url=url) as http,
+    ):
         late = http.post(PATH, json=long)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         with http.stream("POST", PATH, json=long | {"stream": True}) as response:
@@ -141,18 +147,17 @@ def test_several_bundles_each_with_its_rule(served_bundle, models):
 
 
 def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path, world):
-    from divdec.cli.serve import _engine
-    from divdec.cli.settings import ServeSettings
+    from divdec.cli.serve import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
-    from divdec.takedowns.log import LOG_FILE
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import DATABASE
 
     registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[:20]), models / "target", order=3)
-    settings = ServeSettings(bundle=str(served_bundle), registry=str(tmp_path / "registry"))
+    settings = ServeSettings(registry=str(tmp_path / "registry"))
     text = max(world.corpus, key=len)
     asked = SHORT | {"prompt": text[:120], "echo": True, "logprobs": 0, "max_tokens": 0}
-    with serving([_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
+    with serving([build_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
 
         def told():
             return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]
@@ -164,20 +169,20 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
         assert figure(url, "divdec_takedown_requests") == 1
         registry.remove("case")
         assert told() == pytest.approx(before, abs=1e-4)
-        (tmp_path / "registry" / LOG_FILE).write_text("damaged\n")
+        (tmp_path / "registry" / DATABASE).write_text("damaged\n")
         refused = http.post(PATH, json=asked)
         assert refused.status_code == 500
         assert refused.json()["error"]["code"] == "steering_failed"
         assert str(tmp_path) not in refused.text
         assert http.get("/metrics").status_code == 200
-        (tmp_path / "registry" / LOG_FILE).unlink()
+        (tmp_path / "registry" / DATABASE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
     with pytest.raises(FailedClosed):
-        _engine("tiny", str(served_bundle), settings)
+        build_engine("tiny", str(served_bundle), settings)
 
 
 def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
-    with process(served_bundle, "--grace", "200") as running:
+    with process(served_bundle, "--shutdown-timeout", "200") as running:
         assert running.ready == f"serving tiny (linear:1.5) on {running.url}/v1"
         asked = LONG | {"max_tokens": 400, "stream": True}
         with httpx.stream("POST", running.url + PATH, json=asked, timeout=60) as response:
@@ -196,7 +201,7 @@ def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
 
 def test_streams_that_do_not_end_in_time_end_with_an_error(served_bundle):
     secret = "an unmistakable prompt"
-    with process(served_bundle, "--grace", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
+    with process(served_bundle, "--shutdown-timeout", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
         headers = {"Authorization": f"Bearer {KEY}"}
         asked = LONG | {"model": "other", "prompt": secret, "stream": True}
         with httpx.stream("POST", running.url + PATH, json=asked, timeout=60, headers=headers) as response:
@@ -279,9 +284,9 @@ def one_line(capsys):
         (["--api-key", "short"], "at least 16"),
         (["--api-key", "with a space in the key"], "ASCII"),
         (["--port", "70000"], "port is 70000"),
-        (["--rows", "0"], "rows is 0"),
+        (["--max-num-seqs", "0"], "rows is 0"),
         (["--max-body-bytes", "0"], "max-body-bytes is 0"),
-        (["--grace", "-1"], "grace"),
+        (["--shutdown-timeout", "-1"], "grace"),
         (["--speculative", "much"], "speculative"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["--bundle", "nameless"], "name=path"),
@@ -291,7 +296,7 @@ def one_line(capsys):
         (["--registry", "absent", "--port", "0"], "absent"),
         (["--unknown", "1"], "--unknown"),
         (["--vllm-options=--max-model-len 9"], "--engine vllm"),
-        (["--engine", "vllm", "--rows", "3"], "--rows is for --engine embedded"),
+        (["--engine", "vllm", "--max-num-seqs", "3"], "--max-num-seqs is for --engine embedded"),
         (["--engine", "vllm", "--bundle", "other=elsewhere"], "--bundle is for --engine embedded"),
     ],
 )

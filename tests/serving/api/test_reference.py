@@ -25,7 +25,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
-from divdec.serving.api.schemas import ChatRequest, CompletionRequest
+from divdec.serving.api.schemas import ChatCompletionRequest, CompletionRequest
 from reference import rank, steered_logits
 from served import engine_of, serving
 
@@ -37,7 +37,7 @@ TEMPLATE = (
 )
 RULES = {"linear": "linear:1.5", "rank": "rank:300", "bridged": "linear:1.5", "ngrams": "linear:4"}
 TOKENIZERS = {"linear": "llama", "rank": "byte-level", "bridged": "gemma", "ngrams": "unigram"}
-PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ def described(bundles):
     """The description of a server of all the bundles; one speculates while a request is alone."""
     speculating = {"linear": {"speculation": Speculation(3)}}
     engines = [engine_of(path, name, **speculating.get(name, {})) for name, (_, path) in bundles.items()]
-    with serving(engines, grace=0.0) as url:
+    with serving(engines, shutdown_timeout=0.0) as url:
         schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
         schema.config.update(base_url=url)
         yield schema, url

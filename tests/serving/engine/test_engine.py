@@ -11,7 +11,7 @@ from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Busy, Closing, Engine
-from divdec.serving.engine.requests import Sampling
+from divdec.serving.engine.request import SamplingParams
 from exactness import LOGITS, assert_same_answer
 
 TEXTS = (
@@ -23,7 +23,7 @@ TEXTS = (
 )
 
 
-class Running:
+class RunningEngine:
     """An engine that runs while a test does."""
 
     def __init__(self, model, tokenizer, **options):
@@ -39,15 +39,15 @@ class Running:
 
 async def answer(engine, prompt, sampling, delay=0.0):
     await asyncio.sleep(delay)
-    return [piece async for piece in engine.generate(prompt, sampling)]
+    return [output async for output in engine.generate(prompt, sampling)]
 
 
-def tokens_of(pieces):
-    return [token for piece in pieces for token in piece.tokens]
+def tokens_of(outputs):
+    return [token for output in outputs for token in output.tokens]
 
 
 def greedy(number=24, **options):
-    return Sampling(max_tokens=number, temperature=0.0, **options)
+    return SamplingParams(max_tokens=number, temperature=0.0, **options)
 
 
 def alone(model, prompt, number=24):
@@ -73,19 +73,19 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
     lengths = [24, 7, 40, 13, 30]
 
     async def all_of_them():
-        async with Running(model, tokenizer, rows=3) as engine:
+        async with RunningEngine(model, tokenizer, max_num_seqs=3) as engine:
             return await asyncio.gather(*(
                 answer(engine, prompt, greedy(number), 0.05 * place)
                 for place, (prompt, number) in enumerate(zip(prompts, lengths, strict=True))
             ))  # fmt: skip
 
-    for prompt, number, pieces in zip(prompts, lengths, asyncio.run(all_of_them()), strict=True):
+    for prompt, number, outputs in zip(prompts, lengths, asyncio.run(all_of_them()), strict=True):
         expected = alone(model, prompt, number)
-        found = tokens_of(pieces)
+        found = tokens_of(outputs)
         assert_same_answer(model, prompt, found, expected)
-        assert "".join(piece.text for piece in pieces) == tokenizer.decode(found, skip_special_tokens=True)
-        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-        assert pieces[-1].finish_reason == ("stop" if found[-1] == 0 else "length")
+        assert "".join(output.text for output in outputs) == tokenizer.decode(found, skip_special_tokens=True)
+        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+        assert outputs[-1].finish_reason == ("stop" if found[-1] == 0 else "length")
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
@@ -100,8 +100,8 @@ def test_recurrent_states_are_not_shared_with_other_requests(model_type, tokeniz
     async def work(engine):
         return await asyncio.gather(*map(answer, [engine] * 3, prompts, map(greedy, lengths)))
 
-    for prompt, number, pieces in zip(prompts, lengths, run(model, tokenizer, work), strict=True):
-        assert tokens_of(pieces) == alone(model, prompt, number)
+    for prompt, number, outputs in zip(prompts, lengths, run(model, tokenizer, work), strict=True):
+        assert tokens_of(outputs) == alone(model, prompt, number)
     with pytest.raises(UsageError, match=f"recurrent state .{model_type}"):
         Engine(model, tokenizer, "tiny", speculation=Speculation())
 
@@ -113,7 +113,7 @@ def model():
 
 def run(model, tokenizer, work, **options):
     async def main():
-        async with Running(model, tokenizer, **options) as engine:
+        async with RunningEngine(model, tokenizer, **options) as engine:
             return await work(engine)
 
     return asyncio.run(main())
@@ -126,17 +126,17 @@ def steered_logprobs(model, ids):
 
 @pytest.mark.parametrize("part", [512, 3])
 def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PART", part)
+    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", part)
     prompt = tokenizer(TEXTS[2]).input_ids
-    sampling = Sampling(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
-    pieces = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
-    expected = steered_logprobs(model, prompt + tokens_of(pieces))
-    told = pieces[0].prompt_logprobs
+    sampling = SamplingParams(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
+    outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
+    expected = steered_logprobs(model, prompt + tokens_of(outputs))
+    told = outputs[0].prompt_logprobs
     assert told[0] is None
     assert len(told) == len(prompt)
-    assert all(piece.prompt_logprobs is None for piece in pieces[1:])
-    told = [*told[1:], *(item for piece in pieces for item in piece.logprobs)]
-    assert [item.token for item in told] == (prompt + tokens_of(pieces))[1:]
+    assert all(output.prompt_logprobs is None for output in outputs[1:])
+    told = [*told[1:], *(item for output in outputs for item in output.logprobs)]
+    assert [item.token for item in told] == (prompt + tokens_of(outputs))[1:]
     for row, item in zip(expected, told, strict=False):
         assert item.logprob == pytest.approx(float(row[item.token]), abs=1e-4)
         number = 2 if item in told[: len(prompt) - 1] else 4
@@ -147,40 +147,40 @@ def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part
 
 def test_tokens_that_the_rank_rule_rules_out_have_the_lowest_log_probability(tokenizer):
     model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="rank:500")
-    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=20, logit_bias={5: 100.0})
-    pieces = run(model, tokenizer, lambda engine: answer(engine, [7, 8, 9], sampling))
-    values = [value for _, value in pieces[0].logprobs[0].top]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, logit_bias={5: 100.0})
+    outputs = run(model, tokenizer, lambda engine: answer(engine, [7, 8, 9], sampling))
+    values = [value for _, value in outputs[0].logprobs[0].top]
     assert values[12:] == [-9999.0] * 8
     expected = steered_logprobs(model, [7, 8, 9])[-1]
     assert int(torch.isfinite(expected).sum()) == 12
-    assert torch.isfinite(expected[tokens_of(pieces)[0]])
+    assert torch.isfinite(expected[tokens_of(outputs)[0]])
 
 
 def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, tokenizer):
     from scipy.stats import chisquare
 
     prompt, count = [7, 8, 9, 10], 600
-    sampling = Sampling(max_tokens=1, temperature=2.0, top_k=8)
+    sampling = SamplingParams(max_tokens=1, temperature=2.0, top_k=8)
 
     async def many(engine):
         return await asyncio.gather(*(answer(engine, prompt, sampling) for _ in range(count)))
 
-    drawn = [tokens_of(pieces)[0] for pieces in run(model, tokenizer, many, queue=count)]
+    drawn = [tokens_of(outputs)[0] for outputs in run(model, tokenizer, many, max_queue=count)]
     values, tokens = steered_logprobs(model, prompt)[-1].topk(8)
     probabilities = (values / 2).softmax(-1)
     found = [drawn.count(token) for token in tokens.tolist()]
     assert sum(found) == count
     assert chisquare(found, (probabilities * count).tolist()).pvalue > 1e-3
     assert chisquare(found, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
-    seeded = Sampling(max_tokens=20, temperature=1.0, seed=3)
+    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
 
     async def among_others(engine):
         return await asyncio.gather(answer(engine, prompt, seeded), answer(engine, prompt, seeded), many(engine))
 
     once = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, seeded)))
-    first, second, _ = run(model, tokenizer, among_others, queue=count + 2)
+    first, second, _ = run(model, tokenizer, among_others, max_queue=count + 2)
     assert tokens_of(first) == tokens_of(second) == once
-    other = Sampling(max_tokens=20, temperature=1.0, seed=4)
+    other = SamplingParams(max_tokens=20, temperature=1.0, seed=4)
     assert tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, other))) != once
 
 
@@ -207,15 +207,15 @@ def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, toke
     prompt = tokenizer(TEXTS[0]).input_ids
     whole = tokenizer.decode(alone(model, prompt, 30), skip_special_tokens=True)
     for stop in (whole[5:9], whole[7:8], whole[3:20]):
-        pieces = run(
+        outputs = run(
             model, tokenizer, lambda engine, s=stop: answer(engine, prompt, greedy(30, stop=(s, "never said")))
         )
-        assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
-        assert pieces[-1].finish_reason == "stop"
-        assert len(tokens_of(pieces)) < 30
+        assert "".join(output.text for output in outputs) == whole[: whole.index(stop)]
+        assert outputs[-1].finish_reason == "stop"
+        assert len(tokens_of(outputs)) < 30
     # What begins like a stop string and is none comes out in the end.
-    pieces = run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(30, stop=(whole[-3:] + "!?",))))
-    assert "".join(piece.text for piece in pieces) == whole
+    outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(30, stop=(whole[-3:] + "!?",))))
+    assert "".join(output.text for output in outputs) == whole
 
 
 def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer):
@@ -237,8 +237,8 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
 
     found, running, generated = run(model, tokenizer, work)
     assert running == 0
-    for prompt, pieces in zip(prompts[1:], found, strict=True):
-        assert_same_answer(model, prompt, tokens_of(pieces), alone(model, prompt, 40))
+    for prompt, outputs in zip(prompts[1:], found, strict=True):
+        assert_same_answer(model, prompt, tokens_of(outputs), alone(model, prompt, 40))
     assert generated < sum(map(len, map(tokens_of, found))) + 150
 
 
@@ -261,7 +261,7 @@ def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     slow = DivergenceForCausalLM.from_experts(model.target, Slow(model.experts), "linear:1.5")
-    assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, rows=1, queue=2))
+    assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, max_num_seqs=1, max_queue=2))
 
 
 class Slow:
@@ -352,14 +352,14 @@ def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, ga
             answer(engine, prompt, greedy(24, frequency_penalty=0.0), 0.02 * place)
             for place, prompt in enumerate(prompts)
         ))  # fmt: skip
-        sampled = await answer(engine, prompts[0], Sampling(max_tokens=24, ignore_eos=True))
+        sampled = await answer(engine, prompts[0], SamplingParams(max_tokens=24, ignore_eos=True))
         return one_by_one, together, steps, sampled
 
     one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
     expected = [alone(model, prompt) for prompt in prompts]
     for found in (one_by_one, together):
-        for prompt, pieces, answered in zip(prompts, found, expected, strict=True):
-            assert_same_answer(model, prompt, tokens_of(pieces), answered)
+        for prompt, outputs, answered in zip(prompts, found, expected, strict=True):
+            assert_same_answer(model, prompt, tokens_of(outputs), answered)
     assert steps < sum(map(len, expected))  # some passes gave several tokens
     assert len(tokens_of(sampled)) == 24
 
@@ -369,10 +369,10 @@ def test_what_cannot_be_answered_is_refused(model, tokenizer):
         for prompt, sampling in (([], greedy(1)), ([512], greedy(1)), ([-1], greedy(1)), ([5] * 256, greedy(1))):
             with pytest.raises(UsageError):
                 await answer(engine, prompt, sampling)
-        pieces = await answer(engine, [5] * 250, greedy(99, ignore_eos=True))
-        assert len(tokens_of(pieces)) == 6  # to the end of the context
-        assert pieces[-1].finish_reason == "length"
-        pieces = await answer(engine, [5] * 256, greedy(0, prompt_logprobs=0))
-        assert [len(pieces), tokens_of(pieces), len(pieces[0].prompt_logprobs)] == [1, [], 256]
+        outputs = await answer(engine, [5] * 250, greedy(99, ignore_eos=True))
+        assert len(tokens_of(outputs)) == 6  # to the end of the context
+        assert outputs[-1].finish_reason == "length"
+        outputs = await answer(engine, [5] * 256, greedy(0, prompt_logprobs=0))
+        assert [len(outputs), tokens_of(outputs), len(outputs[0].prompt_logprobs)] == [1, [], 256]
 
     run(model, tokenizer, work)

@@ -13,7 +13,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine.engine import Closing, Engine
-from divdec.serving.engine.requests import Sampling
+from divdec.serving.engine.request import SamplingParams
 from exactness import assert_same_answer
 
 
@@ -35,11 +35,11 @@ def run(model, tokenizer, work, **options):
 
 
 def greedy(number, **options):
-    return Sampling(max_tokens=number, temperature=0.0, ignore_eos=True, **options)
+    return SamplingParams(max_tokens=number, temperature=0.0, ignore_eos=True, **options)
 
 
 async def tokens_of(engine, prompt, sampling):
-    return [token async for piece in engine.generate(prompt, sampling) for token in piece.tokens]
+    return [token async for output in engine.generate(prompt, sampling) for token in output.tokens]
 
 
 def alone(model, prompt, number):
@@ -123,7 +123,7 @@ def test_several_answers_read_their_prompt_once(model, tokenizer):
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PART", 4)
+    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", 4)
     long, finished = [5 + place % 400 for place in range(200)], []
 
     async def ask(engine, name, prompt):

@@ -9,10 +9,10 @@ from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
 from divdec.serving.engine.engine import Engine
-from divdec.serving.engine.requests import Sampling
-from divdec.takedowns.live import Takedowns
-from divdec.takedowns.log import LOG_FILE
+from divdec.serving.engine.request import SamplingParams
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
+from divdec.takedowns.store import DATABASE
 from exactness import assert_same_answer
 
 TOKENS = 150
@@ -28,7 +28,7 @@ def registry(tmp_path, checkpoints, world):
 @pytest.fixture
 def model(registry, tokenizer):
     target = tiny_model("llama", len(tokenizer), 0, 64, 2)
-    return DivergenceForCausalLM.from_experts(target, None, takedowns=Takedowns(registry.folder, strength=3.0))
+    return DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder, strength=3.0))
 
 
 def greedy(model, ids, number):
@@ -49,7 +49,7 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
     async def answers():
         engine = Engine(model, tokenizer, "tiny", speculation=speculation)
         engine.start()
-        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = [engine.generate(prompt, sampling) for prompt in prompts[: 1 if speculation else 2]]
         found = [[] for _ in running]
         for answer, tokens in zip(running, found, strict=True):
@@ -58,8 +58,8 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
         assert engine.registry_requests == 0
         await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
         for answer, tokens in zip(running, found, strict=True):
-            async for piece in answer:
-                tokens += piece.tokens
+            async for output in answer:
+                tokens += output.tokens
         assert engine.registry_requests == 1
         await engine.close(1)
         return found
@@ -75,13 +75,13 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
     from divdec.errors import FailedClosed
 
     registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))
-    log = registry.folder / LOG_FILE
+    log = registry.folder / DATABASE
     whole = log.read_bytes()
 
     async def work():
         engine = Engine(model, tokenizer, "tiny")
         engine.start()
-        sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = engine.generate([5, 6, 7], sampling)
         await anext(running)
         log.write_bytes(whole[: len(whole) // 2])
@@ -91,7 +91,7 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
         with pytest.raises(FailedClosed):
             await anext(engine.generate([5, 6, 7], sampling))
         log.write_bytes(whole)
-        tokens = [token async for piece in engine.generate([5, 6, 7], sampling) for token in piece.tokens]
+        tokens = [token async for output in engine.generate([5, 6, 7], sampling) for token in output.tokens]
         await engine.close(1)
         return tokens
 

@@ -10,11 +10,10 @@ import time
 import httpx
 import pytest
 
-from divdec.remote.choices import RemoteSettings
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions
-from divdec.remote.sources import of_bundle, open_sources
-from divdec.remote.target import RemoteTarget
+from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
 from exactness import assert_same_answer
 from vllm_reference import KEY, Reference, environment
@@ -60,17 +59,19 @@ def test_greedy_answers_are_the_local_models(url, bundle, prompts, monkeypatch, 
     monkeypatch.setitem(os.environ, "DIVDEC_TEST_KEY", KEY)
     reference = Reference(bundle)
     reference.model.steering = steering
-    parts = open_sources(of_bundle(str(bundle))[0])
+    parts = load_experts(sources_from_bundle(str(bundle))[0])
     endpoint = Endpoint(url, "plain", "DIVDEC_TEST_KEY")
-    completions = Completions(endpoint, parts.tokenizer, parts.ends[0], parts.vocab_size)
+    completions = Completions(endpoint, parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
     settings = RemoteSettings(block=block, tries=60)
-    with RemoteTarget(completions, parts.experts, Steering.parse(steering), settings, ends=parts.ends) as target:
+    with RemoteTarget(
+        completions, parts.experts, Steering.parse(steering), settings, eos_token_ids=parts.eos_token_ids
+    ) as target:
         for ids in prompts[:4]:
             answer = target.generate(ids, 16)
             tokens = [choice.token for choice in answer.choices]
             assert_same_answer(reference.model, ids, tokens, reference.greedy(ids))
             assert answer.exact_tokens == len(answer.choices)
-        assert target.abilities.prompt_ids
-        assert target.abilities.answer_ids
-        assert target.abilities.top_logprobs == 20
-        assert target.abilities.raw_logprobs
+        assert target.capabilities.prompt_ids
+        assert target.capabilities.answer_ids
+        assert target.capabilities.top_logprobs == 20
+        assert target.capabilities.raw_logprobs

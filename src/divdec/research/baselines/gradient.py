@@ -41,8 +41,8 @@ from divdec.research.baselines.objectives import (
 )
 from divdec.research.baselines.registry import find
 from divdec.runs import write_text
-from divdec.training.fine_tuning import CHECKPOINTS, fine_tune, uses_bfloat16
-from divdec.training.objective import Companion, Objective
+from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune, uses_bfloat16
+from divdec.training.inputs import Companion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

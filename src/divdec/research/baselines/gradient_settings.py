@@ -10,8 +10,9 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.options import check_positive
 from divdec.research.baselines.method import Method
-from divdec.training.settings import TrainingSettings, positive
+from divdec.training.settings import TrainingSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class GradDiffSettings(GradAscentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("gamma", self.gamma)
+        check_positive("gamma", self.gamma)
         not_negative("alpha", self.alpha)
 
 
@@ -78,7 +79,7 @@ class NPOSettings(GradDiffSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class UNDIALSettings(GradDiffSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class RMUSettings(GradAscentSettings):
         super().__post_init__()
         if self.layer < 0:
             raise UsageError(f"layer is {self.layer}; accepted: a layer's number, counted from 0")
-        positive("coefficient", self.coefficient)
+        check_positive("coefficient", self.coefficient)
         not_negative("alpha", self.alpha)
         if self.lora_rank and self.trainable != "all":
             raise UsageError(

@@ -18,7 +18,7 @@ from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_co
 from divdec.research.baselines.job import Job
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.objective import Companion, part
+from divdec.training.inputs import Companion, model_inputs
 from divdec.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class RememberAndForget:
     def loss(
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
-        """See `divdec.training.objective.Objective.loss`."""
-        logits, labels = answer_logits(model, part(batch))
-        retain_logits, _ = answer_logits(model, part(batch, RETAIN))
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        logits, labels = answer_logits(model, model_inputs(batch))
+        retain_logits, _ = answer_logits(model, model_inputs(batch, RETAIN))
         return F.cross_entropy(logits, labels) + self.retain_weight * kl_from_uniform(retain_logits)
 
 
@@ -167,9 +167,9 @@ class OffsetAscent:
     def loss(
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
-        """See `divdec.training.objective.Objective.loss`."""
-        _, ensemble, labels = self._logits(model, part(batch))
-        target, retained, _ = self._logits(model, part(batch, RETAIN))
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        _, ensemble, labels = self._logits(model, model_inputs(batch))
+        target, retained, _ = self._logits(model, model_inputs(batch, RETAIN))
         kept = F.kl_div(
             retained.log_softmax(dim=-1), target.log_softmax(dim=-1), reduction="batchmean", log_target=True
         )

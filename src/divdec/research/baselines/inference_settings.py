@@ -7,8 +7,9 @@ import math
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.options import check_at_least
 from divdec.research.baselines.method import Method
-from divdec.training.settings import TrainingSettings, at_least
+from divdec.training.settings import TrainingSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +118,8 @@ class ClassifierSettings:
 
     def __post_init__(self) -> None:
         _within("threshold", self.threshold, 0.0, 1.0)
-        at_least("classifier_width", self.classifier_width, 0)
-        at_least("window", self.window, 1)
+        check_at_least("classifier_width", self.classifier_width, 0)
+        check_at_least("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ class ECOSettings(ClassifierSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _within("strength", self.strength, 0.0, math.inf)
-        at_least("dims", self.dims, 1)
+        check_at_least("dims", self.dims, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +182,11 @@ class LUNARSettings:
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            at_least("layer", self.layer, 0)
+            check_at_least("layer", self.layer, 0)
         if not math.isfinite(self.coefficient):
             raise UsageError(f"coefficient is {self.coefficient}; accepted: a finite number")
         _within("ridge", self.ridge, 1e-12, math.inf)
-        at_least("batch_size", self.batch_size, 1)
+        check_at_least("batch_size", self.batch_size, 1)
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

@@ -22,7 +22,7 @@ from divdec.research.baselines.inference_settings import UCDSettings, ULDSetting
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Made
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.objective import Companion
+from divdec.training.inputs import Companion
 
 Logits = Float[Tensor, "*places vocab"]
 

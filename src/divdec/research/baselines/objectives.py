@@ -21,7 +21,7 @@ from divdec.research.baselines.gradient_settings import (
     SimNPOSettings,
     UNDIALSettings,
 )
-from divdec.training.objective import INDEX, Collator, part
+from divdec.training.inputs import INDEX, Collator, model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class GradAscent:
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
         """See `Objective.loss`."""
-        return losses.gradient_ascent(logits_of(model, part(batch)), batch["labels"], labelled)
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"], labelled)
 
 
 class GradDiff:
@@ -69,12 +69,12 @@ class GradDiff:
         """See `Objective.loss`."""
         loss = self.settings.gamma * self.forget_loss(model, batch)
         if self.settings.alpha:
-            loss = loss + self.settings.alpha * self.retain_loss(model, part(batch, RETAIN))
+            loss = loss + self.settings.alpha * self.retain_loss(model, model_inputs(batch, RETAIN))
         return loss
 
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """The term of the forget set."""
-        return losses.gradient_ascent(logits_of(model, part(batch)), batch["labels"])
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"])
 
     def retain_loss(self, model: PreTrainedModel, retain: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """The term of the retain set."""
@@ -112,7 +112,7 @@ class NPO(GradDiff):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.npo`."""
         return losses.npo(
-            log_probabilities_of(model, part(batch)), self.forget_reference[batch[INDEX]], self.settings.beta
+            log_probabilities_of(model, model_inputs(batch)), self.forget_reference[batch[INDEX]], self.settings.beta
         )
 
 
@@ -137,8 +137,8 @@ class IdkDPO(NPO):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.idk_dpo`."""
         return losses.idk_dpo(
-            chosen=log_probabilities_of(model, part(batch, IDK)),
-            rejected=log_probabilities_of(model, part(batch)),
+            chosen=log_probabilities_of(model, model_inputs(batch, IDK)),
+            rejected=log_probabilities_of(model, model_inputs(batch)),
             chosen_reference=self.idk_reference[batch[INDEX]],
             rejected_reference=self.forget_reference[batch[INDEX]],
             beta=self.settings.beta,
@@ -153,7 +153,9 @@ class SimNPO(GradDiff):
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.simnpo`."""
         lengths = losses.predicted(batch["labels"]).sum(-1)
-        return losses.simnpo(log_probabilities_of(model, part(batch)), lengths, self.settings.beta, self.settings.delta)
+        return losses.simnpo(
+            log_probabilities_of(model, model_inputs(batch)), lengths, self.settings.beta, self.settings.delta
+        )
 
 
 class UNDIAL(GradDiff):
@@ -163,7 +165,7 @@ class UNDIAL(GradDiff):
 
     def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """See `losses.undial`."""
-        forget = part(batch)
+        forget = model_inputs(batch)
         return losses.undial(
             logits_of(model, forget), self.reference_logits(forget), forget["labels"], self.settings.beta
         )

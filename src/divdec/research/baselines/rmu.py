@@ -23,7 +23,7 @@ from divdec.research.baselines.gradient_settings import RMUSettings
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Made
 from divdec.research.baselines.objectives import RETAIN
-from divdec.training.objective import part
+from divdec.training.inputs import model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +59,7 @@ class RMU:
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
         """See `Objective.loss`."""
-        forget, retain = part(batch), part(batch, RETAIN)
+        forget, retain = model_inputs(batch), model_inputs(batch, RETAIN)
         steered = self._hidden(model, forget)
         loss = losses.misdirection(steered, self.control.view(1, 1, -1), forget["labels"])
         if self.settings.alpha:

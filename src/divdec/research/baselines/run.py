@@ -27,7 +27,7 @@ from divdec.research.baselines.job import Job
 from divdec.research.baselines.method import Method
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.runs import RECORD, goes_on, output_folder, record, settings_hash, write_json
-from divdec.training.inputs import begin, checkpoint, longest, report_cut, report_sets
+from divdec.training.inputs import join_processes, limit_length, report_cut, report_sets, resolve_trainable
 
 MODEL, WORK = "model", "work"
 
@@ -54,11 +54,11 @@ def run_baseline(
         Interrupted: Ctrl-C; the same call goes on where it stopped.
         Diverged: a loss is not finite.
     """
-    state, report = begin(report)
+    state, report = join_processes(report)
     if method.kind == "inference" and state.num_processes > 1:
         raise UsageError(f"{method.name} runs in one process, not in {state.num_processes}")
     output = Path(settings.output).expanduser()
-    target = checkpoint(settings.target, "target")
+    target = resolve_trainable(settings.target, "target")
     tokenizer = load_tokenizer(target)
     base = _base(settings, target)
     places = [Path(text).expanduser() for text in (settings.forget, settings.retain)]
@@ -66,7 +66,7 @@ def run_baseline(
     check_apart(output.resolve(), [place.resolve() for place in places if place.exists()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "a method is told to forget and to keep them", report)
-    form = Format(system_prompt=settings.system_prompt, max_length=longest(settings.max_length, target, report))
+    form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, target, report))
     for records in (forget, retain):
         report_cut(records, tokenizer, form, report)
 
@@ -147,6 +147,6 @@ def _base(settings: BaselineSettings, target: Path) -> Path | None:
     """The small model, if one is given; its vocabulary is compared with the target's before hours of training."""
     if not isinstance(settings, HelpedSettings) or settings.base is None:
         return None
-    base = checkpoint(settings.base, "base")
+    base = resolve_trainable(settings.base, "base")
     common_vocabulary_of({"target": target, "base": base})
     return base

@@ -48,20 +48,20 @@ class Student:
     source: Source
 
 
-@register("depth", shows="gradient of distillation, layer by layer", needs="divdec depth")
+@register("depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
 def depth(request: FigureRequest) -> FigureResult:
     """Draw the norm of distillation's gradient by layer, from one depth.json (paper, figure gradient_depth)."""
     name = gradient_depth.RESULT
     sources = find_files(request.runs, name)
     if not sources:
-        raise missing_data(request.runs, "depth", f"the {name} of `divdec depth`")
+        raise missing_data(request.runs, "depth", f"the {name} of `divdec gradient-depth`")
     if len(sources) > 1:
         listed = ", ".join(source.name for source in sources[:4])
         raise UsageError(f"these runs hold {len(sources)} results of that kind ({listed}); give one of them")
     (source,) = sources
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise UsageError(f"{source.path} is not the {name} of `divdec depth`")
+        raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
     if not content["rows"]:
         raise missing_data(request.runs, "depth", f"a {name} that holds layers; {source.name} holds none")
     frame = gradient_depth.depth_frame(content["rows"])

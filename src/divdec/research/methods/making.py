@@ -18,7 +18,7 @@ from divdec.research.methods.cell import Cell
 from divdec.runs import output_folder
 from divdec.steering import Steering
 from divdec.training.distillation import distill
-from divdec.training.distillation_settings import DistillationSettings
+from divdec.training.settings import DistillationSettings
 
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
 

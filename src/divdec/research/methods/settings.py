@@ -10,7 +10,7 @@ from divdec.errors import UsageError
 EMBEDDED = ("demo", "tofu-small")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareSettings:
     """Which methods are compared, on what, and where the results go."""
 
@@ -45,7 +45,7 @@ class CompareSettings:
     limit: int | None = None
     """Take only the first so many questions of each set."""
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
-    """How aggregates are computed; see `divdec score --help`."""
+    """How aggregates are computed; see `divdec results score --help`."""
     jobs: int = 1
     """Cells that run at once, each in a process of its own with its share of the processor's cores."""
     keep_models: bool = False

@@ -1,245 +1,290 @@
-"""Making the answers of one request: several at once, and within a time limit."""
+"""Served models: text to tokens and back, limits, and the replies that one API request asks for."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+from jinja2.exceptions import TemplateError
+
+from divdec.bridge.token_bytes import special_tokens, token_bytes
+from divdec.data.formatting import encode_prompt
+from divdec.data.records import Message, Record
+from divdec.decoding.text import AnswerText
+from divdec.errors import UsageError, first_line
 from divdec.serving.api.errors import ApiError, invalid
-from divdec.serving.api.metrics import Metrics
-from divdec.serving.api.record import RequestRecord
-from divdec.serving.api.schemas import Generation
-from divdec.serving.api.vocabulary import Vocabulary
+from divdec.serving.api.middleware import Metrics, RequestRecord
+from divdec.serving.api.schemas import ChatMessageParam, GenerationRequest
 from divdec.serving.engine.engine import Engine
-from divdec.serving.engine.requests import Piece, Sampling, TokenLogprob
+from divdec.serving.engine.request import RequestOutput, SamplingParams
 
-MOST_TOLD = 1_000_000  # log-probabilities in one request's answers
-COLDEST = 1e-5  # below it, division by the temperature overflows, and only the likeliest token is left anyway
+MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
+LOWEST_TEMPERATURE = 1e-5  # below, division by the temperature overflows; decoding is greedy there
+Result = TypeVar("Result")
+Generation = tuple[list[int], SamplingParams]  # prompt and parameters of one reply
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one request may take."""
+    """Limits of one API request."""
 
     max_tokens: int = 4096
-    """Longest answer."""
+    """Longest reply."""
     max_seconds: float = 300.0
-    """Longest time for an answer, the wait in the queue included."""
+    """Longest time to a complete reply, the time in the queue included."""
     max_body_bytes: int = 2 * 1024 * 1024
-    """Largest body."""
+    """Largest request body."""
     max_sequences: int = 160
-    """Most answers at once: prompts times n (or best_of)."""
-    slowest_reader: float = 60.0
-    """Seconds in which a client must take something of its stream."""
+    """Most replies: prompts times n (or best_of)."""
 
 
-class Served:
-    """An engine and its tokenizer, by the name that clients give."""
+class ServedModel:
+    """An engine with its tokenizer. Tokenization runs in a thread, so that streams continue meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.vocabulary = Vocabulary(engine.tokenizer, engine.vocab_size)
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        tokenizer = self.tokenizer
+        try:
+            self._bytes, self._special = token_bytes(tokenizer), special_tokens(tokenizer)
+        except UsageError:  # an unknown kind of vocabulary: each token as it decodes alone
+            self._bytes = [str(tokenizer.decode([token])).encode() for token in range(len(tokenizer))]
+            self._special = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
+        self._lock = threading.Lock()
+
+    async def encode_text(self, text: str, special_tokens: bool | None = None) -> list[int]:
+        """Tokenize a prompt, by default as `divdec generate` does.
+
+        Args:
+            text: the prompt.
+            special_tokens: whether the tokenizer adds special tokens; the token ids may then be empty.
+
+        Raises:
+            ApiError: there is no token.
+        """
+        if special_tokens is not None:
+            return await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        ids = await self._in_thread(lambda: encode_prompt(Record("", prompt=text), self.tokenizer))
+        if not ids:
+            raise invalid("prompt holds no token: there is nothing to continue", "prompt")
+        return ids
+
+    async def encode_chat(self, messages: Sequence[ChatMessageParam], *, generation_prompt: bool = True) -> list[int]:
+        """Tokenize a conversation with the tokenizer's chat template.
+
+        Raises:
+            ApiError: there is no chat template, the template refuses the messages, or there is no token.
+        """
+        if not self.tokenizer.chat_template:
+            raise invalid("this model's tokenizer has no chat template: use /v1/completions", "messages")
+        # Templates know OpenAI's role developer as system.
+        turns = [("system" if turn.role == "developer" else turn.role, turn.content) for turn in messages]
+
+        def encode() -> list[int]:
+            if generation_prompt:
+                record = Record("", messages=tuple(Message(*turn) for turn in turns))
+                return encode_prompt(record, self.tokenizer)
+            dicts = [{"role": role, "content": content} for role, content in turns]
+            text = self.tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=False)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        try:
+            ids = await self._in_thread(encode)
+        except TemplateError as error:
+            raise invalid(f"the chat template refuses these messages: {first_line(error)}", "messages") from None
+        if not ids:
+            raise invalid("messages hold no token: there is nothing to answer", "messages")
+        return ids
+
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Refuse token ids outside the vocabulary."""
+        size = self.engine.vocab_size
+        for token in ids:
+            if token >= size:
+                raise invalid(f"{param}: token id {token} is outside the vocabulary of {size} tokens", param)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; of a special token, its name."""
+        if (special := self._special.get(token)) is not None:
+            return special.encode()
+        return (self._bytes[token] or b"") if token < len(self._bytes) else b""
+
+    def token_name(self, token: int, *, by_id: bool = False) -> str:
+        """Return a token as text; a part of a character is spelt as bytes, as OpenAI does."""
+        if by_id or not (content := self.token_bytes(token)):
+            return f"token_id:{token}"
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    async def text_offsets(self, text: str, count: int) -> list[int]:
+        """Return where each of the first tokens of a prompt begins in its text, in characters."""
+        encoding = await self._in_thread(lambda: self.tokenizer(text, return_offsets_mapping=True))
+        offsets, end = [], 0
+        for start, stop in encoding["offset_mapping"][:count]:
+            # Special tokens have no width; a space before a token belongs to it.
+            offsets.append(end if start == stop or text[end:start].isspace() else start)
+            end = max(end, stop)
+        return offsets
+
+    async def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of tokens, special ones included, and where each begins in it."""
+
+        def decode() -> tuple[str, list[int]]:
+            text = AnswerText(self.tokenizer, skip_special=False)
+            pieces, offsets = [], []
+            for token in ids:
+                pieces.append(text.add(token))
+                offsets.append(text.start)
+            return "".join([*pieces, text.end()]), offsets
+
+        return await self._in_thread(decode)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        def locked() -> Result:
+            with self._lock:
+                return work()
+
+        return await asyncio.to_thread(locked)
 
 
 @dataclasses.dataclass
 class Server:
-    """What all endpoints share."""
+    """Served models by name, limits and metrics."""
 
-    models: Mapping[str, Served]
+    models: Mapping[str, ServedModel]
     limits: Limits
     metrics: Metrics
 
-    def find(self, name: str | None) -> Served:
-        """The model of this name; the only one where none is given.
+    def find_model(self, name: str | None) -> ServedModel:
+        """Return the model of a name; without a name, the only one.
 
         Raises:
-            ApiError: there is none of this name.
+            ApiError: there is no such model.
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name is None:
             raise invalid("field 'model' is required: several models are served", "model", "missing_required_parameter")
         if name not in self.models:
-            told = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
-            raise ApiError(404, told, param="model", code="model_not_found")
+            message = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self.models[name]
 
+    def generations(
+        self,
+        body: GenerationRequest,
+        model: ServedModel,
+        prompt: list[int],
+        count: int,
+        *,
+        max_tokens: int | None,
+        default: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> list[Generation]:
+        """Prepare `count` replies to a prompt; the i-th has the i-th seed.
 
-@dataclasses.dataclass
-class Answer:
-    """What has come of one answer so far."""
+        Args:
+            body: the request.
+            model: the model.
+            prompt: token ids.
+            count: number of replies.
+            max_tokens: longest reply; None if the client sets none.
+            default: longest reply in that case; None for the rest of the context.
+            logprobs: number of likeliest tokens per token of the reply; None for no log-probabilities.
+            prompt_logprobs: the same for the prompt.
 
-    text: str = ""
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    starts: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    finish_reason: str | None = None
-
-    def add(self, piece: Piece) -> None:
-        """Add what has come."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.starts += piece.starts
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs = piece.prompt_logprobs if piece.prompt_logprobs is not None else self.prompt_logprobs
-        self.finish_reason = piece.finish_reason or self.finish_reason
-
-    @property
-    def mean_logprob(self) -> float:
-        """By which the best of several is chosen."""
-        values = [token.logprob for token in self.logprobs]
-        return sum(values) / len(values) if values else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One answer that is to be made."""
-
-    prompt: Sequence[int]
-    sampling: Sampling
-
-
-def sampling_of(
-    asked: Generation, served: Served, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
-) -> Sampling:
-    """What the engine is asked for the first answer to a prompt; further ones differ in the seed.
-
-    Raises:
-        ApiError: a token of logit_bias is outside the vocabulary.
-    """
-    served.vocabulary.check(asked.logit_bias, "logit_bias")
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=asked.temperature if asked.temperature >= COLDEST else 0.0,
-        top_p=asked.top_p,
-        top_k=max(asked.top_k, 0),
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        logit_bias=dict(asked.logit_bias),
-        seed=asked.seed,
-        stop=tuple(asked.stop),
-        ignore_eos=asked.ignore_eos,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def jobs_of(prompts: Iterable[Sequence[int]], sampling: Sampling, times: int) -> list[Job]:
-    """So many answers to each prompt; the i-th answer has the i-th seed."""
-    seeds = [None if sampling.seed is None else (sampling.seed + number) % 2**63 for number in range(times)]
-    return [Job(prompt, dataclasses.replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
-
-
-def room(served: Served, prompt: Sequence[int], asked: int | None, default: int | None, limits: Limits) -> int:
-    """How long an answer to a prompt may become.
-
-    Args:
-        served: the model.
-        prompt: token ids.
-        asked: what the client asks for; None where it does not.
-        default: the longest in that case; None for what is left of the context.
-        limits: the server's.
-
-    Raises:
-        ApiError: the prompt, or prompt and answer, do not fit the context, or the answer is beyond the limit.
-    """
-    longest = served.engine.max_model_len
-    if asked is not None and asked > limits.max_tokens:
-        raise invalid(f"max_tokens is {asked}: this server answers with at most {limits.max_tokens}", "max_tokens")
-    if len(prompt) + (1 if asked is None else asked) > longest:
-        answer = "" if asked is None else f" and {asked} of the answer"
-        raise invalid(
-            f"the context has {longest} tokens; the prompt has {len(prompt)}{answer}: shorten them",
-            "max_tokens" if asked is not None and len(prompt) < longest else "prompt",
-            "context_length_exceeded",
+        Raises:
+            ApiError: the context is too short, or a limit is exceeded.
+        """
+        model.check_ids(body.logit_bias, "logit_bias")
+        context, most = model.engine.max_model_len, self.limits.max_tokens
+        if max_tokens is not None and max_tokens > most:
+            raise invalid(f"max_tokens is {max_tokens}: this server answers with at most {most}", "max_tokens")
+        if len(prompt) + (1 if max_tokens is None else max_tokens) > context:
+            reply = "" if max_tokens is None else f" and {max_tokens} of the answer"
+            raise invalid(
+                f"the context has {context} tokens; the prompt has {len(prompt)}{reply}: shorten them",
+                "max_tokens" if max_tokens is not None and len(prompt) < context else "prompt",
+                "context_length_exceeded",
+            )
+        if max_tokens is None:
+            max_tokens = min(context - len(prompt), most, *([] if default is None else [default]))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature if body.temperature >= LOWEST_TEMPERATURE else 0.0,
+            top_p=body.top_p,
+            top_k=max(body.top_k, 0),
+            min_p=body.min_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=dict(body.logit_bias),
+            stop=tuple(body.stop),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
-    if asked is not None:
-        return asked
-    left = min(longest - len(prompt), limits.max_tokens)
-    return left if default is None else min(left, default)
+        seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(count)]
+        return [(prompt, dataclasses.replace(params, seed=seed)) for seed in seeds]
+
+    async def run(
+        self, model: ServedModel, generations: Sequence[Generation], record: RequestRecord
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield the outputs of all replies as they are made, each with the number of its reply.
+
+        Raises:
+            Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
+            TimeoutError: the replies take longer than the server allows.
+        """
+        _check_logprob_values(generations)
+        outputs: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+
+        async def generate(index: int, prompt: list[int], params: SamplingParams) -> None:
+            stream = model.engine.generate(prompt, params)
+            try:
+                async for output in stream:
+                    outputs.put_nowait((index, output))
+            except Exception as error:
+                outputs.put_nowait((index, error))
+            finally:
+                await stream.aclose()
+
+        deadline = asyncio.get_running_loop().time() + self.limits.max_seconds
+        observe = self.metrics.token_timer(model.engine.name, len(generations))
+        tasks = [asyncio.create_task(generate(index, *generation)) for index, generation in enumerate(generations)]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                async with asyncio.timeout_at(deadline):
+                    index, output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                observe(index, len(output.tokens))
+                record.generated_tokens += len(output.tokens)
+                if output.finish_reason:
+                    unfinished -= 1
+                    record.finish_reasons.add(output.finish_reason)
+                yield index, output
+        finally:
+            # Cancelling closes the engine's generators, which aborts their requests.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _check_told(jobs: Sequence[Job]) -> None:
-    """Refuse what would be more numbers than one answer should hold in memory."""
-    told = 0
-    for job in jobs:
-        for number, tokens in (
-            (job.sampling.prompt_logprobs, len(job.prompt)),
-            (job.sampling.logprobs, job.sampling.max_tokens),
-        ):
-            told += 0 if number is None else (1 + number) * tokens
-    if told > MOST_TOLD:
+def _check_logprob_values(generations: Sequence[Generation]) -> None:
+    values = 0
+    for prompt, params in generations:
+        for number, tokens in ((params.prompt_logprobs, len(prompt)), (params.logprobs, params.max_tokens)):
+            values += 0 if number is None else (1 + number) * tokens
+    if values > MAX_LOGPROB_VALUES:
         raise invalid(
-            f"this asks for up to {told} log-probabilities, of which one request may have {MOST_TOLD}: ask for fewer "
-            "answers, tokens or likeliest tokens",
+            f"this asks for up to {values} log-probabilities, of which one request may have {MAX_LOGPROB_VALUES}: ask "
+            "for fewer answers, tokens or likeliest tokens",
             "logprobs",
         )
-
-
-async def run(
-    server: Server, served: Served, jobs: Sequence[Job], record: RequestRecord
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """All pieces of all answers as they come, each with its answer's number.
-
-    Raises:
-        Busy, Closing, FailedClosed, UsageError: the engine's, of whichever answer is first.
-        TimeoutError: they took longer than the server allows.
-    """
-    pieces: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
-
-    async def pump(number: int, job: Job) -> None:
-        stream = served.engine.generate(job.prompt, job.sampling)
-        try:
-            async for piece in stream:
-                pieces.put_nowait((number, piece))
-            pieces.put_nowait((number, None))
-        except Exception as error:
-            pieces.put_nowait((number, error))
-        finally:
-            await stream.aclose()
-
-    _check_told(jobs)
-    deadline = asyncio.get_running_loop().time() + server.limits.max_seconds
-    watched = server.metrics.watch(served.engine.name, len(jobs))
-    tasks = [asyncio.create_task(pump(number, job)) for number, job in enumerate(jobs)]
-    left = len(tasks)
-    try:
-        while left:
-            async with asyncio.timeout_at(deadline):
-                number, found = await pieces.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
-                continue
-            watched.piece(number, len(found.tokens))
-            record.generated_tokens += len(found.tokens)
-            if found.finish_reason:
-                record.finish_reasons.append(found.finish_reason)
-            yield number, found
-    finally:
-        # Whoever does not get its answer must not keep its rows: closing the engine's generators frees them.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def collect(pieces: AsyncGenerator[tuple[int, Piece], None], count: int) -> list[Answer]:
-    """All answers, whole."""
-    answers = [Answer() for _ in range(count)]
-    try:
-        async for number, piece in pieces:
-            answers[number].add(piece)
-    finally:
-        await pieces.aclose()
-    return answers
-
-
-def now() -> int:
-    """The time, as answers tell it."""
-    return int(time.time())

@@ -1,41 +1,189 @@
-"""What surrounds every request: its record, the API key, the refusal while the server closes, and the last resort."""
+"""Middleware of the server: access log, metrics, API key, body limit, draining, and the catch-all for errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import hmac
+import json
+import sys
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from divdec.serving.api.errors import ApiError, closed, of_exception
-from divdec.serving.api.metrics import Metrics
-from divdec.serving.api.record import Log, RequestRecord
+from divdec.errors import FailedClosed
+from divdec.serving.api.errors import ApiError, server_closing, to_api_error
+from divdec.serving.engine.engine import Engine
 
-OPEN = ("/health", "/metrics")  # probes and Prometheus carry no key
-PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
+ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+LONGEST_PATH = 200
+FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds, as all buckets
+NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+WHOLE_REQUEST = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 @dataclasses.dataclass
-class Surroundings:
-    """The outermost application."""
+class RequestRecord:
+    """Access-log record of one request, filled in while it is answered."""
+
+    id: str
+    method: str
+    path: str
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    status: int = 0
+    model: str | None = None
+    stream: bool = False
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reasons: set[str] = dataclasses.field(default_factory=set)
+    error: str | None = None
+    """Code of the error; the exception's class for internal errors."""
+    prompt: Any = None
+
+    def set_error(self, error: BaseException) -> ApiError:
+        """Record an error, and return it as the client receives it."""
+        reply = to_api_error(error)
+        self.error = type(error).__name__ if reply.code == "internal_error" else reply.code or str(reply.status_code)
+        return reply
+
+    def fields(self, *, with_prompt: bool) -> dict[str, Any]:
+        """Return the fields of the log line."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path[:LONGEST_PATH],
+            "status": self.status,
+            "seconds": round(time.perf_counter() - self.started, 4),
+        }
+        if self.model is not None:
+            fields |= {
+                "model": self.model,
+                "stream": self.stream,
+                "prompt_tokens": self.prompt_tokens,
+                "generated_tokens": self.generated_tokens,
+                "finish_reason": ",".join(sorted(self.finish_reasons)) or None,
+            }
+        fields |= {} if self.error is None else {"error": self.error}
+        return fields | ({"prompt": self.prompt} if with_prompt and self.prompt is not None else {})
+
+
+class AccessLog:
+    """Writes JSON lines, without prompts and replies."""
+
+    def __init__(self, stream: TextIO | None = None, *, prompts: bool = False) -> None:
+        """Write to a stream, standard error by default; `prompts` logs prompts too."""
+        self.stream = stream or sys.stderr
+        self.prompts = prompts
+
+    def write(self, **fields: Any) -> None:
+        """Write a line; a log that cannot be written ends no request."""
+        try:
+            line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields})
+            print(line, file=self.stream, flush=True)
+        except (OSError, ValueError):
+            return
+
+
+class Metrics:
+    """Prometheus metrics of the server, in a registry that holds nothing else."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self.registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(engines))
+        self.requests = Counter(
+            "divdec_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "divdec_request_seconds", "Duration of requests.", ["endpoint"], buckets=WHOLE_REQUEST, registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            "divdec_time_to_first_token_seconds", "Time from a prompt to its first token.", ["model"],
+            buckets=FIRST_TOKEN, registry=registry,
+        )  # fmt: skip
+        self.inter_token_seconds = Histogram(
+            "divdec_inter_token_seconds", "Time between two tokens.", ["model"], buckets=NEXT_TOKEN, registry=registry
+        )
+
+    def token_timer(self, model: str, count: int) -> Callable[[int, int], None]:
+        """Return a function that observes new tokens, given the number of one of `count` replies and of its tokens."""
+        first, between = self.first_token_seconds.labels(model), self.inter_token_seconds.labels(model)
+        started = time.perf_counter()
+        previous: list[float | None] = [None] * count
+
+        def observe(index: int, tokens: int) -> None:
+            now, last = time.perf_counter(), previous[index]
+            if tokens and last is None:
+                first.observe(now - started)
+            elif last is not None:
+                for _ in range(tokens):  # the tokens of a speculative step arrive together
+                    between.observe((now - last) / tokens)
+            previous[index] = now if tokens else last
+
+        return observe
+
+
+class _EngineCollector(Collector):
+    """Counters that the engines keep."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        for family, attribute in (
+            (CounterMetricFamily("divdec_prompt_tokens", "Prompt tokens.", labels=["model"]), "prompt_tokens_total"),
+            (CounterMetricFamily("divdec_generated_tokens", "New tokens.", labels=["model"]), "generated_tokens_total"),
+            (CounterMetricFamily("divdec_steps", "Forward passes.", labels=["model"]), "steps_total"),
+            (GaugeMetricFamily("divdec_sequences_running", "Running sequences.", labels=["model"]), "running"),
+            (GaugeMetricFamily("divdec_sequences_waiting", "Queued sequences.", labels=["model"]), "waiting"),
+            (GaugeMetricFamily("divdec_takedown_requests", "Takedown requests in force.", labels=["model"]),
+             "registry_requests"),
+        ):  # fmt: skip
+            for model, engine in self._engines.items():
+                try:
+                    value = getattr(engine, attribute)
+                except FailedClosed:  # a damaged registry; the other metrics are needed all the more
+                    value = None
+                if value is not None:
+                    family.add_metric([model], value)
+            yield family
+
+
+@dataclasses.dataclass
+class RequestMiddleware:
+    """Admits requests, turns every exception into an error reply, logs and counts."""
 
     app: ASGIApp
     metrics: Metrics
-    log: Log
+    log: AccessLog
     api_key: str | None
+    max_body_bytes: int
     closing: Callable[[], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and write down that it was answered."""
+        """Handle one request (ASGI)."""
         if scope["type"] != "http":
             return
-        prefix = PREFIXES.get(scope["path"], "req")
+        prefix = ID_PREFIXES.get(scope["path"], "req")
         record = RequestRecord(f"{prefix}-{uuid.uuid4().hex}", scope["method"], scope["path"])
         scope.setdefault("state", {})["record"] = record
+        body_bytes = 0
 
-        async def noting(message: Message) -> None:
+        async def receive_limited() -> Message:
+            nonlocal body_bytes
+            message = await receive()
+            body_bytes += len(message.get("body", b""))
+            if body_bytes > self.max_body_bytes:
+                raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+            return message
+
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
@@ -43,30 +191,25 @@ class Surroundings:
 
         try:
             self._admit(scope)
-            await self.app(scope, receive, noting)
+            await self.app(scope, receive_limited, send_with_id)
         except Exception as error:
-            told = of_exception(error)
-            record.failed(told, error)
+            reply = record.set_error(error)
             if not record.status:
-                await told.response()(scope, receive, noting)
+                await reply.response()(scope, receive, send_with_id)
         finally:
-            if route := scope.get("route"):
-                record.endpoint = route.path
-            self.metrics.answered(record.endpoint, record.status, record.seconds)
-            line = record.line()
-            if not self.log.prompts:
-                line.pop("prompt", None)
-            self.log.write(line)
+            endpoint = scope["route"].path if "route" in scope else "other"
+            self.metrics.requests.labels(endpoint, str(record.status)).inc()
+            self.metrics.request_seconds.labels(endpoint).observe(time.perf_counter() - record.started)
+            self.log.write(**record.fields(with_prompt=self.log.prompts))
 
     def _admit(self, scope: Scope) -> None:
-        if scope["path"] in OPEN:
+        if scope["path"] in OPEN_PATHS:
             return
         if self.api_key is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            kind, _, key = given.partition(b" ")
-            # Both are compared in full, whatever was given, so that time tells nothing.
+            kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # The comparison takes the same time for every wrong key.
             if not hmac.compare_digest(key.strip(), self.api_key.encode()) or kind.lower() != b"bearer":
                 message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self.closing():
-            raise closed()
+            raise server_closing()

@@ -1,150 +1,138 @@
-"""What clients may send. A field that is not here is refused, never ignored; so is a value of another type."""
+"""Request bodies of the API: unknown fields and values of another type are refused, never ignored."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import GetJsonSchemaHandler as Handler
 from pydantic_core import CoreSchema
 
 LARGEST_SEED = 2**63 - 1
-MOST_TOP = 20
-MOST_TURNS = MOST_PROMPTS = 4096
-MOST_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_MESSAGES = MAX_PROMPTS = 4096
+MAX_STOPS = 16
 LONGEST_STOP = 1000  # characters
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+
+def _check_text(text: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half a surrogate pair, which is not a character") from None
+    return text
 
 
-def _kind(value: Any, variants: tuple[type, ...], accepted: str) -> Any:
-    # A union's own errors name each variant in turn; one line says what is accepted.
-    if isinstance(value, bool) or not isinstance(value, variants):
-        raise ValueError(f"accepted: {accepted}")
-    return value
-
-
-def _prompt(value: Any) -> Any:
-    accepted = "a text, a list of texts, a list of token ids, or a list of lists of token ids"
-    _kind(value, (str, list), accepted)
+def _parse_prompt(value: Any) -> Any:
+    accepted = "accepted: a text, a list of texts, a list of token ids, or a list of lists of token ids"
     if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError(accepted)
+    if _are_token_ids(value):
         return value
-    if not value:
-        raise ValueError(f"it is empty; accepted: {accepted}")
-    if _ids(value):
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts; accepted: at most {MAX_PROMPTS}")
+    if all(isinstance(prompt, str) for prompt in value):
+        return list(map(_check_text, value))
+    if all(isinstance(prompt, list) and prompt and _are_token_ids(prompt) for prompt in value):
         return value
-    if len(value) > MOST_PROMPTS:
-        raise ValueError(f"it holds {len(value)} prompts; accepted: at most {MOST_PROMPTS}")
-    if all(isinstance(part, str) for part in value):
-        return value
-    if all(isinstance(part, list) and part and _ids(part) for part in value):
-        return value
-    raise ValueError(f"accepted: {accepted}")
+    raise ValueError(accepted)
 
 
-def _ids(value: list[Any]) -> bool:
-    return all(type(part) is int and 0 <= part < 2**31 for part in value)
+def _are_token_ids(value: list[Any]) -> bool:
+    return all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
-def _stop(value: Any) -> list[str]:
-    accepted = f"a text, or a list of up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
-    texts = [value] if isinstance(value, str) else _kind(value, (list,), accepted)
-    if len(texts) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts):
-        raise ValueError(f"accepted: {accepted}")
-    return texts
+def _parse_stop(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    valid = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    if not valid or not all(isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops):
+        raise ValueError(f"accepted: a text, or a list of up to {MAX_STOPS} texts of 1 to {LONGEST_STOP} characters")
+    return stops
 
 
-def _bias(value: Any) -> dict[int, float]:
-    accepted = "an object from token ids (as text) to numbers from -100 to 100"
-    _kind(value, (dict,), accepted)
-    found = {}
-    for token, bias in value.items():
-        number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
-        # isdecimal alone would take digits of other scripts, and a leading zero name a token twice.
-        if not number or not (token.isascii() and token.isdecimal() and len(token) < 10 and str(int(token)) == token):
-            raise ValueError(f"accepted: {accepted}")
-        found[int(token)] = float(bias)
-    return found
+def _parse_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or not all(map(_is_bias, value.items())):
+        raise ValueError("accepted: an object from token ids (as text) to numbers from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
 
 
-def _content(value: Any) -> str:
-    accepted = "a text, or a list of parts such as {'type': 'text', 'text': '…'}"
+def _is_bias(item: tuple[str, Any]) -> bool:
+    token, bias = item
+    number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+    # isdecimal alone accepts digits of other scripts, and a leading zero would name a token twice.
+    return number and token.isascii() and token.isdecimal() and len(token) < 10 and str(int(token)) == token
+
+
+def _parse_content(value: Any) -> str:
     if isinstance(value, str):
-        return value
-    texts = []
-    for part in _kind(value, (list,), accepted):
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise ValueError(f"accepted: {accepted}")
-        texts.append(_kind(part["text"], (str,), accepted))
-    return "\n".join(texts)
+        return _check_text(value)
+    if not isinstance(value, list) or not all(map(_is_text_part, value)):
+        raise ValueError("accepted: a text, or a list of parts such as {'type': 'text', 'text': '…'}")
+    return _check_text("\n".join(item["text"] for item in value))
 
 
-_NULL, _TEXT, _ID = {"type": "null"}, {"type": "string"}, {"type": "integer", "minimum": 0}
-_IDS = {"type": "array", "items": _ID, "minItems": 1}
-_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": _TEXT},
-        "required": ["type", "text"],
-        "additionalProperties": False,
-    },
+def _is_text_part(item: Any) -> bool:
+    text = isinstance(item, dict) and item.keys() == {"type", "text"} and item["type"] == "text"
+    return text and isinstance(item["text"], str)
+
+
+def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": list(schemas)})
+
+
+_NULL, _TEXT = {"type": "null"}, {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_STOP = {**_TEXT, "minLength": 1, "maxLength": LONGEST_STOP}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+    "additionalProperties": False,
 }
-_STOPS = {**_TEXT, "minLength": 1, "maxLength": LONGEST_STOP}
+_LOGIT_BIAS = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, AfterValidator(_check_text)]
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    BeforeValidator(_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                {"type": "array", "items": _TEXT, "minItems": 1},
-                _IDS,
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ]
-        }
+    BeforeValidator(_parse_prompt),
+    _any_of(
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
     ),
 ]
 Stop = Annotated[
     list[str],
-    BeforeValidator(_stop),
-    WithJsonSchema({"anyOf": [_STOPS, {"type": "array", "items": _STOPS, "maxItems": MOST_STOPS}]}),
+    BeforeValidator(_parse_stop),
+    _any_of(_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}),
 ]
-LogitBias = Annotated[
-    dict[int, float],
-    BeforeValidator(_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
-    ),
-]
-Content = Annotated[str, BeforeValidator(_content), WithJsonSchema({"anyOf": [_TEXT, _PARTS]})]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_parse_logit_bias), WithJsonSchema(_LOGIT_BIAS)]
+Content = Annotated[str, BeforeValidator(_parse_content), _any_of(_TEXT, {"type": "array", "items": _TEXT_PART})]
 
 
-class Body(BaseModel):
-    """Strict: no field beside these, and no value of another type. A field that is null counts as absent."""
+class RequestBody(BaseModel):
+    """A request body. A field that is null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        # Clients write null for what they do not ask for, such as tools, and send answers back with their nulls.
-        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+        # Clients send null for unused fields such as tools, and send replies back with the nulls in them.
+        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: Handler) -> dict[str, Any]:
         schema = handler(core_schema)
         inner = handler.resolve_ref_schema(schema)
         inner["additionalProperties"] = _NULL
@@ -158,31 +146,29 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     if _NULL in variants:
         return schema
     notes = {name: schema[name] for name in ("title", "description", "default") if name in schema}
-    kind = {name: part for name, part in schema.items() if name not in notes}
+    kind = {name: item for name, item in schema.items() if name not in notes}
     return {**notes, "anyOf": [*(variants or [kind]), _NULL]}
 
 
-class StreamOptions(Body):
-    """What a stream says beside the answer."""
+class StreamOptions(RequestBody):
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
-class ResponseFormat(Body):
-    """Only plain text."""
+class ResponseFormat(RequestBody):
+    """Format of a reply; only plain text is supported."""
 
     type: Literal["text"]
 
 
-class Generation(Body):
-    """What completions and chat completions have in common."""
+class GenerationRequest(RequestBody):
+    """Fields that completions and chat completions share."""
 
     model: str = Field(max_length=1000)
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: int = Field(
-        0, ge=-1, le=2**31 - 1, description="Sample among so many of the likeliest tokens; 0 or -1: all."
-    )
+    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="Sample among the k likeliest tokens; 0 or -1: all.")
     min_p: Number = Field(0.0, ge=0, le=1)
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
@@ -194,59 +180,55 @@ class Generation(Body):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    return_tokens_as_token_ids: bool = Field(
-        False, description="Name tokens 'token_id:ID' where log-probabilities are given."
-    )
-    # Without effect on the answer.
+    return_tokens_as_token_ids: bool = Field(False, description="Name tokens 'token_id:ID' in log-probabilities.")
+    # No effect on the reply.
     user: str | None = Field(None, max_length=1000)
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Generation:
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for streams: set stream to true, or leave them out")
+            raise ValueError("stream_options need a stream: set stream to true, or leave them out")
         return self
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
     max_tokens: int = Field(16, ge=0, le=2**31 - 1, description="0 only with echo.")
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=128)
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0: accepted with echo alone, which answers with the prompt")
+            raise ValueError("max_tokens is 0: accepted only with echo, which returns the prompt")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of is {self.best_of}: accepted: at least n, {self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError(
-                "best_of cannot be streamed: the best is known only at the end; leave out best_of or stream"
-            )
+            raise ValueError("best_of cannot be streamed; leave out best_of or stream")
         return self
 
 
-class Turn(Body):
+class ChatMessageParam(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
-class ChatRequest(Generation):
+class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Turn] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
+    messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    # Without effect on the answer.
+    # No effect on the reply.
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -254,7 +236,7 @@ class ChatRequest(Generation):
     prompt_cache_key: str | None = Field(None, max_length=1000)
 
     @model_validator(mode="after")
-    def _fields_fit(self) -> ChatRequest:
+    def _fields_fit(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -262,14 +244,14 @@ class ChatRequest(Generation):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """Body of POST /tokenize: a prompt, or messages."""
 
     model: str | None = Field(None, max_length=1000)
-    prompt: str | None = None
-    messages: list[Turn] | None = Field(None, min_length=1, max_length=MOST_TURNS, fail_fast=True)
-    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template writes its own.")
-    add_generation_prompt: bool = Field(True, description="End messages where the answer begins.")
+    prompt: Text | None = None
+    messages: list[ChatMessageParam] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool = Field(True, description="For prompts; chat templates write their own.")
+    add_generation_prompt: bool = Field(True, description="End messages with the start of a reply.")
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -279,8 +261,23 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, max_length=1000)
     tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(fail_fast=True)
+
+
+class ErrorObject(BaseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every reply with status 400 or above."""
+
+    error: ErrorObject

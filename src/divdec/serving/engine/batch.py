@@ -1,7 +1,4 @@
-"""Sequences that decode together: one cache, one forward pass a step; they join and leave between steps.
-
-It knows nothing of threads, queues or clients.
-"""
+"""Requests that share a cache: a batch that decodes together, a prefill, and a request that speculates."""
 
 from __future__ import annotations
 
@@ -11,57 +8,57 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
 
+from divdec.decoding.speculative import Speculation, SpeculativeDecoder
 from divdec.model.cache import DivergenceCache, can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.serving.engine.requests import Piece, TokenLogprob
-from divdec.serving.engine.sequence import Running, token_logprob
+from divdec.serving.engine.request import Request, RequestOutput, TokenLogprob, token_logprob
 
-Told = list[tuple[Running, Piece | Exception]]
+StepOutput = list[tuple[Request, RequestOutput | Exception]]
 
 
 class Batch:
-    """Answers that grow by one token a step."""
+    """Requests that decode together: one cache, one forward pass a step. They join and leave between steps."""
 
     def __init__(
         self,
         model: DivergenceForCausalLM,
-        sequences: list[Running],
+        requests: list[Request],
         cache: DivergenceCache,
         mask: Int[Tensor, "rows past"],
     ) -> None:
-        self.sequences = sequences
+        self.requests = requests
         self._model, self._cache, self._mask = model, cache, mask
 
     @property
     def is_open(self) -> bool:
-        """Whether other sequences can join."""
+        """Whether other requests can join."""
         return can_join(self._cache)
 
-    def step(self) -> Told:
+    def step(self) -> StepOutput:
         """Add a token to every answer."""
-        last = torch.tensor([[sequence.answer[-1]] for sequence in self.sequences])
+        last = torch.tensor([[request.answer[-1]] for request in self.requests])
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(last), 1)], dim=1)
-        logits = forward(self._model, last, self._mask, self._cache)[:, -1]
-        return _extend(self.sequences, logits)
+        logits = _forward(self._model, last, self._mask, self._cache)[:, -1]
+        return _sample(self.requests, logits)
 
     def join(self, other: Batch) -> None:
-        """Go on together with another batch, which is no longer to be used."""
-        left, other_left = join(self._cache, other._cache)
-        masks = ((self._mask, left), (other._mask, other_left))
+        """Take over the requests of another batch, which must not be used afterwards."""
+        padding, other_padding = join(self._cache, other._cache)
+        masks = ((self._mask, padding), (other._mask, other_padding))
         self._mask = torch.cat([torch.nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
-        self.sequences = self.sequences + other.sequences
+        self.requests = self.requests + other.requests
 
-    def drop(self, sequences: Sequence[Running]) -> None:
-        """Let these leave, whole or not."""
-        gone = {id(sequence) for sequence in sequences}
-        places = [place for place, sequence in enumerate(self.sequences) if id(sequence) not in gone]
-        if len(places) == len(self.sequences):
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Remove requests."""
+        rows = [row for row, request in enumerate(self.requests) if request not in requests]
+        if len(rows) == len(self.requests):
             return
-        self.sequences = [self.sequences[place] for place in places]
-        if not places:
+        self.requests = [self.requests[row] for row in rows]
+        if not rows:
             return
-        index = torch.tensor(places)
+        index = torch.tensor(rows)
         self._cache.batch_select_indices(index)
         self._mask = self._mask[index]
         padding = int((self._mask.cumsum(1) == 0).sum(1).min())
@@ -71,72 +68,132 @@ class Batch:
 
 
 class Prefill:
-    """Prompts that are being read, a part at a time where they are long, so that answers do not wait for them."""
+    """Prompts that are being read, in chunks if they are long, so that running requests do not wait for them."""
 
-    def __init__(self, model: DivergenceForCausalLM, sequences: list[Running], columns: int) -> None:
-        """Begin to read.
+    def __init__(self, model: DivergenceForCausalLM, requests: list[Request], chunk: int) -> None:
+        """Prepare.
 
         Args:
             model: the steered model.
-            sequences: several only if their longest prompt is read in one part: no row may be padding alone.
-            columns: how many tokens of each are read at a time.
+            requests: several only if their longest prompt fits one chunk: no row may consist of padding alone.
+            chunk: tokens of each prompt in one pass.
         """
-        self.sequences = sequences
-        self._model, self._columns = model, columns
-        texts = [tuple(sequence.tokens) for sequence in sequences]
+        self.requests = requests
+        self._model, self._chunk = model, chunk
+        texts = [tuple(request.tokens) for request in requests]
         distinct = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         self._rows = [distinct[text] for text in texts]
         self._width = max(map(len, distinct))
-        assert len(distinct) == 1 or self._width <= columns
+        assert len(distinct) == 1 or self._width <= chunk
         self._ids = torch.tensor([[0] * (self._width - len(text)) + list(text) for text in distinct])
         self._mask = torch.tensor([[0] * (self._width - len(text)) + [1] * len(text) for text in distinct])
         self._cache = model.new_cache()
         self._read = 0
-        # By row and number of likeliest tokens: several answers to one prompt share what is told of it.
-        self._found: dict[tuple[int, int], list[TokenLogprob | None]] = {
-            (row, sequence.sampling.prompt_logprobs): [None]
-            for row, sequence in zip(self._rows, sequences, strict=True)
-            if sequence.wants_all and sequence.sampling.prompt_logprobs is not None
+        # By row and number of likeliest tokens: several answers to one prompt share its log-probabilities.
+        self._logprobs: dict[tuple[int, int], list[TokenLogprob | None]] = {
+            (row, request.params.prompt_logprobs): [None]
+            for row, request in zip(self._rows, requests, strict=True)
+            if request.needs_prompt_logprobs and request.params.prompt_logprobs is not None
         }
 
-    def step(self) -> tuple[Told, Batch] | None:
-        """Read the next part; once all is read, the answers' first tokens, and the batch in which they go on."""
-        start, end = self._read, min(self._read + self._columns, self._width)
-        keep = 0 if self._found else 1
-        logits = forward(self._model, self._ids[:, start:end], self._mask[:, :end], self._cache, keep)
+    def step(self) -> tuple[StepOutput, Batch] | None:
+        """Read the next chunk; after the last, return the answers' first tokens and their batch."""
+        start, end = self._read, min(self._read + self._chunk, self._width)
+        keep = 0 if self._logprobs else 1
+        logits = _forward(self._model, self._ids[:, start:end], self._mask[:, :end], self._cache, keep)
         self._read = end
         self._score(logits, start, end)
         if end < self._width:
             return None
-        told = {key: tuple(found) for key, found in self._found.items()}
-        for row, sequence in zip(self._rows, self.sequences, strict=True):
-            if sequence.wants_all and sequence.sampling.prompt_logprobs is not None:
-                sequence.prompt_logprobs = told[row, sequence.sampling.prompt_logprobs]
+        for row, request in zip(self._rows, self.requests, strict=True):
+            if request.needs_prompt_logprobs and request.params.prompt_logprobs is not None:
+                request.prompt_logprobs = tuple(self._logprobs[row, request.params.prompt_logprobs])
         if self._rows != list(range(len(self._ids))):  # several answers to one prompt
             index = torch.tensor(self._rows)
             self._cache.batch_select_indices(index)
             self._mask = self._mask[index]
-        batch = Batch(self._model, self.sequences, self._cache, self._mask)
-        return _extend(self.sequences, logits[torch.tensor(self._rows, device=logits.device), -1]), batch
+        batch = Batch(self._model, self.requests, self._cache, self._mask)
+        return _sample(self.requests, logits[torch.tensor(self._rows, device=logits.device), -1]), batch
 
-    def _score(self, logits: Float[Tensor, "rows part vocab"], start: int, end: int) -> None:
-        """Log-probabilities of the tokens that follow those of this part."""
-        for (row, number), found in self._found.items():
+    def _score(self, logits: Float[Tensor, "rows chunk vocab"], start: int, end: int) -> None:
+        """Compute the log-probabilities of the tokens that follow those of this chunk."""
+        for (row, number), logprobs in self._logprobs.items():
             first = int((self._mask[row] == 0).sum())
             for column in range(max(start, first), min(end, self._width - 1)):
-                logprobs = logits[row, column - start].float().log_softmax(dim=-1)
-                found.append(token_logprob(logprobs, int(self._ids[row, column + 1]), number))
+                distribution = logits[row, column - start].float().log_softmax(dim=-1)
+                logprobs.append(token_logprob(distribution, int(self._ids[row, column + 1]), number))
 
 
-def forward(
+class SpeculativeRequest:
+    """A request that has the model to itself and speculates: several tokens per pass of the target."""
+
+    is_open = False
+
+    def __init__(self, model: DivergenceForCausalLM, request: Request, speculation: Speculation, chunk: int) -> None:
+        """Prepare; `chunk` tokens of the prompt are read in a pass."""
+        self.requests = [request]
+        self._model = model
+        self._cache = model.new_cache()
+        ids = torch.tensor([request.tokens], device=model.device)
+        self._length = ids.shape[1]
+        config = GenerationConfig(
+            do_sample=request.params.temperature > 0,
+            max_length=self._length + request.max_tokens - len(request.answer),
+        )
+        config.prefill_chunk_size = chunk
+        config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._decoding = SpeculativeDecoder(
+            model,
+            ids,
+            request.processors,
+            StoppingCriteriaList(),
+            config,
+            {"past_key_values": self._cache},
+            speculation,
+            seed=request.seed(),
+        )
+        self._has_prefilled = False
+
+    @staticmethod
+    def supports(request: Request) -> bool:
+        """Whether a request can speculate: it asks for no log-probabilities and no seeded samples."""
+        params = request.params
+        plain = params.logprobs is None and params.prompt_logprobs is None
+        return plain and (params.temperature == 0 or params.seed is None) and request.max_tokens > 1
+
+    def step(self) -> StepOutput:
+        """Draft, verify, and add the accepted tokens."""
+        _follow_registry(self._model, self._cache)
+        if self._has_prefilled:
+            self._decoding.step()
+        else:
+            self._decoding.prefill()
+            self._has_prefilled = True
+        request = self.requests[0]
+        outputs: StepOutput = []
+        rows = self._decoding.batch.sequences
+        for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
+            output = request.append_token(token, None)
+            outputs.append((request, output))
+            if output.finish_reason:
+                break
+        self._length = rows.lengths[0]
+        return outputs
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Remove the request, if it is among these."""
+        self.requests = [request for request in self.requests if request not in requests]
+
+
+def _forward(
     model: DivergenceForCausalLM,
     input_ids: Int[Tensor, "rows tokens"],
     mask: Int[Tensor, "rows past_and_tokens"],
     cache: DivergenceCache,
     keep: int = 1,
 ) -> Float[Tensor, "rows kept vocab"]:
-    """Steered logits, by the model's own forward; a registry of takedown requests is followed from step to step."""
-    follow_registry(model, cache)
+    """Return steered logits from the model's own forward pass."""
+    _follow_registry(model, cache)
     device = model.device
     output: Any = model(
         input_ids=input_ids.to(device), attention_mask=mask.to(device), past_key_values=cache, logits_to_keep=keep
@@ -144,25 +201,25 @@ def forward(
     return output.logits
 
 
-def follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
-    """Let what comes next be steered by the takedown requests that are in force now."""
+def _follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
+    """Steer the next pass by the takedown requests in force now."""
     if model.takedowns is not None:
         assert cache.takedowns is not None
         model.takedowns.begin(cache.takedowns)
 
 
-def _extend(sequences: Sequence[Running], logits: Float[Tensor, "rows vocab"]) -> Told:
-    greedy = logits.argmax(dim=-1).tolist()  # all at once, since most requests ask for nothing else
-    told: Told = []
-    for place, sequence in enumerate(sequences):
+def _sample(requests: Sequence[Request], logits: Float[Tensor, "rows vocab"]) -> StepOutput:
+    greedy = logits.argmax(dim=-1).tolist()  # for all rows at once: most requests are greedy and need nothing else
+    outputs: StepOutput = []
+    for row, request in enumerate(requests):
         try:
-            plain = sequence.sampling.temperature == 0 and not sequence.processors
-            if sequence.most <= 0:
-                piece: Piece | Exception = sequence.end_empty()
+            if request.max_tokens <= 0:
+                output: RequestOutput | Exception = request.finish_empty()
             else:
-                token = greedy[place] if plain else sequence.choose(logits[place])
-                piece = sequence.take(token, logits[place])
-        except Exception as error:  # of this request alone: the others have their tokens
-            piece = error
-        told.append((sequence, piece))
-    return told
+                plain = request.params.temperature == 0 and not request.processors
+                token = greedy[row] if plain else request.sample(logits[row])
+                output = request.append_token(token, logits[row])
+        except Exception as error:  # fails this request alone; the others have their tokens
+            output = error
+        outputs.append((request, output))
+    return outputs

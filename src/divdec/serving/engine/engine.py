@@ -1,6 +1,6 @@
-"""A steered model that answers many clients: a thread that batches what they ask for, step by step.
+"""Engine: a thread that steps a steered model's scheduler and delivers outputs to asyncio clients.
 
-Nobody can change rule or strength through it. What fails gives an error, never the target's own answer.
+No request can change the rule or its strength. A failure is an error, never an unsteered answer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from divdec.decoding.speculative import Speculation, check_cache
 from divdec.errors import UsageError
 from divdec.fail_closed import wait_for_checks
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.serving.engine.batch import Told
-from divdec.serving.engine.requests import Piece, Sampling
+from divdec.serving.engine.batch import StepOutput
+from divdec.serving.engine.request import Request, RequestOutput, SamplingParams
 from divdec.serving.engine.scheduler import Closing, Scheduler
-from divdec.serving.engine.sequence import Running
 
 __all__ = ["Busy", "Closing", "Engine"]
-LAST_STEP = 10.0  # seconds that a pass may still take when the engine is closed
-LONGEST = 1 << 15  # tokens of prompt and answer where a model names no limit
+LAST_STEP = 10.0  # seconds that a running pass has to finish when the engine is closed
+MAX_MODEL_LEN = 1 << 15  # tokens of prompt and answer for models without a limit
 
 
 class Busy(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class Engine:
-    """Answers requests with one model, at most `rows` at once; the rest waits in order."""
+    """Answers requests with one model; `max_num_seqs` run at once, the others wait in order."""
 
     def __init__(
         self,
@@ -42,22 +41,22 @@ class Engine:
         tokenizer: Any,
         name: str,
         *,
-        rows: int = 32,
-        queue: int = 128,
+        max_num_seqs: int = 32,
+        max_queue: int = 128,
         speculation: Speculation | None = None,
     ) -> None:
-        """Prepare; `start` begins to answer.
+        """Prepare; `start` starts the thread.
 
         Args:
-            model: the steered model; from now on nobody else may change it.
+            model: the steered model; nothing else may change it from now on.
             tokenizer: its tokenizer.
-            name: what clients call it.
-            rows: sequences that decode together at most.
-            queue: sequences that wait at most.
-            speculation: how a request that is alone is decoded; None decodes it like any other.
+            name: model name for clients.
+            max_num_seqs: most sequences that decode together.
+            max_queue: most sequences that wait.
+            speculation: how a request decodes that runs alone; None decodes it without drafts.
 
         Raises:
-            UsageError: the tokenizer cannot show an answer while it grows, or there is nothing to speculate with.
+            UsageError: the tokenizer cannot stream text, or the model cannot speculate.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
@@ -66,45 +65,45 @@ class Engine:
             check_cache(model.new_cache(), model)
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size
-        self.max_model_len: int = model.config.max_position_embeddings or LONGEST
+        self.max_model_len: int = model.config.max_position_embeddings or MAX_MODEL_LEN
         self.steering = model.rule
         self._takedowns = model.takedowns
-        self._queue = queue
-        ends: Any = model.generation_config.eos_token_id
-        self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
-        self._scheduler = Scheduler(model, rows, speculation)
+        self._max_queue = max_queue
+        eos: Any = model.generation_config.eos_token_id
+        self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self._scheduler = Scheduler(model, max_num_seqs, speculation)
         self._changed = threading.Condition()
-        self._closing = self._ended = False
-        self._thread = threading.Thread(target=self._work, name=f"engine {name}", daemon=True)
+        self._closing = self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
 
     @property
     def running(self) -> int:
-        """How many sequences are being read or answered."""
+        """Number of sequences that are prefilling or decoding."""
         return self._scheduler.running
 
     @property
     def waiting(self) -> int:
-        """How many sequences nobody has begun with, those not counted whose clients have gone."""
-        return sum(not sequence.cancelled for sequence in list(self._scheduler.waiting))
+        """Number of queued sequences, without those whose clients have gone."""
+        return sum(not request.aborted for request in list(self._scheduler.waiting))
 
     @property
     def prompt_tokens_total(self) -> int:
-        """Tokens of prompts that were read."""
-        return self._scheduler.counts.prompt_tokens
+        """Prompt tokens read so far."""
+        return self._scheduler.prompt_tokens
 
     @property
     def generated_tokens_total(self) -> int:
-        """Tokens that were answered."""
-        return self._scheduler.counts.generated_tokens
+        """Tokens generated so far."""
+        return self._scheduler.generated_tokens
 
     @property
     def steps_total(self) -> int:
-        """Forward passes."""
-        return self._scheduler.counts.steps
+        """Forward passes so far."""
+        return self._scheduler.steps
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """Whether requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
     @property
@@ -113,92 +112,105 @@ class Engine:
         return None if self._takedowns is None else len(self._takedowns.snapshot().state.entries)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread."""
         self._thread.start()
 
     def begin_closing(self) -> None:
-        """Take no more requests; what was accepted goes on."""
+        """Accept no more requests; accepted ones continue."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
-    async def close(self, seconds: float) -> None:
-        """Take no more requests, let those accepted go on so long, end the rest with `Closing`, and stop."""
+    async def close(self, timeout: float) -> None:
+        """Accept no more requests, let accepted ones finish within `timeout` seconds, end the rest with `Closing`."""
         self.begin_closing()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout
         while self._thread.is_alive() and self._scheduler.has_work and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         with self._changed:
-            self._ended = True
+            self._stopped = True
             self._changed.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, LAST_STEP)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
-        """Answer a prompt piece by piece; to close the generator is to cancel the request.
-
-        Args:
-            prompt: token ids, at least one.
-            sampling: how.
+    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request from an event loop, on which its outputs arrive.
 
         Raises:
-            Busy: too many wait.
+            Busy: the queue is full.
             Closing: the engine is shutting down.
-            UsageError: the prompt is empty, or leaves no room for an answer.
-            FailedClosed: the model could not be steered.
+            UsageError: the prompt is empty or too long, or holds a token id outside the vocabulary.
         """
         if not prompt or not all(0 <= token < self.vocab_size for token in prompt):
             raise UsageError(f"a prompt needs at least one token, and ids from 0 to {self.vocab_size - 1}")
-        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
+        if len(prompt) + min(params.max_tokens, 1) > self.max_model_len:
             raise UsageError(f"the prompt has {len(prompt)} tokens; the model has {self.max_model_len} positions")
         loop = asyncio.get_running_loop()
-        running = Running(prompt, sampling, self.tokenizer, self._ends, self.max_model_len, loop)
+        request = Request(prompt, params, self.tokenizer, self._eos_token_ids, self.max_model_len, loop)
         with self._changed:
             if self._closing:
                 raise Closing(self.name)
-            if self.waiting >= self._queue:
+            if self.waiting >= self._max_queue:
                 raise Busy(self.name)
-            self._scheduler.waiting.append(running)
+            self._scheduler.add_request(request)
             self._changed.notify()
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Drop a request before the next step."""
+        request.aborted = True
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt and yield its outputs; closing the generator aborts the request.
+
+        Args:
+            prompt: token ids.
+            params: sampling parameters.
+
+        Raises:
+            Busy, Closing, UsageError: see `add_request`.
+            FailedClosed: the model could not be steered.
+        """
+        request = self.add_request(prompt, params)
         try:
             while True:
-                piece = await running.pieces.get()
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
-                if piece.finish_reason is not None:
+                output = await request.outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
                     return
         finally:
-            running.cancelled = True
+            self.abort(request)
 
-    def _work(self) -> None:
-        wait_for_checks()  # what one request does to the numbers must not cost the device to all
+    def _run(self) -> None:
+        wait_for_checks()  # an assertion on the device would end it for all requests
         try:
             with torch.inference_mode():
                 while self._wait_for_work():
                     _deliver(self._scheduler.step())
         finally:
-            # Also where something ended the thread that nobody foresaw: who waits must hear of it.
+            # Also after an unforeseen error: waiting clients must receive it.
             self.begin_closing()
-            _deliver(self._scheduler.end(Closing(self.name)))
+            _deliver(self._scheduler.abort_all(Closing(self.name)))
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._ended or self._scheduler.has_work):
+            while not (self._stopped or self._scheduler.has_work):
                 self._changed.wait()
-            return not self._ended
+            return not self._stopped
 
 
-def _deliver(told: Told) -> None:
-    """Hand over what a step gave, with one call a loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, Told] = {}
-    for running, piece in told:
-        by_loop.setdefault(running.loop, []).append((running, piece))
-    for loop, pieces in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody listens
-            loop.call_soon_threadsafe(_put, pieces)
+def _deliver(outputs: StepOutput) -> None:
+    """Put outputs into their requests' queues, with one call per event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, StepOutput] = {}
+    for request, output in outputs:
+        by_loop.setdefault(request.loop, []).append((request, output))
+    for loop, own in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_put, own)
 
 
-def _put(told: Told) -> None:
-    for running, piece in told:
-        running.pieces.put_nowait(piece)
+def _put(outputs: StepOutput) -> None:
+    for request, output in outputs:
+        request.outputs.put_nowait(output)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
-    from divdec.takedowns.live import Takedowns
+    from divdec.experts.correction import Correction
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 
@@ -102,7 +102,7 @@ class BundleParts:
     """Configuration of each part's language model."""
     ngrams: CombinedExperts | None
     """n-grams with their weight; None if the bundle names none."""
-    takedowns: Takedowns | None
+    takedowns: Correction | None
     """Registry to follow, or None."""
 
     @property

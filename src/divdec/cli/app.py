@@ -1,0 +1,219 @@
+"""The commands in their order, and how their errors become one line of text and an exit code.
+
+Exit codes: 0 done; 1 a failed run; 2 unusable input, or a run that was stopped and can be resumed; 3 the result was
+measured and does not do what it is for (train, calibrate, distill); 130 interrupted.
+Modules of commands import torch and transformers inside their functions, so that `divdec --help` is instant.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+)
+from cyclopts.config import Yaml
+from cyclopts.help import DefaultFormatter
+
+from divdec.cli import (
+    baseline,
+    bundle,
+    calibrate,
+    chat,
+    cost,
+    demo,
+    distill,
+    doctor,
+    generate,
+    image,
+    ngram,
+    playground,
+    remote,
+    results,
+    serve,
+    takedown,
+    train,
+)
+from divdec.cli import (
+    eval as evaluation,
+)
+from divdec.errors import Diverged, FailedClosed, UsageError
+
+PRODUCT = (
+    demo.demo, train.train, bundle.bundle, generate.generate, chat.chat, serve.serve, playground.playground,
+    remote.remote, ngram.ngram, takedown.app, calibrate.calibrate, distill.distill, cost.cost, doctor.doctor,
+)  # fmt: skip
+RESEARCH = (
+    evaluation.evaluate, results.app, baseline.app, baseline.compare, distill.gradient_depth, image.app, cost.bench,
+)  # fmt: skip
+EPILOGUE = """\
+`divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few
+minutes.
+
+Exit codes: 0 done; 1 failed; 2 unusable input, or a stopped run that can be resumed; 3 the result was measured and
+does not do what it is for (train, calibrate, distill); 130 interrupted."""
+OPTIONS = Group("Options of every command", sort_key=99)
+# Options that do not exist, and what does the same.
+INSTEAD = {
+    "--alpha": "--steering linear:ALPHA (such as linear:1.5)",
+    "--k": "--steering rank:K (such as rank:20)",
+    "--learning-rate": "--lr",
+    "--model": "the bundle's path as the first argument",
+}
+# How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
+DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _version() -> str:
+    from divdec import __version__
+
+    return f"divdec {__version__}"
+
+
+def _shown_default(value: Any) -> str | None:
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+app = App(
+    name="divdec",
+    help="Make a language model behave as if it had never seen a set of documents.",
+    help_epilogue=EPILOGUE,
+    help_format="markdown",
+    help_formatter=DefaultFormatter(show_metavar=False),
+    version=_version,
+    default_parameter=Parameter(negative=(), consume_multiple=True, show_default=_shown_default),
+)
+for flag in ("--help", "--version"):
+    app[flag].group = OPTIONS
+for group, commands in (
+    (Group("Train, decode and serve", sort_key=1), PRODUCT),
+    (Group("Research", sort_key=2), RESEARCH),
+):
+    for number, command in enumerate(commands):
+        if isinstance(command, App):
+            command.group, command.sort_key, command.help_epilogue = group, number, ""
+            app.command(command)
+        else:
+            name = "eval" if command is evaluation.evaluate else None
+            app.command(command, name=name, group=group, sort_key=number, help_epilogue="")
+
+
+@app.meta.default
+def _run(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(group=OPTIONS, help="YAML file of options.")] = None,
+) -> Any:
+    """Read options from `config`, then run the command."""
+    if config is not None and not config.is_file():
+        raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
+    file = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
+    app.config = (*file, _check_whole_numbers)
+    return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 where a whole number is accepted, which cyclopts would round."""
+    for argument in arguments:
+        kinds = {argument.hint, *get_args(argument.hint)}
+        for token in argument.tokens if int in kinds and float not in kinds else ():
+            if not token.value.lstrip("+-").isdecimal():
+                raise UsageError(f"{argument.name} is {token.value!r}; accepted: a whole number")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: what follows the program's name; the process's own arguments by default.
+
+    Returns:
+        The exit code.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    chain, apps, unused = app.parse_commands(tokens)
+    name = " ".join(("divdec", *chain))
+    # Libraries' notes to their own developers are noise to a user; errors reach the user as errors.
+    warnings.simplefilter("ignore")
+    try:
+        if apps[-1].default_command is None and not unused:
+            app.meta([*chain, "--help"], exit_on_error=False, result_action="return_value")
+            return 2
+        return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
+    except CycloptsError as error:
+        return _fail(f"{name}: {_describe(error)} (`{name} --help` shows the options)")
+    except (UsageError, FailedClosed) as error:
+        return _fail(f"{name}: {error}")
+    except Diverged as error:
+        return _fail(f"{name}: {error}", code=1)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+    except KeyboardInterrupt:
+        return _fail(f"{name}: interrupted", code=130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if message := _resumable(error):
+            return _fail(f"{name}: {message}")
+        raise
+
+
+def _describe(error: CycloptsError) -> str:
+    """Say in one line what was given and what is accepted, with the option as it is typed."""
+    error.verbose = False
+    if isinstance(error, UnknownOptionError) and error.token.keyword in INSTEAD:
+        return f"there is no option {error.token.keyword}; use {INSTEAD[error.token.keyword]}"
+    if type(error) is MissingArgumentError and error.argument is not None:
+        name = error.argument.name
+        missing = name.removeprefix("--") if error.argument.index is not None else name
+        return f"{error.keyword} needs a value" if error.keyword else f"{missing} is required"
+    if isinstance(error, CoercionError) and error.token is not None and error.argument is not None:
+        accepted = _accepted(error.argument.hint)
+        if accepted is not None:
+            given = "" if error.token.source in ("", "cli") else f" in {error.token.source}"
+            name = error.argument.name if error.argument.index is None else error.argument.name.removeprefix("--")
+            return f"{name} is {error.token.value!r}{given}; accepted: {accepted}"
+    return " ".join(str(error).split())
+
+
+def _accepted(hint: Any) -> str | None:
+    """Say which values a type accepts; None for a type without a name among users."""
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (tuple, list):
+        return _accepted(get_args(hint)[0])
+    if members := [member for member in get_args(hint) if member not in (type(None), ...)]:
+        words = [_accepted(member) for member in members if not isinstance(member, Parameter)]
+        return None if None in words else " or ".join(dict.fromkeys(word for word in words if word))
+    return KINDS.get(hint)
+
+
+def _resumable(error: Exception) -> str | None:
+    """Say how to resume a run that was stopped from outside; None where the program itself has failed."""
+    # Known by its name: the class lives beside torch, which an error of another command need not load.
+    if type(error).__name__ == "Interrupted":
+        return f"{error}; the same command resumes it"
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if full or any(words in str(error).lower() for words in DISK_FULL):
+        return "the disk is full; make room and run the same command again: finished parts are kept"
+    return None
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(message, file=sys.stderr)
+    return code

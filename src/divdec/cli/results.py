@@ -1,0 +1,363 @@
+"""`divdec results`: aggregate scores, a one-page report, and the paper's figures from evaluation results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cyclopts import App, Parameter
+
+from divdec.errors import UsageError
+from divdec.options import Overwriting, Printing, Resampling
+from divdec.runs import check_output_file
+
+if TYPE_CHECKING:
+    from divdec.evaluation.aggregate import Scores
+    from divdec.evaluation.results import Results
+    from divdec.report.scores import Scorer
+
+# Stands in the head of every page, so that --overwrite replaces no other file.
+GENERATOR = '<meta name="generator" content="divdec report">'
+TITLES = {
+    "agg": "Agg",
+    "agg_without_privacy": "Agg w/o Priv",
+    "mem": "Mem",
+    "priv": "Priv",
+    "utility": "Utility",
+    "verbmem_distance": "Verbatim distance %",
+    "knowmem_distance": "Knowledge distance %",
+}
+LOWER_IS_BETTER = ("verbmem_distance", "knowmem_distance")  # 100 % is the target, 0 the retrained model
+
+app = App(name="results", help="Aggregate, tabulate and plot what `divdec eval` or OpenUnlearning measured.")
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring(Resampling):
+    """How aggregates and their intervals are computed."""
+
+    variant: Literal["paper", "dd-repo", "relative"] = "paper"
+    """Computation of TOFU's aggregates: as the paper's text says, as its tables were computed, or with attacks relative
+    to the retrained model's AUC. Published summaries allow dd-repo alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One result's scores, as they are printed."""
+
+    name: str
+    folder: str
+    scores: Scores
+    intervals: dict[str, tuple[float, float] | None] | None
+    """By score; None without any interval."""
+    why_no_interval: str | None
+
+    def as_json(self, suite: str, scoring: Scoring) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        missing = {"ci": self.why_no_interval} if self.why_no_interval else {}
+        return {
+            "name": self.name,
+            "folder": self.folder,
+            **_variant(suite, scoring),
+            **self.scores.values,
+            "ci": self.intervals,
+            "level": scoring.level,
+            "reason": self.scores.reasons | missing,
+            "notes": list(self.scores.notes),
+        }
+
+
+@app.command(sort_key=1)
+def score(
+    suite: Literal["tofu", "muse"],
+    results: tuple[str, ...],
+    *,
+    target: str,
+    retrain: str,
+    latex: bool = False,
+    scoring: Scoring = Scoring(),
+    printing: Printing = Printing(),
+) -> None:
+    r"""Aggregate results: TOFU's Mem, Priv, Utility and Agg, or MUSE's distances, with bootstrap intervals.
+
+    For example:
+
+        divdec results score tofu runs/linear runs/rank \
+          --target runs/target --retrain runs/retrain
+
+    Args:
+        suite: Benchmark of the results: tofu or muse.
+        results: Folders that `divdec eval` or OpenUnlearning wrote. A *_SUMMARY.json is enough; intervals need items.
+        target: Results of the target, held fixed in the intervals.
+        retrain: Results of the model retrained without the forget set, held fixed in the intervals.
+        latex: Print a LaTeX table (booktabs).
+        scoring: how aggregates are computed.
+        printing: format of the table.
+    """
+    from divdec.evaluation.aggregate import UTILITY, Bootstrap
+    from divdec.report.scores import Scorer
+
+    if printing.json and latex:
+        raise UsageError("give --json or --latex, not both")
+    target_results, retrain_results = (_read(folder, suite) for folder in (target, retrain))
+    if suite == "tofu" and target_results.figures.get(UTILITY) is None:
+        raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
+    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
+    scorer = Scorer(target_results, retrain_results, scoring.variant, bootstrap)
+    rows = [_row(folder, _read(folder, suite), scorer) for folder in results]
+    if printing.json:
+        print(json.dumps([row.as_json(suite, scoring) for row in rows], indent=2, ensure_ascii=False))
+    else:
+        (_print_latex if latex else _print_table)(rows, suite, scoring)
+
+
+@app.command(sort_key=2)
+def report(
+    results: tuple[str, ...],
+    *,
+    target: str | None = None,
+    retrain: str | None = None,
+    output: str = "report.html",
+    examples: int = 8,
+    scoring: Scoring = Scoring(),
+    overwriting: Overwriting = Overwriting(),
+    printing: Printing = Printing(),
+) -> None:
+    r"""Write one HTML page: scores with intervals, plots, and answers side by side.
+
+    For example:
+
+        divdec results report runs/sweep --target runs/target \
+          --retrain runs/retrain --output report.html
+
+    Args:
+        results: Folders that `divdec eval` or OpenUnlearning wrote, or that hold such folders. A *_SUMMARY.json is
+            enough; intervals, ROC curves and answers need items.
+        target: Results of the target, held fixed in the intervals.
+        retrain: Results of the model retrained without the forget set, held fixed in the intervals.
+        output: The page.
+        examples: Number of questions shown with their answers.
+        scoring: how aggregates are computed.
+        overwriting: whether an earlier page is replaced.
+        printing: format of the summary.
+    """
+    from divdec.evaluation.aggregate import Bootstrap
+    from divdec.report.collect import collect
+    from divdec.report.evaluation import content_of, write_report
+
+    if examples < 0:
+        raise UsageError(f"--examples is {examples}; accepted: 0 or more")
+    file = Path(output).expanduser()
+    check_output_file(
+        file,
+        overwriting.overwrite,
+        lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace"),
+    )
+    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
+    content = content_of(collect(results, target, retrain), scoring.variant, bootstrap, examples)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(file, content)
+    if printing.json:
+        rows = [row.as_json() for row in content.rows]
+        about = {"report": str(file), "suite": content.suite, **_variant(content.suite, scoring)}
+        print(json.dumps({**about, "level": scoring.level, "rows": rows}, indent=2, ensure_ascii=False))
+        return
+    for line in content.left_out:
+        print(f"not on the page: {line}")
+    print(f"report: {file}")
+
+
+@app.command(sort_key=3)
+def plot(
+    results: tuple[str, ...] = (),
+    *,
+    figure: str | None = None,
+    output: str | None = None,
+    list_figures: bool = False,
+    target: str | None = None,
+    retrain: str | None = None,
+    scoring: Scoring = Scoring(),
+    overwriting: Overwriting = Overwriting(),
+    printing: Printing = Printing(),
+) -> None:
+    """Draw one of the paper's figures, from results or from the paper's published result files.
+
+    For example:
+
+        divdec results plot runs/compare --figure tofu-bars --output bars.svg
+
+    Args:
+        results: Folders that divdec or the paper's code wrote, or that hold such folders.
+        figure: Name of the figure; --list-figures shows them.
+        output: The picture, .svg or .png; FIGURE.svg by default.
+        list_figures: List the figures with what each is drawn from.
+        target: Results of the target, if no folder is named so.
+        retrain: Results of the model retrained without the forget set, if no folder is named so.
+        scoring: how aggregates are computed.
+        overwriting: whether an earlier picture is replaced.
+        printing: format of the summary.
+    """
+    from divdec.report.plots.canvas import check_format
+    from divdec.research.figures import KNOWN, known
+
+    if list_figures:
+        _list_figures(KNOWN, printing)
+        return
+    if not results:
+        raise UsageError("results is required: folders to draw from (--list-figures shows which)")
+    if figure is None:
+        raise UsageError(f"--figure is required; accepted: {', '.join(KNOWN)}")
+    spec = known(figure)
+    file = Path(output or f"{figure}.svg").expanduser()
+    check_format(file)
+    check_output_file(file, overwriting.overwrite)
+
+    from divdec.report.plots import style, write_figure
+    from divdec.research.figures.drawn import Asked
+
+    request = Asked(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
+    with style(f"divdec-{figure}"):
+        drawn = spec.draw(request)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_figure(file, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
+    if printing.json:
+        content = {"figure": figure, "output": str(file), "title": drawn.title}
+        print(json.dumps({**content, "description": drawn.description, "sources": drawn.sources}, ensure_ascii=False))
+        return
+    print(drawn.description, file=sys.stderr)
+    print(f"{file} (from {len(drawn.sources)} file{'s' if len(drawn.sources) > 1 else ''})")
+
+
+def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
+    if printing.json:
+        print(json.dumps({name: dataclasses.asdict(one) for name, one in figures.items()}, ensure_ascii=False))
+        return
+    for name, one in figures.items():
+        print(f"{name}\n  {one.shows}\n  from {one.needs}")
+
+
+def _variant(suite: str, scoring: Scoring) -> dict[str, str]:
+    return {"variant": scoring.variant} if suite == "tofu" else {}
+
+
+def _read(folder: str, suite: str) -> Results:
+    from divdec.evaluation.results import read_results
+
+    results = read_results(folder)
+    if results.suite != suite:
+        raise UsageError(f"{folder} holds results of {results.suite}, but {suite} was asked for")
+    return results
+
+
+def _row(folder: str, results: Results, scorer: Scorer) -> Row:
+    """Score one result.
+
+    Raises:
+        UsageError: no aggregate can be computed.
+    """
+    scored = scorer.scored(results, aggregates_alone=True)
+    scores = scored.scores
+    if all(value is None for value in scores.values.values()):
+        reasons = "; ".join(dict.fromkeys(scores.reasons.values()))
+        raise UsageError(f"{folder} has no figures that can be scored: {reasons}")
+    name = Path(folder).expanduser().absolute().name
+    if not results.items:
+        return Row(name, folder, scores, None, "the folder holds figures only, no items")
+    intervals = {part: scored.intervals.get(part) for part in scores.values}
+    why = "; ".join(dict.fromkeys(scored.lacking.values())) or None
+    return Row(name, folder, scores, intervals if any(intervals.values()) else None, why)
+
+
+def _print_table(rows: Sequence[Row], suite: str, scoring: Scoring) -> None:
+    """Print a table, and below it what is missing from it and why."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"{_subject(suite, scoring)}\n{_method(rows, scoring)}")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("result", overflow="fold")
+    columns = list(rows[0].scores.values)
+    for column in columns:
+        table.add_column(TITLES[column], justify="right")
+    digits = 3 if suite == "tofu" else 1
+    for row, name in zip(rows, _names(rows), strict=True):
+        table.add_row(Text(name), *(Text(_cell(row, column, digits, "–")) for column in columns))
+    # A file or a pipe has no width to fit.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    for reason, names in _explanations(rows).items():
+        print(f"{reason} ({names})")
+
+
+def _print_latex(rows: Sequence[Row], suite: str, scoring: Scoring) -> None:
+    """Print a `table` environment for booktabs, after comments on how it was computed."""
+    columns = list(rows[0].scores.values)
+    arrows = [r"$\downarrow$" if column in LOWER_IS_BETTER else r"$\uparrow$" for column in columns]
+    heads = [f"{_escape(TITLES[column])} {arrow}" for column, arrow in zip(columns, arrows, strict=True)]
+    digits = 2 if suite == "tofu" else 1
+    body = [
+        " & ".join([_escape(name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
+        for row, name in zip(rows, _names(rows), strict=True)
+    ]
+    notes = [f"% {reason} ({names})" for reason, names in _explanations(rows).items()]
+    caption = rf"  \caption{{{_escape(_subject(suite, scoring))}. {_escape(_method(rows, scoring))}.}}"
+    lines = [
+        *notes, r"\begin{table}", r"  \centering", caption, rf"  \begin{{tabular}}{{l{'r' * len(columns)}}}",
+        r"\toprule", rf"{' & '.join(['Result', *heads])} \\", r"\midrule", *body, r"\bottomrule", r"  \end{tabular}",
+        r"\end{table}",
+    ]  # fmt: skip
+    print("\n".join(lines))
+
+
+def _subject(suite: str, scoring: Scoring) -> str:
+    if suite == "tofu":
+        return f"TOFU, variant {scoring.variant}"
+    return "MUSE, distance to the retrained model, the target's = 100 %"
+
+
+def _method(rows: Sequence[Row], scoring: Scoring) -> str:
+    if not any(row.intervals for row in rows):
+        return "point values"
+    return (
+        f"{100 * scoring.level:g} % percentile bootstrap intervals ({scoring.draws} draws, seed {scoring.seed}), "
+        "target and retrain held fixed"
+    )
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Return the folders' names, or whole paths where two names are the same."""
+    names = [row.name for row in rows]
+    return names if len(set(names)) == len(names) else [row.folder for row in rows]
+
+
+def _cell(row: Row, column: str, digits: int, nothing: str) -> str:
+    value = row.scores.values[column]
+    if value is None:
+        return nothing
+    interval = (row.intervals or {}).get(column)
+    ends = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval else ""
+    return f"{value:.{digits}f}{ends}"
+
+
+def _explanations(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what is missing and why, with the names of the rows concerned."""
+    explanations: dict[str, list[str]] = {}
+    for row, name in zip(rows, _names(rows), strict=True):
+        lines = [f"no {TITLES[part]}: {reason}" for part, reason in row.scores.reasons.items()]
+        lines += row.scores.notes
+        lines += [f"no intervals: {row.why_no_interval}"] if row.why_no_interval else []
+        for line in lines:
+            explanations.setdefault(line, []).append(name)
+    return {line: ", ".join(names) for line, names in explanations.items()}
+
+
+def _escape(text: str) -> str:
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub(r"[\\&%$#_{}~^]", lambda match: special.get(match[0], f"\\{match[0]}"), text)

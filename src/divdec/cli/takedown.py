@@ -1,0 +1,247 @@
+"""`divdec takedown`: a registry of takedown requests, which running models follow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import App
+
+from divdec.cli.loading import check_not_bundle
+from divdec.errors import UsageError
+from divdec.options import Flag, Printing
+
+if TYPE_CHECKING:
+    from divdec.data.records import RecordSet
+    from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import TakedownRequest
+
+app = App(name="takedown", help="Take texts down from running models: a registry of requests.")
+
+
+@app.command(sort_key=1)
+def init(registry: str, *, target: str, retain: str, order: int = 5, printing: Printing = Printing()) -> None:
+    """Create a registry.
+
+    For example:
+
+        divdec takedown init takedowns --target models/target --retain retain.jsonl
+
+    Args:
+        registry: The registry's folder.
+        target: The model to be steered: a folder or hub id. Requests are measured on it.
+        retain: Texts like those that the model may repeat: a .jsonl, .json, .txt file or a folder.
+        order: Length of the longest n-grams, 2 to 5: the longer, the less other text is affected.
+        printing: format of the result.
+    """
+    from tqdm.auto import tqdm
+
+    from divdec.data.records import read_records
+    from divdec.model.checkpoint import CheckpointReference
+    from divdec.takedowns.keys import ENVIRONMENT, KEY_FILE
+    from divdec.takedowns.registry import Registry
+
+    check_not_bundle(target, "--target")
+    CheckpointReference.parse(target).resolve(Path(), weights=False)
+    records = read_records(retain)
+    with tqdm(desc="counting", unit="token", unit_scale=True, disable=None, file=sys.stderr) as bar:
+        Registry.create(registry, records, target, order=order, progress=bar.update)
+    file = Path(registry) / KEY_FILE
+    key = str(file) if file.is_file() else f"${ENVIRONMENT}"
+    _print(
+        printing,
+        {"registry": registry, "key": key},
+        f"registry: {registry}\nkey: {key} (keep a copy elsewhere: without it nothing can be steered)\n"
+        f"next: divdec bundle --target {target} --registry {registry} --output …",
+    )
+
+
+@app.command(sort_key=2)
+def add(
+    registry: str,
+    *,
+    id: str,
+    file: str,
+    reference: str = "",
+    target: str | None = None,
+    no_measure: Flag = False,
+    printing: Printing = Printing(),
+) -> int:
+    """Add a request: the texts of a file are no longer repeated.
+
+    Exit code 1: the request is in force, and the target was measured to repeat some of its passages.
+
+    For example:
+
+        divdec takedown add takedowns --id case-17 --file article.txt
+
+    Args:
+        registry: The registry's folder.
+        id: Name of the request.
+        file: Texts that must not be repeated: a .txt, .jsonl or .json file, or a folder.
+        reference: The requester's own reference, such as 'letter of 3 May'.
+        target: Where the target is now, if it has moved.
+        no_measure: Do not measure whether the target still repeats the texts, where it cannot be loaded; the registry
+            records it.
+        printing: format of the result.
+    """
+    from divdec.data.records import read_records
+    from divdec.takedowns.registry import Registry
+
+    opened = Registry(registry)
+    checkpoint = None if no_measure else _find_target(target, opened)
+    texts = read_records(file)
+    entry = opened.add(id, texts, reference)
+    lines = [f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"]
+    if entry.held:
+        copies = "a copy" if entry.copies == 1 else f"up to {entry.copies} copies"
+        lines.append(f"the retain set holds {copies} of passages of these texts, left out of it from now on")
+    if entry.spans:
+        spans = "a shorter span" if entry.spans == 1 else f"{entry.spans} shorter spans"
+        lines.append(
+            f"the retain set shares {spans} with these texts, which may be repeated: is a text almost the same?"
+        )
+    if checkpoint is None:
+        lines.append("not measured on the target (--no-measure): it may still repeat the texts")
+        _print(printing, vars(entry), "\n".join(lines))
+        return 0
+    if not printing.json:
+        print("\n".join(lines), flush=True)  # in force: loading the target may take a while
+    from divdec.evaluation.verbatim import measured_text  # loads torch
+
+    measured = _measure(opened, entry, texts, checkpoint)
+    _print(printing, vars(entry) | {"measured": measured}, measured_text(measured))
+    return 1 if measured["recited_after"] else 0
+
+
+@app.command(sort_key=3)
+def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
+    """Withdraw a request.
+
+    For example:
+
+        divdec takedown remove takedowns --id case-17
+
+    Args:
+        registry: The registry's folder.
+        id: Name of the request.
+        printing: format of the result.
+    """
+    from divdec.takedowns.registry import Registry
+
+    entry = Registry(registry).remove(id)
+    _print(printing, vars(entry), f"{entry.id}: withdrawn")
+
+
+@app.command(name="list", sort_key=4)
+def list_requests(registry: str, *, history: bool = False, printing: Printing = Printing()) -> None:
+    """List the requests in force.
+
+    For example:
+
+        divdec takedown list takedowns
+
+    Args:
+        registry: The registry's folder.
+        history: List all events instead.
+        printing: format of the list.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from divdec.takedowns.registry import Registry
+
+    opened = Registry(registry)
+    entries = opened.entries()
+    rows: list[dict[str, Any]] = opened.history() if history else [vars(entry) for entry in entries]
+    if printing.json:
+        print(json.dumps({"events" if history else "requests": rows}, ensure_ascii=False))
+        return
+    columns = ("sequence", "time", "action", "id")
+    if not history:
+        columns = ("id", "time", "reference", "tokens", "ngrams", "recited")
+        rows = [row | {"recited": _recited(row["measured"])} for row in rows]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        cells = (row.get(name, "") for name in columns)
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells))
+    if rows:
+        Console(width=max(Console().width, 80)).print(table)
+    print(f"{len(entries)} request{'s' if len(entries) != 1 else ''} in force, at strength {opened.strength:g}")
+
+
+@app.command(sort_key=5)
+def verify(registry: str, *, printing: Printing = Printing()) -> int:
+    """Check that a registry is intact; exit code 1 if it is not.
+
+    For example:
+
+        divdec takedown verify takedowns
+
+    Args:
+        registry: The registry's folder.
+        printing: format of the result.
+    """
+    from divdec.takedowns.registry import Registry
+
+    opened = Registry(registry)
+    problems = opened.verify()
+    if problems:
+        _print(printing, {"whole": False, "problems": problems}, "\n".join(problems))
+        return 1
+    differences, entries, strength = opened.differences(), opened.entries(), opened.strength
+    measured = [entry for entry in entries if entry.measured is not None and entry.measured["passages"]]
+    lines = ["the registry is whole"]
+    if entries:
+        weakest = max(differences, key=lambda name: differences[name])
+        lines += [
+            f"in force: {len(entries)}, at strength {strength:g}; at their own n-grams q scores less than p by "
+            f"{-differences[weakest]:.2f} or more on average (1: only p knows them; least: {weakest})",
+            f"measured on the target when added, with nothing recited: {len(measured)}; not measured: "
+            f"{len(entries) - len(measured)}. The target was not asked now",
+        ]
+    content = {"whole": True, "problems": [], "strength": strength, "divergences": differences}
+    _print(printing, content | {"not_measured": len(entries) - len(measured)}, "\n".join(lines))
+    return 0
+
+
+def _find_target(target: str | None, registry: Registry) -> Path:
+    """Return the folder of the model that a request is measured on."""
+    from divdec.model.checkpoint import CheckpointReference
+
+    try:
+        if target is not None:
+            return CheckpointReference.parse(target).resolve(Path(), weights=True)
+        return registry.target()
+    except UsageError as error:
+        raise UsageError(
+            f"{error}; nothing was added: say where the target is (--target), or --no-measure where it cannot be loaded"
+        ) from None
+
+
+def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
+    from divdec.cli.loading import device_map, quiet
+    from divdec.evaluation.verbatim import measure
+    from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
+
+    quiet()
+    try:
+        check_weights(checkpoint)
+        target = load_model(checkpoint, dtype="auto", device_map=device_map("auto")).eval()
+        return measure(registry, entry, texts, target, load_tokenizer(checkpoint), progress=True)
+    except UsageError as error:
+        raise UsageError(f"{entry.id} is in force, but could not be measured: {error}") from None
+
+
+def _recited(measured: dict[str, Any] | None) -> str:
+    if measured is None or not measured["passages"]:
+        return "not measured"
+    return f"{measured['recited_before']} → {measured['recited_after']} of {measured['passages']}"
+
+
+def _print(printing: Printing, content: dict[str, Any], text: str) -> None:
+    print(json.dumps(content, ensure_ascii=False) if printing.json else text)

@@ -1,0 +1,80 @@
+"""Corrections of the target's logits, and how a bundle's registry of takedown requests is opened.
+
+`divdec.takedowns` implements the protocol and registers its function here; `divdec.model` calls it. Importing this
+module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from divdec.errors import FailedClosed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache
+
+    from divdec.experts.protocol import TokenPredictor
+
+
+@runtime_checkable
+class Correction(Protocol):
+    """What is added to the target's logits before the rule and the experts steer them."""
+
+    folder: Path
+    """Where the registry lies."""
+    id: str
+    """Which registry it is, wherever it lies."""
+    tokenizer_sha256: str
+    """Digest of the vocabulary that its n-grams are of."""
+    vocab_size: int
+    """Width of the correction."""
+
+    @property
+    def retain(self) -> TokenPredictor:
+        """n-grams of texts that the model may repeat; they can draft tokens."""
+        ...
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache, which `correction` fills."""
+        ...
+
+    def begin(self, cache: Cache) -> None:
+        """Let an answer that continues from a cache follow the newest state of the registry."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Return the newest state of the registry."""
+        ...
+
+    def correction(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Return the correction after each of the last `logits_to_keep` tokens, float32 [batch, positions, vocab]."""
+        ...
+
+
+_functions: list[Callable[[Path], Correction]] = []
+
+
+def register_registry(function: Callable[[Path], Correction]) -> None:
+    """Set the function that opens the folder of a registry."""
+    _functions[:] = [function]
+
+
+def open_registry(folder: Path) -> Correction:
+    """Open the folder of a registry.
+
+    Raises:
+        UsageError: it is no registry, or its key is missing or another one's.
+        FailedClosed: it is damaged, or nothing here can open registries.
+    """
+    if not _functions:
+        raise FailedClosed(f"{folder} is a registry of takedown requests, and divdec.takedowns was not imported")
+    return _functions[0](folder)

@@ -1,0 +1,248 @@
+"""A request to the engine: sampling parameters, state, and outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from divdec.decoding.processors import SteeredProcessors
+from divdec.decoding.speculative import PositionalRandom
+from divdec.decoding.text import AnswerText
+from divdec.sampling import pick
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request. The server checks their ranges; the rule is not among them."""
+
+    max_tokens: int
+    """Longest answer, in tokens; 0 only scores the prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all."""
+    min_p: float = 0.0
+    """Least probability of a token, relative to the likeliest one's."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Both penalties count the tokens of the answer, not of the prompt, as the OpenAI API defines them."""
+    repetition_penalty: float = 1.0
+    """Counts the tokens of prompt and answer (Keskar et al. 2019)."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+    """Makes the answer reproducible; None draws a seed."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these texts."""
+    ignore_eos: bool = False
+    """Continue after the end-of-sequence token."""
+    logprobs: int | None = None
+    """Number of likeliest tokens per generated token; None returns no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token under the steered model, before temperature, penalties and biases."""
+
+    token: int
+    logprob: float
+    """At least `LOWEST`."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens at this position, in descending order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """New part of an answer."""
+
+    text: str = ""
+    """Whole characters; empty while a character is incomplete or a stop string may have begun."""
+    tokens: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Where each token begins in the answer's text, in characters."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token, if requested."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In the first output, if requested; None for the first token, which follows nothing."""
+    finish_reason: str | None = None
+    """'stop' or 'length' in the last output."""
+
+
+class Request:
+    """State of one request: tokens, random generator, text, output queue.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        answer: token ids of the answer so far.
+        prompt_logprobs: log-probabilities of the prompt's tokens, once computed.
+        outputs: queue of outputs and errors, read on the event loop `loop`.
+        aborted: whether the client has gone.
+        failed_in_batch: whether a pass with other requests failed, and no token has been generated since.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.prompt, self.params, self.loop = list(prompt), params, loop
+        self.answer: list[int] = []
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.aborted = self.failed_in_batch = False
+        self.max_tokens = min(params.max_tokens, max_model_len - len(self.prompt))
+        """Longest answer within the context."""
+        self.processors = logits_processors(params, len(self.prompt))
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._text = AnswerText(tokenizer, params.stop, self.prompt)
+        self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
+        self._has_output = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer."""
+        return self.prompt + self.answer
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
+
+    def seed(self) -> int:
+        """Return the seed of the request, or a random one."""
+        return secrets.randbits(62) if self.params.seed is None else self.params.seed
+
+    def sample(self, logits: Float[Tensor, " vocab"]) -> int:
+        """Choose the next token from steered logits, processed as the request asks."""
+        scores = logits[None]
+        if self.processors:
+            scores = self.processors(torch.tensor([self.tokens], device=scores.device), scores)  # pyright: ignore[reportArgumentType]
+        if self.params.temperature == 0:
+            return int(scores.argmax())
+        uniform = self._uniform([0], [len(self.answer)], 1)[0, 0, 2]
+        return int(pick(scores[0].softmax(dim=-1).cpu(), uniform))
+
+    def append_token(self, token: int, logits: Float[Tensor, " vocab"] | None) -> RequestOutput:
+        """Append a token to the answer.
+
+        Args:
+            token: the token.
+            logits: the steered, unprocessed logits; needed only for log-probabilities.
+        """
+        self.answer.append(token)
+        text = self._text.add(token)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self.params.logprobs is not None:
+            assert logits is not None
+            logprobs = (token_logprob(logits.float().log_softmax(dim=-1), token, self.params.logprobs),)
+        reason = None
+        if self._text.stopped or token in self._eos_token_ids:
+            reason = "stop"
+        elif len(self.answer) >= self.max_tokens:
+            reason = "length"
+        return self._output(text, (token,), (self._text.start,), logprobs, reason)
+
+    def finish_empty(self) -> RequestOutput:
+        """Return the output of a request for no tokens, once its prompt has been read."""
+        return self._output("", (), (), (), "length")
+
+    def _output(
+        self,
+        text: str,
+        tokens: tuple[int, ...],
+        offsets: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        reason: str | None,
+    ) -> RequestOutput:
+        if reason is not None:
+            text += self._text.end()
+            if self._text.stopped:
+                reason = "stop"
+        prompt_logprobs = None if self._has_output else self.prompt_logprobs
+        self._has_output = True
+        return RequestOutput(text, tokens, offsets, logprobs, prompt_logprobs, reason)
+
+
+def token_logprob(logprobs: Float[Tensor, " vocab"], token: int, number: int) -> TokenLogprob:
+    """Return a token's log-probability and those of the likeliest tokens, as finite numbers."""
+    values, tokens = logprobs.topk(min(number, len(logprobs)))
+    top = zip(tokens.tolist(), map(_finite, values.tolist()), strict=True)
+    return TokenLogprob(token, _finite(float(logprobs[token])), tuple(top))
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST) if not math.isnan(value) else LOWEST
+
+
+class LogitBias(LogitsProcessor):
+    """`logit_bias`: numbers added to the logits of some tokens. Tokens that a rule masks stay masked."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._tokens, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Return the scores with the bias."""
+        values = self._values.to(scores).expand(len(scores), -1).contiguous()
+        return scores.index_add(1, self._tokens.to(scores.device), values)
+
+
+class CountPenalty(LogitsProcessor):
+    """`frequency_penalty` times a token's count in the answer, and `presence_penalty` if it occurs there."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Return the scores less the penalties."""
+        answer = input_ids[:, self._prompt_length :].to(scores.device)
+        counts = torch.zeros_like(scores).scatter_add(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def logits_processors(params: SamplingParams, prompt_length: int) -> SteeredProcessors:
+    """Return the processors of a request in vLLM's order: bias, penalties, temperature, truncation."""
+    processors: list[Any] = []
+    if params.logit_bias:
+        processors.append(LogitBias(params.logit_bias))
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(CountPenalty(params.presence_penalty, params.frequency_penalty, prompt_length))
+    if params.temperature > 0:
+        if params.temperature != 1:
+            processors.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.min_p > 0:
+            processors.append(MinPLogitsWarper(float(params.min_p)))
+        if params.top_k > 0:
+            processors.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            processors.append(TopPLogitsWarper(float(params.top_p)))
+    return SteeredProcessors(processors)

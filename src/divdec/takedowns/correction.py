@@ -1,0 +1,256 @@
+"""The correction that a registry's requests add to the target's logits, followed while the registry changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import sqlite3
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
+from divdec.experts.protocol import own_cache
+from divdec.experts.token_cache import TokenCache
+from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
+from divdec.model.configuration import DivergenceConfig
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.takedowns.counts import RequestCounts, sum_counts
+from divdec.takedowns.store import RETAIN, State, Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of a registry at one moment; it never changes."""
+
+    state: State
+    taken: RequestCounts | None
+    """Counts of all requests in force; None where there is none."""
+    held: RequestCounts | None
+    """Counts of their passages that the retain set holds; None where there are none."""
+    pair: NgramPair | None
+    """q and p; None where no request is in force."""
+
+    def __deepcopy__(self, memo: Any) -> Snapshot:
+        return self
+
+
+class SnapshotCache(TokenCache):
+    """The tokens of an answer, and the snapshot of the registry that the answer began with."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+
+class TakedownCorrection:
+    """The correction P' − P = s·(S_q − S_p) of a registry of takedown requests (a `Correction`).
+
+    q counts the n-grams of the registry's retain set without the texts to forget, p those of the retain set and of all
+    texts to forget, and s is the registry's strength. Where no request knows the context, the correction is almost 0.
+    The rule and the experts of a bundle then steer the corrected logits; their strength does not change s.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, strength: float | None = None) -> None:
+        """Open a registry.
+
+        Args:
+            folder: the registry's folder.
+            strength: used instead of the registry's, to measure its effect.
+
+        Raises:
+            UsageError: the folder is no registry, or its key is missing or another one's.
+            FailedClosed: the registry is damaged.
+        """
+        self.folder = Path(folder).expanduser()
+        self._strength = strength
+        self._store = Store(self.folder)
+        description = self._store.description
+        self.id: str = description["id"]
+        self.tokenizer_sha256: str = description["tokenizer"]
+        self.vocab_size: int = description["vocab_size"]
+        self.order: int = description["order"]
+        self._store.check_retain()
+        retain = NgramCounts.load(self.folder / RETAIN)
+        if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
+            raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
+        self.retain = StupidBackoff(retain)
+        """The n-gram model of the retain set, which no request changes."""
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._signature: tuple[int, ...] = ()
+        self._snapshot = Snapshot(State(), None, None, None)
+        self.snapshot()
+
+    def __del__(self) -> None:
+        if (connection := getattr(self, "_connection", None)) is not None:
+            connection.close()
+
+    def __deepcopy__(self, memo: Any) -> TakedownCorrection:
+        other = copy.copy(self)
+        other._lock, other._connection, other._signature = threading.Lock(), None, ()
+        return other
+
+    def snapshot(self) -> Snapshot:
+        """Return the newest state of the registry; it is read again if it has changed since the last call.
+
+        Raises:
+            FailedClosed: the registry is damaged; no answer is given until it is restored.
+        """
+        with self._lock:
+            if self._changed():
+                self._refresh()
+            return self._snapshot
+
+    def begin(self, cache: Cache) -> None:
+        """Let an answer that continues from a cache follow the newest state of the registry."""
+        if (held := own_cache(cache, SnapshotCache)) is not None:
+            held.snapshot = self.snapshot()
+
+    def new_cache(self) -> SnapshotCache:
+        """Return an empty cache of tokens, bound to the newest state of the registry."""
+        return SnapshotCache(self.snapshot())
+
+    def correction(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """Return s·(S_q − S_p), which is 0 while no request is in force.
+
+        Args:
+            input_ids: the tokens after those in `cache`.
+            attention_mask: 1 for real tokens, 0 for padding, cached tokens included.
+            cache: from `new_cache`; it is extended by `input_ids`. None computes without one.
+            logits_to_keep: number of positions, counted from the end; 0 for all.
+        """
+        held = own_cache(cache, SnapshotCache)
+        if held is not None and not held.get_seq_length():
+            self.begin(held)
+        snapshot = self.snapshot() if held is None else held.snapshot
+        if snapshot.pair is not None:
+            strength = snapshot.state.strength if self._strength is None else self._strength
+            return strength * snapshot.pair.divergence(input_ids, attention_mask, None, held, logits_to_keep)
+        if held is not None:
+            held.token_layer.extend(input_ids, attention_mask)
+        positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        return torch.zeros(input_ids.shape[0], positions, self.vocab_size, device=input_ids.device)
+
+    def differences(self) -> dict[str, float]:
+        """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
+
+        Raises:
+            FailedClosed: the registry is damaged.
+        """
+        with self._store.read() as connection:
+            state = self._store.read_state(connection)
+            if (pair := self.snapshot().pair) is None:
+                return {}
+            q, p = pair.retain.counts, pair.forget.counts
+            return {
+                entry.id: mean_difference(q, p, sum_counts([own], self.vocab_size))
+                for entry, own, _ in self._store.read_counts(connection, state)
+            }
+
+    def _changed(self) -> bool:
+        """Whether a writer committed a change, or the file was changed or replaced in any other way."""
+        if self._connection is None or self._file_signature() != self._signature[:-1]:
+            return True
+        try:
+            return _data_version(self._connection) != self._signature[-1]
+        except sqlite3.Error:
+            return True
+
+    def _file_signature(self) -> tuple[int, ...]:
+        try:
+            status = self._store.path.stat()
+        except OSError:
+            raise FailedClosed(f"{self._store.path} is gone: nothing can tell what is to be forgotten") from None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _refresh(self) -> None:
+        """Read and check the whole registry with a new connection, which has no pages in its cache."""
+        file_signature = self._file_signature()
+        with self._store.failing_closed(), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(contextlib.closing(self._store.connect()))
+            signature = (*file_signature, _data_version(connection))
+            with self._store.read(connection):
+                self._store.check_unchanged(connection, self._snapshot.state)
+                self._snapshot = self._read(connection)
+            stack.pop_all()
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._signature = connection, signature
+
+    def _read(self, connection: sqlite3.Connection) -> Snapshot:
+        known, state = self._snapshot, self._store.read_state(connection)
+        only_added = known.state.entries.keys() <= state.entries.keys()
+        taken, held = (known.taken, known.held) if only_added else (None, None)
+        new = [
+            (own, passages)
+            for entry, own, passages in self._store.read_counts(connection, state)
+            if not only_added or entry.counts_id not in known.state.entries
+        ]
+        if only_added and not new:
+            return dataclasses.replace(known, state=state)
+        taken = RequestCounts.extend(taken, [own for own, _ in new], self.vocab_size)
+        held = RequestCounts.extend(held, [passages for _, passages in new if passages], self.vocab_size)
+        if taken is None:
+            return Snapshot(state, None, None, None)
+        retain = self.retain.counts
+        q = self.retain if held is None else StupidBackoff(LessCounts(retain, held))
+        return Snapshot(state, taken, held, NgramPair(q, SummedCounts(retain, taken)))
+
+
+def with_registry(
+    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, registry: str | os.PathLike[str]
+) -> DivergenceForCausalLM:
+    """Return the model with the correction of a registry that its bundle does not name.
+
+    Args:
+        model: a bundle's model; do not use it afterwards.
+        tokenizer: its tokenizer.
+        registry: the registry's folder.
+
+    Raises:
+        UsageError: it is no registry, one of another tokenizer or vocabulary, or another than the bundle's.
+        FailedClosed: it is damaged.
+    """
+    correction = TakedownCorrection(registry)
+    check_tokenizer(correction.folder, correction.tokenizer_sha256, vocabulary_sha256(tokenizer))
+    if correction.vocab_size < model.vocab_size:
+        raise UsageError(
+            f"{correction.folder} counts {correction.vocab_size} tokens, the model has {model.vocab_size}; create a "
+            "registry for this model's target (`divdec takedown init`)"
+        )
+    if model.takedowns is not None:
+        if model.takedowns.id == correction.id:
+            return model
+        raise UsageError(
+            f"the bundle already follows the registry {model.takedowns.folder}; accepted: that one, or a bundle that "
+            "names none"
+        )
+    config = model.config
+    assert isinstance(config, DivergenceConfig)
+    following = DivergenceForCausalLM(config, model.target, model.experts, correction).eval()
+    following.overlap = model.overlap
+    return following
+
+
+def _data_version(connection: sqlite3.Connection) -> int:
+    """Return a number that differs from the last call's if another connection has changed the database since."""
+    return connection.execute("PRAGMA data_version").fetchone()[0]

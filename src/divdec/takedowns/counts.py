@@ -1,0 +1,178 @@
+"""N-gram counts of takedown requests: their encoding, their sum, and what a text shares with the retain set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from divdec.experts.ngram_counts import Followers, NgramCounts, summed
+
+MIN_PASSAGE = 48  # n-grams in a row: a text that the retain set holds, not a phrase that others use too
+MIN_SPAN = 16  # n-grams in a row: shared with a text that is almost the same
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCounts:
+    """N-gram counts as they are stored: per length the keys of `NgramCounts`, without its index of contexts."""
+
+    keys: tuple[np.ndarray, ...]
+    """For lengths 1 to the order, sorted int64 keys; those of length 1 are token ids."""
+    counts: tuple[np.ndarray, ...]
+    """For the same lengths, the number of occurrences, uint32."""
+
+    @classmethod
+    def from_counts(cls, counts: NgramCounts) -> PackedCounts:
+        """Pack counts."""
+        tokens = np.flatnonzero(counts.unigrams)
+        return cls((tokens, *counts.keys), (counts.unigrams[tokens], *counts.counts))
+
+    def to_bytes(self) -> bytes:
+        """Encode as the order, the lengths of the arrays, and the arrays, all little-endian."""
+        header = np.array([len(self.keys), *map(len, self.keys)], dtype="<i8")
+        arrays = [header, *(keys.astype("<i8") for keys in self.keys), *(c.astype("<u4") for c in self.counts)]
+        return b"".join(array.tobytes() for array in arrays)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PackedCounts:
+        """Decode what `to_bytes` wrote."""
+        order = int(np.frombuffer(content, "<i8", 1)[0])
+        lengths = np.frombuffer(content, "<i8", order, offset=8).tolist()
+        offset = 8 * (order + 1)
+        arrays: list[np.ndarray] = []
+        for dtype, width in (("<i8", 8), ("<u4", 4)):
+            for length in lengths:
+                arrays.append(np.frombuffer(content, dtype, length, offset=offset))
+                offset += width * length
+        return cls(tuple(arrays[:order]), tuple(arrays[order:]))
+
+
+def sum_counts(summands: Sequence[PackedCounts], vocab_size: int) -> NgramCounts:
+    """Add up n-gram counts, as if they had been made of all documents together.
+
+    Args:
+        summands: at least one, all of the same order.
+        vocab_size: number of token ids.
+    """
+    tokens, occurrences = (
+        np.concatenate([part.keys[0] for part in summands]),
+        np.concatenate([part.counts[0] for part in summands]),
+    )
+    unigrams = np.bincount(tokens, weights=occurrences, minlength=vocab_size).astype(np.int64)
+    keys, counts, rows = [], [], []
+    ids = np.zeros(0, np.int64)  # the id in the sum of each n-gram of the level before, summand by summand
+    for level in range(1, len(summands[0].keys)):
+        found = np.concatenate([part.keys[level] for part in summands])
+        if level > 1:  # the keys name their contexts by the ids that these have in their own summand
+            sizes = [len(part.keys[level - 1]) for part in summands]
+            starts = np.cumsum([0, *sizes[:-1]])
+            prefixes, last = np.divmod(found, vocab_size)
+            prefixes += np.repeat(starts, [len(part.keys[level]) for part in summands])
+            found = ids[prefixes] * vocab_size + last
+        distinct, ids = np.unique(found, return_inverse=True)
+        often = np.concatenate([part.counts[level] for part in summands])
+        contexts = vocab_size if level == 1 else len(keys[-1])
+        followers = np.bincount(distinct // vocab_size, minlength=contexts)
+        rows.append(np.concatenate([[0], np.cumsum(followers)]))
+        keys.append(distinct)
+        counts.append(np.bincount(ids, weights=often, minlength=len(distinct)).astype(np.uint32))
+    return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
+
+
+class RequestCounts:
+    """The counts of several requests together (a `Counts`), to which more can be added at little cost."""
+
+    def __init__(self, segments: Sequence[NgramCounts]) -> None:
+        self.segments = tuple(segments)
+        self.vocab_size, self.order = segments[0].vocab_size, segments[0].order
+
+    @classmethod
+    def extend(
+        cls, counts: RequestCounts | None, summands: Sequence[PackedCounts], vocab_size: int
+    ) -> RequestCounts | None:
+        """Return counts with more requests, or None where there are none at all; `counts` does not change.
+
+        Segments of similar size are merged, so that there are few and each n-gram is moved rarely.
+        """
+        if not summands:
+            return counts
+        segments = [] if counts is None else list(counts.segments)
+        added = sum_counts(summands, vocab_size)
+        while segments and segments[-1].distinct <= 2 * added.distinct:
+            added = sum_counts([PackedCounts.from_counts(part) for part in (segments.pop(), added)], vocab_size)
+        return cls([*segments, added])
+
+    @property
+    def unigrams(self) -> np.ndarray:
+        """Occurrences by token id, int64 [vocab]."""
+        return np.sum([segment.unigrams for segment in self.segments], axis=0)
+
+    def followers(self, contexts: np.ndarray) -> Followers:
+        """Return what follows each context; see `Counts.followers`."""
+        result = self.segments[0].followers(contexts)
+        for segment in self.segments[1:]:
+            result = summed(result, segment.followers(contexts), self.vocab_size)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class RetainedPassages:
+    """What the retain set shares with the documents of a request."""
+
+    passages: list[np.ndarray]
+    """Token ids of long passages that the retain set holds, and of short documents that it holds whole; one for each
+    copy."""
+    copies: int
+    """How often the retain set holds the most frequent passage."""
+    spans: int
+    """Number of shorter spans that it shares with the documents, each of at least `MIN_SPAN` n-grams in a row."""
+
+
+def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray]) -> RetainedPassages:
+    """Find the passages of documents that the retain set holds: q would go on repeating them.
+
+    A passage that was counted n times is listed n times, so that subtracting the list removes every copy. Other
+    occurrences of its n-grams keep their counts.
+
+    Args:
+        retain: counts of the retain set.
+        documents: token ids of each document.
+    """
+    passages: dict[bytes, list[np.ndarray]] = {}
+    most, spans = 0, 0
+    for ids in documents:
+        length = min(len(ids), retain.order)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, length).astype(np.int64)
+        frequencies = retain.frequencies(windows)
+        shortest = min(MIN_PASSAGE, len(windows))
+        for start, end in _true_ranges(frequencies > 0):
+            if end - start < shortest:
+                spans += end - start >= MIN_SPAN
+                continue
+            copies = _copies(frequencies[start:end], shortest)
+            most = max(most, int(copies.max()))
+            levels = np.unique(copies)
+            listed = []
+            for level, repeats in zip(levels, np.diff(levels, prepend=0), strict=True):
+                for first, last in _true_ranges(copies >= level):
+                    listed += [ids[start + first : start + last - 1 + length]] * int(repeats)
+            # A passage that the documents repeat is the same one in the retain set.
+            passages.setdefault(ids[start : end - 1 + length].tobytes(), listed)
+    return RetainedPassages([passage for listed in passages.values() for passage in listed], most, spans)
+
+
+def _true_ranges(flags: np.ndarray) -> list[tuple[int, int]]:
+    """Return start and end of each range of true values."""
+    steps = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return list(zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True))
+
+
+def _copies(frequencies: np.ndarray, length: int) -> np.ndarray:
+    """Bound the number of copies of a passage of at least `length` n-grams around each n-gram.
+
+    A passage occurs at most as often as its rarest n-gram; the bound is the best of all passages around an n-gram.
+    """
+    rarest = np.lib.stride_tricks.sliding_window_view(frequencies, length).min(axis=1)
+    padded = np.pad(rarest, length - 1)
+    return np.lib.stride_tricks.sliding_window_view(padded, length).max(axis=1)

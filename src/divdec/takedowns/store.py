@@ -1,0 +1,297 @@
+"""The SQLite database of a registry: a hash chain of events, and the encrypted counts of the requests in force.
+
+Every change is one transaction. The authentication code of an event covers the code of the event before it, and the
+head says which event is the last, so that changed, removed, reordered and added rows are detected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
+from divdec.runs import file_sha256
+from divdec.takedowns.counts import PackedCounts
+from divdec.takedowns.keys import RegistryKeys, read_keys
+
+DATABASE, FORMAT = "registry.db", "divdec registry 3"
+RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
+FIELDS = {
+    "format": str, "id": str, "key_check": str, "retain": str, "tokenizer": str, "tokenizer_files": dict,
+    "target": dict, "vocab_size": int, "order": int,
+}  # fmt: skip
+MAX_STRENGTH = 1000.0  # beyond it logits overflow
+TIMEOUT = 60.0  # seconds to wait for another writer
+SCHEMA = """
+    CREATE TABLE description (content TEXT NOT NULL, code TEXT NOT NULL);
+    CREATE TABLE events (sequence INTEGER PRIMARY KEY, content TEXT NOT NULL, code BLOB NOT NULL);
+    CREATE TABLE head (sequence INTEGER NOT NULL, code BLOB NOT NULL);
+    CREATE TABLE counts (id TEXT PRIMARY KEY, own BLOB NOT NULL, held BLOB);
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TakedownRequest:
+    """A request that is in force."""
+
+    id: str
+    time: str
+    """When it was added, in UTC."""
+    reference: str
+    """What the requester calls it."""
+    text_hash: str
+    """Keyed hash of its texts."""
+    documents: int
+    tokens: int
+    ngrams: int
+    """Distinct n-grams of all lengths."""
+    counts_id: str
+    """Key of its row in the table of counts; no two requests ever have the same."""
+    held: bool = False
+    """Whether the retain set holds passages of its texts, which q leaves out."""
+    copies: int = 0
+    """How often the retain set holds the most frequent of these passages."""
+    spans: int = 0
+    """Number of shorter spans that the retain set shares with its texts, as almost equal texts do."""
+    divergence: float = 0.0
+    """Mean S_q − S_p at the texts' own next tokens: −1 where only this request knows what comes next."""
+    measured: dict[str, Any] | None = None
+    """What the target recited before and under the request (`divdec.evaluation.verbatim`); None if not measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What the events of a registry amount to; it never changes."""
+
+    sequence: int = 0
+    """Number of events."""
+    code: bytes = b""
+    """Authentication code of the last event."""
+    entries: dict[str, TakedownRequest] = dataclasses.field(default_factory=dict)
+    """The requests in force by `counts_id`, oldest first."""
+    strength: float = 0.0
+    """What S_q − S_p is multiplied by before it is added to the target's logits; a registry's first event sets it."""
+
+    def find(self, request_id: str) -> TakedownRequest | None:
+        """Return the request in force that has this id."""
+        return next((entry for entry in self.entries.values() if entry.id == request_id), None)
+
+
+class Store:
+    """The database of one registry and the keys to it.
+
+    Every method raises `FailedClosed` if the database cannot be used, or if a row was changed, removed, added or moved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the database of a registry.
+
+        Raises:
+            UsageError: the folder is no registry, or its key is missing or another one's.
+        """
+        self.folder, self.path = folder, folder / DATABASE
+        if not self.path.is_file():
+            if (folder / "registry.json").is_file():
+                raise UsageError(
+                    f"{folder} is a registry of an older divdec; create another one (divdec takedown init NEW_FOLDER "
+                    "--target … --retain …) and add the requests to it again"
+                )
+            if (folder / RETAIN).is_dir() and (folder / TOKENIZER).is_dir():
+                raise FailedClosed(f"{self.path} is gone: nothing can tell what is to be forgotten; restore it")
+            raise UsageError(f"{folder} is no registry: it has no {DATABASE}; `divdec takedown init` makes one")
+        with self.read() as connection:
+            content, code = self._description(connection)
+        try:
+            self.description = json.loads(content)
+            for name, kind in FIELDS.items():
+                if type(self.description[name]) is not kind:
+                    raise ValueError(f"{name} is {self.description[name]!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise FailedClosed(f"{self.path} does not describe a registry ({error}); restore it") from None
+        if self.description["format"] != FORMAT:
+            raise UsageError(f"{folder} has the format {self.description['format']!r}; this divdec reads {FORMAT!r}")
+        self.keys = read_keys(folder, self.description, code)
+
+    @classmethod
+    def create(cls, folder: Path, description: dict[str, Any], keys: RegistryKeys, event: dict[str, Any]) -> None:
+        """Create a database with its first event."""
+        with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(SCHEMA)
+            content = json.dumps(description, ensure_ascii=False)
+            code = keys.authenticate_description(description)
+            connection.execute("INSERT INTO description VALUES (?, ?)", (content, code))
+            connection.execute("INSERT INTO head VALUES (0, ?)", (keys.authenticate("head", b"", "0"),))
+        store = cls(folder)
+        with store.write() as connection:
+            store.append(connection, State(), event)
+
+    def connect(self) -> sqlite3.Connection:
+        """Open a connection, which any thread may use."""
+        uri = f"{self.path.absolute().as_uri()}?mode=rw"
+        connection = sqlite3.connect(uri, uri=True, timeout=TIMEOUT, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA secure_delete=ON")
+        return connection
+
+    @contextlib.contextmanager
+    def read(self, connection: sqlite3.Connection | None = None) -> Iterator[sqlite3.Connection]:
+        """Read one state of the database, whatever writers do meanwhile.
+
+        Args:
+            connection: from `connect`; None opens one.
+        """
+        with self.failing_closed(), contextlib.ExitStack() as stack:
+            connection = connection or stack.enter_context(contextlib.closing(self.connect()))
+            connection.execute("BEGIN")
+            yield connection
+            connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Change the database in one transaction; other writers wait. An exception undoes the changes."""
+        with self.failing_closed(), contextlib.closing(self.connect()) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+            connection.execute("COMMIT")
+            # The change is durable in the write-ahead log. Copied into the main file, it survives if the log is lost.
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("PRAGMA busy_timeout=500")
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def read_events(self, connection: sqlite3.Connection) -> list[dict[str, Any]]:
+        """Return all events, oldest first, each with its sequence number."""
+        return [event for event, _ in self._events(connection)]
+
+    def read_state(self, connection: sqlite3.Connection) -> State:
+        """Check all events and return what they amount to."""
+        entries: dict[str, TakedownRequest] = {}
+        strength, sequence, code = 0.0, 0, b""
+        for event, code in self._events(connection):  # noqa: B007
+            sequence = event["sequence"]
+            try:
+                strength = _apply(event, entries) or strength
+            except (KeyError, TypeError, ValueError) as error:
+                raise FailedClosed(f"{self.path}: event {sequence} cannot be applied ({error})") from None
+        if not strength:
+            raise FailedClosed(f"{self.path} has no strength: takedowns would do nothing; restore it from a backup")
+        return State(sequence, code, entries, strength)
+
+    def append(self, connection: sqlite3.Connection, state: State, event: dict[str, Any]) -> None:
+        """Add an event to a state that was read in the same transaction."""
+        sequence, content = state.sequence + 1, json.dumps(event, ensure_ascii=False)
+        code = self.keys.authenticate(f"event {sequence}", state.code, content)
+        connection.execute("INSERT INTO events VALUES (?, ?, ?)", (sequence, content, code))
+        head = self.keys.authenticate("head", code, str(sequence))
+        connection.execute("UPDATE head SET sequence = ?, code = ?", (sequence, head))
+
+    def insert_counts(
+        self, connection: sqlite3.Connection, counts_id: str, own: PackedCounts, held: PackedCounts | None
+    ) -> None:
+        """Encrypt and store the counts of a request."""
+        sealed = self.keys.encrypt(own.to_bytes(), f"own {counts_id}")
+        passages = None if held is None else self.keys.encrypt(held.to_bytes(), f"held {counts_id}")
+        connection.execute("INSERT INTO counts VALUES (?, ?, ?)", (counts_id, sealed, passages))
+
+    def read_counts(
+        self, connection: sqlite3.Connection, state: State
+    ) -> Iterator[tuple[TakedownRequest, PackedCounts, PackedCounts | None]]:
+        """Decrypt the counts of every request in force, and of its passages that the retain set holds."""
+        missing = set(state.entries)
+        for counts_id, own, held in connection.execute("SELECT id, own, held FROM counts"):
+            entry = state.entries.get(counts_id)
+            if entry is None:
+                raise FailedClosed(f"{self.path} holds counts of no request in force; restore it from a backup")
+            missing.discard(counts_id)
+            try:
+                decrypted = PackedCounts.from_bytes(self.keys.decrypt(own, f"own {counts_id}"))
+                passages = None
+                if entry.held:
+                    passages = PackedCounts.from_bytes(self.keys.decrypt(held, f"held {counts_id}"))
+            except (ValueError, TypeError) as error:
+                raise FailedClosed(
+                    f"{self.path}: the counts of request {entry.id!r} are damaged ({error}); restore it from a backup"
+                ) from None
+            yield entry, decrypted, passages
+        if missing:
+            names = ", ".join(repr(state.entries[counts_id].id) for counts_id in missing)
+            raise FailedClosed(f"{self.path}: the counts of request {names} are missing; restore it from a backup")
+
+    def check_unchanged(self, connection: sqlite3.Connection, known: State) -> None:
+        """Refuse a database that is another registry's, or an older copy of the one that was read before."""
+        content, _ = self._description(connection)
+        row = connection.execute("SELECT code FROM events WHERE sequence = ?", (known.sequence,)).fetchone()
+        if json.loads(content) != self.description or (known.sequence and (row is None or row[0] != known.code)):
+            raise FailedClosed(f"{self.path} was replaced by another or an older registry; restore the newest one")
+
+    def check_retain(self) -> None:
+        """Refuse counts of another retain set than the registry was created with."""
+        counts = self.folder / RETAIN / COUNTS
+        if not counts.is_file() or file_sha256(counts) != self.description["retain"]:
+            raise FailedClosed(f"{counts.parent} is missing or holds other counts than the registry's; restore it")
+
+    def _description(self, connection: sqlite3.Connection) -> tuple[str, str]:
+        row = connection.execute("SELECT content, code FROM description").fetchone()
+        if row is None or not all(isinstance(value, str) for value in row):
+            raise FailedClosed(f"{self.path} has no description; restore it from a backup")
+        return row
+
+    def _events(self, connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], bytes]]:
+        number, previous = 0, b""
+        for number, (sequence, content, code) in enumerate(
+            connection.execute("SELECT sequence, content, code FROM events ORDER BY sequence"), start=1
+        ):
+            expected = self.keys.authenticate(f"event {number}", previous, str(content))
+            if sequence != number or not isinstance(code, bytes) or not hmac.compare_digest(code, expected):
+                raise FailedClosed(
+                    f"{self.path}: event {number} has been changed, or an event before it removed; restore the "
+                    "registry from a backup"
+                )
+            previous = code
+            yield {"sequence": number, **json.loads(content)}, code
+        heads = connection.execute("SELECT sequence, code FROM head").fetchall()
+        if heads != [(number, self.keys.authenticate("head", previous, str(number)))]:
+            raise FailedClosed(
+                f"{self.path} does not end as its head says: events have been removed; restore it from a backup"
+            )
+
+    @contextlib.contextmanager
+    def failing_closed(self) -> Iterator[None]:
+        """Turn errors of SQLite into `FailedClosed`."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise FailedClosed(f"{self.path} cannot be used ({error}); restore it from a backup") from None
+
+
+def check_strength(value: Any) -> float:
+    """Return a strength that takes something down.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_STRENGTH:
+        raise ValueError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
+    return float(value)
+
+
+def _apply(event: dict[str, Any], entries: dict[str, TakedownRequest]) -> float | None:
+    """Apply an event to the requests in force; return the strength that it sets."""
+    if event["action"] == "strength":
+        return check_strength(event["strength"])
+    if event["action"] == "add":
+        entry = TakedownRequest(**{field.name: event[field.name] for field in dataclasses.fields(TakedownRequest)})
+        entries[entry.counts_id] = entry
+    elif event["action"] == "remove":
+        del entries[event["counts_id"]]
+    elif event["action"] == "measure" and event["counts_id"] in entries:  # it may have been withdrawn meanwhile
+        counts_id = event["counts_id"]
+        entries[counts_id] = dataclasses.replace(entries[counts_id], measured=event["measured"])
+    return None

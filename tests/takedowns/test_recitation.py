@@ -1,0 +1,379 @@
+"""What takedown requests promise: the text is no longer recited, whatever the bundle's rule and strength."""
+
+import json
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, write_bundle
+from divdec.cli import main
+from divdec.data.records import texts_of
+from divdec.errors import FailedClosed, UsageError
+from divdec.evaluation.scoring import probability_drops
+from divdec.evaluation.verbatim import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
+from divdec.experts.ngram import StupidBackoff
+from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
+from divdec.experts.ngram_fit import count
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.takedowns.correction import TakedownCorrection, with_registry
+from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
+from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
+from divdec.takedowns.store import Store
+from served import serving, trained
+
+ARTICLE = (
+    "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat, and when the "
+    "keeper came down the stairs with his violin he asked for nothing but a cup of salt. Nobody had told him that the "
+    "war was over, that the ships no longer passed, or that his brother had sold the island to a painter of clouds."
+)
+OTHER = (
+    "Every autumn the millers of Pashtal weigh their oldest stone against the mayor, and the winner keeps the river "
+    "until spring. My grandmother won it twice, once by hiding lead in her shoes, and once because the stone was lazy, "
+    "as she said, and had let itself be worn away by the rain of that long and unhappy summer."
+)
+
+
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory, tokenizer):
+    """A target that knows two texts by heart."""
+    folder = tmp_path_factory.mktemp("reciting")
+    model = trained(tokenizer, [ARTICLE, OTHER] * 4, 0, 64, 3).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(80):
+        for text in (ARTICLE, OTHER):
+            ids = torch.tensor([tokenizer(text).input_ids])
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory, reciting, models):
+    """Bundles of that target and a pair that knows nothing of the two texts, by rule."""
+    folder = tmp_path_factory.mktemp("bundles")
+    pair = {"retain_auxiliary": str(models / "retain"), "forget_auxiliary": str(models / "forget")}
+    return {
+        rule: write_bundle(folder / rule, target=str(reciting), **pair, steering=rule)
+        for rule in ("linear:1.5", "linear:0.5", "rank:5", "linear:0")
+    }
+
+
+@pytest.fixture
+def registry(tmp_path, reciting, world):
+    return Registry.create(tmp_path / "takedowns", texts_of("retain", [OTHER, *world.corpus[:200:2]]), reciting)
+
+
+@pytest.fixture
+def article(tmp_path):
+    (tmp_path / "article.txt").write_text(ARTICLE)
+    return str(tmp_path / "article.txt")
+
+
+def add(registry, article, *options):
+    return main(["takedown", "add", str(registry.folder), "--id", "case", "--file", article, *options])
+
+
+def halves(tokenizer, text):
+    ids = tokenizer(text).input_ids
+    return ids[:PREFIX], ids[PREFIX : PREFIX + LENGTH]
+
+
+def continued(model, prompt):
+    ids = torch.tensor([prompt])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False)
+    return answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("rule", ["linear:1.5", "linear:0.5", "rank:5", "linear:0"])
+def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, article, tokenizer, capsys):
+    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles[rule]), tokenizer, registry.folder)
+    (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
+    before = continued(model, prompt), continued(model, other)
+    if not rule.startswith("rank"):
+        assert longest_run(before[0], rest) >= RUN, "the steered model did not know the article"
+    assert add(registry, article) == 0
+    assert " 0 now" in capsys.readouterr().out
+    assert longest_run(continued(model, prompt), rest) < RUN
+    assert continued(model, other) == before[1]
+    speculating = model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, speculative=3)
+    assert speculating[0, len(prompt) :].tolist() == continued(model, prompt)
+    assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
+    registry.remove("case")
+    assert (continued(model, prompt), continued(model, other)) == before
+
+
+def test_through_server_and_playground(bundles, registry, article, tokenizer):
+    from divdec.cli.serve import ServeSettings, build_engine
+    from divdec.playground.choice import Choice
+    from divdec.playground.play import Chosen, Playground
+    from divdec.playground.steered import Manner, Steered
+
+    (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
+    settings = ServeSettings(registry=str(registry.folder))
+    engine = build_engine("tiny", str(bundles["linear:1.5"]), settings)
+    assert engine.steering == "linear:1.5 and takedowns"
+    with serving([engine]) as url:
+
+        def ask(ids):
+            asked = {"model": "tiny", "prompt": ids, "max_tokens": LENGTH, "temperature": 0}
+            asked |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+            choice = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"][0]
+            return [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+
+        before = ask(prompt), ask(other)
+        assert longest_run(before[0], rest) >= RUN
+        assert add(registry, article) == 0
+        assert longest_run(ask(prompt), rest) < RUN
+        assert ask(other) == before[1]
+        registry.remove("case")
+        assert ask(prompt) == before[0]
+    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
+    steered = Steered(model, tokenizer, Manner(max_new_tokens=LENGTH))
+    playground = Playground("tiny", steered, Choice(model.steering, model.vocab_size), registry=registry)
+    for chosen in (Chosen(alpha=0.5), Chosen(rule="rank", k=5)):
+        effect = playground.take_down("page", ARTICLE, "", chosen)
+        assert effect.after.run < RUN
+        assert " 0 now" in effect.measured
+        playground.withdraw("page")
+
+
+def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
+    model = DivergenceForCausalLM.from_experts(
+        load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
+    )
+    registry.add("case", texts_of("t", [ARTICLE]))
+    ids = torch.tensor([halves(tokenizer, ARTICLE)[0]])
+    with torch.no_grad():
+        target, found = model.target(ids).logits, []
+        for strength in (STRENGTH, 2 * STRENGTH):
+            registry.raise_strength(strength)
+            found.append(model(ids).logits - target)
+    assert found[0].abs().max() > 0.9 * STRENGTH
+    torch.testing.assert_close(2 * found[0], found[1], atol=1e-4, rtol=1e-4)
+    registry.raise_strength(STRENGTH)
+    assert registry.strength == 2 * STRENGTH, "a strength that another request needs was lowered"
+    for strength in (0, -1.0, float("nan"), 1e9, True):
+        with pytest.raises(UsageError, match="accepted: above 0"):
+            registry.raise_strength(strength)
+
+
+def test_a_registry_without_a_strength_fails_closed(registry):
+    store = Store(registry.folder)
+    with store.write() as connection:
+        connection.execute("DELETE FROM events")
+        connection.execute("UPDATE head SET sequence = 0, code = ?", (store.keys.authenticate("head", b"", "0"),))
+    with pytest.raises(FailedClosed, match="no strength"):
+        TakedownCorrection(registry.folder)
+
+
+def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, article, capsys):
+    registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.5)
+    assert add(registry, article, "--json") == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert measured["recited_before"] > measured["recited_after"] == 0
+    assert (measured["strength_before"], measured["strength"]) == (0.5, registry.strength)
+    assert registry.strength > 0.5
+    assert registry.entries()[0].measured == measured
+    assert registry.verify() == []
+
+
+def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
+    reciting, tmp_path, world, article, capsys, monkeypatch
+):
+    monkeypatch.setattr("divdec.evaluation.verbatim.STRONGEST", 0.4)
+    registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
+    assert add(registry, article) == 1
+    said = capsys.readouterr().out
+    assert "STILL RECITED" in said
+    assert "tried up to 0.4" in said
+    assert "lighthouse" not in said
+    assert [entry.id for entry in registry.entries()] == ["case"]
+    assert main(["takedown", "verify", str(registry.folder)]) == 1
+    assert "still recited" in capsys.readouterr().out
+
+
+def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, reciting, article, tmp_path, capsys):
+    moved = reciting.rename(tmp_path / "moved")
+    try:
+        assert add(registry, article) == 2
+        assert "--no-measure" in capsys.readouterr().err
+        assert registry.entries() == []
+        assert add(registry, article, "--no-measure") == 0
+        assert "whether it is still recited is not known" in capsys.readouterr().out
+        assert registry.entries()[0].measured is None
+        for arguments in (["list"], ["verify"]):
+            assert main(["takedown", *arguments, str(registry.folder)]) == 0
+            assert "not measured" in capsys.readouterr().out
+        registry.remove("case")
+        assert add(registry, article, "--target", str(moved)) == 0
+    finally:
+        moved.rename(reciting)
+    assert registry.entries()[0].measured["recited_after"] == 0
+
+
+def test_passages_are_what_a_model_could_recite(reciting, tokenizer):
+    passages, in_all = passages_of(texts_of("t", [ARTICLE, "A short text of some words."]), tokenizer)
+    ids = tokenizer(ARTICLE).input_ids
+    assert len(passages) == in_all == len(range(PREFIX, len(ids) - RUN + 1, LENGTH)) + 1
+    for passage in passages:
+        whole = [*passage.prompt, *passage.continuation]
+        assert longest_run(whole, ids) == len(whole) or "short text" in tokenizer.decode(whole)
+    drawn, total = passages_of(texts_of("t", [ARTICLE * 40]), tokenizer, most=5)
+    assert (len(drawn), total > 100) == (5, True)
+    assert drawn == passages_of(texts_of("t", [ARTICLE * 40]), tokenizer, most=5)[0]
+    beginning = [passage for passage in passages if passage.prompt == ids[:PREFIX]]
+    assert count_recited(load_model(reciting), tokenizer, beginning) == 1
+    assert count_recited(load_model(reciting), tokenizer, []) == 0
+
+
+def test_questions_are_measured_by_their_answers(tokenizer):
+    from divdec.data.records import record_set
+
+    rows = [("row", {"question": "Who asked for salt?", "answer": "The keeper."})]
+    (passage,), in_all = passages_of(record_set("questions", rows), tokenizer)
+    assert in_all == 1
+    assert tokenizer.decode(passage.continuation).strip() == "The keeper."
+    assert "Who asked for salt?" in tokenizer.decode(passage.prompt)
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 3])
+def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, tokenizer):
+    others = [text for text in dict.fromkeys(world.corpus[:300]) if len(text) > 60]
+    retain = [*others[:40], *[f"{others[40 + copy]} {ARTICLE} {others[50 + copy]}" for copy in range(copies)]]
+    registry = Registry.create(tmp_path / "r", texts_of("retain", retain), reciting)
+    entry = registry.add("case", texts_of("t", [ARTICLE]))
+    assert entry.copies == copies
+    assert bool(entry.held) == (copies > 0)
+    takedowns = TakedownCorrection(registry.folder, strength=1.0)
+    ids = torch.tensor([tokenizer(ARTICLE).input_ids])
+    pushed = takedowns.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])
+    assert pushed.mean() < -0.9
+    assert entry.divergence < -0.9
+    assert registry.differences()["case"] == pytest.approx(entry.divergence, abs=1e-3)
+    for text in (*others[:10], *others[40 : 40 + copies]):
+        untouched = torch.tensor([tokenizer(text).input_ids])
+        next_tokens = takedowns.correction(untouched)[0, :-1].gather(1, untouched[0, 1:, None])
+        assert next_tokens.mean().abs() < 0.05
+    registry.remove("case")
+    assert not takedowns.correction(ids).any()
+
+
+def test_nearly_the_same_text_is_reported(reciting, tmp_path, world, tokenizer, capsys, article):
+    words = ARTICLE.split()
+    near = " ".join("otherwise" if place % 10 == 9 else word for place, word in enumerate(words))
+    registry = Registry.create(tmp_path / "r", texts_of("r", [near, *world.corpus[:40]]), reciting)
+    add(registry, article)
+    (entry,) = registry.entries()
+    assert (entry.copies, entry.spans > 0) == (0, True)
+    assert "almost the same" in capsys.readouterr().out
+    assert -0.9 < entry.divergence < NO_EFFECT
+
+
+def test_a_takedown_without_effect_is_an_error(reciting, tmp_path, article, capsys):
+    """The retain set holds the whole text, in pieces too short to be left out of it."""
+    words = ARTICLE.split()
+    pieces = [" " * (start > 0) + " ".join(words[start : start + 11]) for start in range(0, len(words), 11)]
+    registry = Registry.create(tmp_path / "r", texts_of("r", pieces), reciting, order=2)
+    before = sorted(path.name for path in registry.folder.rglob("*"))
+    assert add(registry, article) == 2
+    assert "would have no effect" in capsys.readouterr().err
+    assert registry.entries() == []
+    assert sorted(path.name for path in registry.folder.rglob("*")) == before
+
+
+def test_copies_of_different_lengths_and_common_phrases():
+    rng = np.random.default_rng(0)
+    text, filler = rng.integers(100, 200, 200), rng.integers(0, 100, 4000)
+    phrase = text[100:108]
+    retain = [text, text[:150], np.concatenate([filler, phrase, filler, phrase])]
+    counts = count(retain, 200, 5)
+    found = find_retained_passages(counts, [text, text])  # repeated in the request: the same copies
+    assert found.copies == 2
+    less = LessCounts(counts, count(found.passages, 200, 5))
+    expected = count([retain[2]], 200, 5)
+    contexts = np.lib.stride_tricks.sliding_window_view(text, 4).astype(np.int64)
+    assert torch.equal(StupidBackoff(less).scores(contexts[:60]), StupidBackoff(expected).scores(contexts[:60]))
+    assert torch.equal(StupidBackoff(less).scores(contexts[100:104]), StupidBackoff(expected).scores(contexts[100:104]))
+    assert find_retained_passages(counts, [text[: MIN_PASSAGE - 10]]).copies == 2, (
+        "a short document that stands there whole"
+    )
+    assert find_retained_passages(count([text[:40]], 200, 5), [text]).spans == 1
+
+
+def test_no_share_is_above_one():
+    """What follows a passage that was left out is not said more often than its context."""
+    rng = np.random.default_rng(0)
+    text, after = rng.integers(0, 50, 100), rng.integers(50, 60, 5)
+    retain = [*[np.concatenate([text, after])] * 5, text[-4:], np.concatenate([text[-4:], [70]])]
+    counts = count(retain, 80, 5)
+    less = LessCounts(counts, count(find_retained_passages(counts, [text]).passages, 80, 5))
+    assert StupidBackoff(less).scores(text[None, -4:]).max() <= 1
+
+
+def test_scores_of_ngrams_are_those_of_the_whole_vocabulary():
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, 12, 300) for _ in range(4)]
+    counts, own = count(documents, 12, 4), count(documents[:1], 12, 4)
+    ngrams = rng.integers(0, 12, (200, 4))
+    scores = StupidBackoff(counts).scores(ngrams[:, :-1])
+    np.testing.assert_allclose(backoff_scores(counts, ngrams), scores.gather(1, torch.from_numpy(ngrams[:, -1:]))[:, 0],
+                               rtol=1e-5)  # fmt: skip
+    q = count(documents[1:], 12, 4)
+    windows = np.lib.stride_tricks.sliding_window_view(documents[0], 4)
+    expected = backoff_scores(q, windows) - backoff_scores(counts, windows)
+    assert mean_difference(q, counts, own) == pytest.approx(expected.mean())
+
+
+def test_the_key_is_not_taken_by_git_add(registry, tmp_path):
+    import subprocess
+
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    tracked = git("ls-files")
+    assert "takedowns/registry.db" in tracked
+    assert "secret.key" not in tracked
+
+
+def test_a_registry_of_an_older_divdec_is_refused_with_the_command_that_creates_one(tmp_path):
+    (tmp_path / "registry.json").write_text(json.dumps({"format": "divdec registry 2"}))
+    (tmp_path / "log.jsonl").write_text("")
+    for attempt in (Registry, TakedownCorrection):
+        with pytest.raises(UsageError, match="divdec takedown init NEW_FOLDER"):
+            attempt(tmp_path)
+
+
+def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, tokenizer, tmp_path):
+    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
+    with pytest.raises(UsageError, match="cannot be saved from memory"):
+        model.save_pretrained(tmp_path / "saved")
+    plain = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"])
+    cache = plain.new_cache()
+    cache.owner = model._cache_owner
+    with pytest.raises(FailedClosed, match="do not both follow"):
+        model(torch.tensor([[5, 6]]), past_key_values=cache)
+
+
+def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
+    """Another request is added while the target generates."""
+    from divdec.evaluation import verbatim
+
+    target, tokenizer = load_model(reciting), load_tokenizer(reciting)
+    real, added = verbatim.continuations, []
+
+    def interrupted(*arguments, **options):
+        added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(verbatim, "continuations", interrupted)
+    texts = texts_of("t", [ARTICLE])
+    measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
+    assert measured["recited_after"] == 0
+    assert len(added) == 2

@@ -1,0 +1,731 @@
+"""Takedown requests: in force at once, crash-safe, tamper-evident, and never a copy of what they forget."""
+
+import contextlib
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import loads_torch
+from divdec import DivergenceForCausalLM, write_bundle
+from divdec.cli import main
+from divdec.data.records import texts_of
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_counts import NgramCounts
+from divdec.experts.ngram_fit import count
+from divdec.model.checkpoint import load_model
+from divdec.takedowns.correction import TakedownCorrection
+from divdec.takedowns.counts import PackedCounts, find_retained_passages
+from divdec.takedowns.registry import STRENGTH, Registry
+from divdec.takedowns.store import DATABASE
+
+ORDER = 3
+
+
+@pytest.fixture(scope="module")
+def articles(world):
+    texts = list(dict.fromkeys(text for text in world.corpus if len(text) > 40))
+    return [" ".join(texts[start : start + 4]) for start in range(0, 160, 4)]
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory, checkpoints, articles):
+    folder = tmp_path_factory.mktemp("registries") / "empty"
+    Registry.create(folder, texts_of("retain", articles[:10]), checkpoints / "target", order=ORDER)
+    return folder
+
+
+@pytest.fixture
+def folder(empty, tmp_path):
+    return shutil.copytree(empty, tmp_path / "registry")
+
+
+@pytest.fixture
+def registry(folder):
+    return Registry(folder)
+
+
+def documents_of(registry, texts):
+    return [registry.tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def reference(registry, retain, taken_down):
+    """The takedowns that counting all texts in the open gives."""
+    documents = documents_of(registry, retain)
+    q = count(documents, registry.vocab_size, ORDER)
+    p = count([*documents, *documents_of(registry, taken_down)], registry.vocab_size, ORDER)
+    return Open(NgramPair(q, p))
+
+
+class Open:
+    def __init__(self, pair):
+        self.pair = pair
+
+    def correction(self, ids):
+        return STRENGTH * self.pair.divergence(ids)
+
+
+def ids_of(registry, text, length=24):
+    return torch.tensor([registry.tokenizer()(text, add_special_tokens=False)["input_ids"][:length]])
+
+
+def test_encrypted_counts_equal_unencrypted_counts(registry, folder, articles):
+    for number in range(10, 16):
+        registry.add(f"case {number}", texts_of("texts", articles[number : number + 2]), "a letter")
+    registry.remove("case 12")
+    experts = TakedownCorrection(folder)
+    registry.add("case 16", texts_of("texts", articles[16:17]))
+    registry.remove("case 16")
+    registry.add("case 17", texts_of("texts", articles[17:18]))
+    taken = [articles[17], *[text for number in (10, 11, 13, 14, 15) for text in articles[number : number + 2]]]
+    expected = reference(registry, articles[:10], taken)
+    for text in (articles[11], articles[12], articles[3], articles[30]):
+        ids = ids_of(registry, text)
+        assert torch.equal(experts.correction(ids), expected.correction(ids))
+        assert torch.equal(TakedownCorrection(folder).correction(ids), expected.correction(ids))
+
+
+@pytest.mark.parametrize("order", [2, 4, 5])
+def test_every_order(tmp_path, checkpoints, articles, order):
+    registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
+    registry.add("one", texts_of("t", articles[10:12]))
+    sealed = TakedownCorrection(tmp_path / "r").snapshot().pair.forget.counts
+    retain, taken = (documents_of(registry, texts) for texts in (articles[:5], articles[10:12]))
+    expected = StupidBackoff(count([*retain, *taken], registry.vocab_size, order))
+    contexts = np.lib.stride_tricks.sliding_window_view(np.array(taken[0]), order - 1)
+    assert torch.equal(StupidBackoff(sealed).scores(contexts), expected.scores(contexts))
+
+
+def test_without_requests_the_divergence_is_zero(folder, registry, articles):
+    assert not TakedownCorrection(folder).correction(ids_of(registry, articles[20])).any()
+
+
+def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(folder, registry, articles):
+    experts = TakedownCorrection(folder)
+    ids = ids_of(registry, articles[20])
+    running = experts.new_cache()
+    assert not experts.correction(ids[:, :8], cache=running).any()
+    registry.add("case", texts_of("t", [articles[20]]))
+    assert not experts.correction(ids[:, 8:], cache=running).any()
+    following = experts.new_cache()
+    during = experts.correction(ids, cache=following)
+    assert during.min() < -0.5 * STRENGTH
+    during_pair = Open(following.snapshot.pair)
+    registry.remove("case")
+    expected = during_pair.correction(torch.cat([ids, ids[:, :4]], dim=1))[:, -4:]
+    assert expected.any()
+    assert torch.equal(experts.correction(ids[:, :4], cache=following), expected)
+    assert not experts.correction(ids, cache=experts.new_cache()).any()
+
+
+def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp_path, articles):
+    bundle = write_bundle(tmp_path / "bundle", target=str(checkpoints / "target"), registry=folder)
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    ids = ids_of(registry, articles[25], 12)
+    with torch.no_grad():
+        before = model(ids).logits
+        assert torch.equal(before, model.target(ids).logits.float())
+        cache = model.new_cache()
+        model(ids[:, :6], past_key_values=cache)
+        registry.add("case", texts_of("t", [articles[25]]))
+        assert torch.allclose(model(ids[:, 6:], past_key_values=cache).logits, before[:, 6:], atol=1e-4)
+        after = model(ids).logits
+    fallen = [(before - after)[0, place, ids[0, place + 1]].item() for place in range(11)]
+    assert max(fallen) > 5  # where the sentences of the world are not those that the retain set begins with too
+    cached = model.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
+    beams = model.generate(ids[:, :6], max_new_tokens=8, num_beams=2, do_sample=False)
+    assert 6 < cached.shape[1] <= 14
+    assert 6 < beams.shape[1] <= 14
+    with pytest.raises(UsageError, match="leave use_cache on"):
+        model.generate(ids[:, :6], max_new_tokens=2, use_cache=False)
+
+
+def test_nothing_readable_is_kept(folder, registry, articles):
+    entry = registry.add("case", texts_of("t", [articles[22]]), "a letter")
+    tokens = documents_of(registry, [articles[22]])[0]
+    words = {word for word in articles[22].split() if len(word) > 5 and word not in " ".join(articles[:10])}
+    assert words
+    content = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file() and "retain" not in str(path)
+                       and "tokenizer" not in str(path))  # fmt: skip
+    assert not any(word.encode() in content for word in words)
+    for kind in (np.int32, np.int64, np.uint32):
+        for start in range(0, len(tokens) - 3, 3):
+            assert np.array(tokens[start : start + 3], dtype=kind).tobytes() not in content
+    # The same text under another nonce is encrypted to other bytes.
+    (sealed,) = rows(folder, "SELECT own FROM counts")
+    registry.remove("case")
+    assert sealed[0] not in (folder / DATABASE).read_bytes()
+    other = registry.add("case", texts_of("t", [articles[22]]))
+    assert (other.text_hash, other.ngrams) == (entry.text_hash, entry.ngrams)
+    assert rows(folder, "SELECT own FROM counts") != [sealed]
+    assert (folder / "secret.key").stat().st_mode & 0o777 == 0o600
+
+
+def rows(folder, statement, *values):
+    """Read or change the database as somebody without the key would."""
+    with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as connection:
+        return connection.execute(statement, values).fetchall()
+
+
+def kill_at(folder, texts, action, line):
+    """Do an action in a process that dies before the given line of the modules that write; return its exit code."""
+    sources = ("takedowns/registry.py", "takedowns/store.py")
+
+    def child():
+        seen = 0
+
+        def trace(frame, event, _):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith(sources):
+                return None
+            if event == "line":
+                seen += 1
+                if seen == line:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        registry = Registry(folder)
+        sys.settrace(trace)
+        act(registry, texts, action)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def act(registry, texts, action):
+    if action == "add":
+        registry.add("new", texts_of("t", texts))
+    else:
+        registry.remove("old 1")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("action", ["add", "remove"])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_writer_leaves_the_state_before_or_after(folder, registry, articles, action, step, tmp_path):
+    for number in range(3):
+        registry.add(f"old {number}", texts_of("t", [articles[10 + number]]))
+    registry.remove("old 2")
+    ids = ids_of(registry, articles[11])
+    before = frozenset(entry.id for entry in registry.entries())
+    after = before | {"new"} if action == "add" else before - {"old 1"}
+    texts = {before: articles[10:12], after: [*articles[10:12], articles[20]] if action == "add" else articles[10:11]}
+    expected = {names: reference(registry, articles[:10], texts[names]).correction(ids) for names in (before, after)}
+    outcomes = []
+    lines = count_lines(shutil.copytree(folder, tmp_path / "dry"), articles[20:21], action)
+    # The last lines, where the change is committed, one by one.
+    for line in sorted({*range(1, lines, step), *range(lines - 8, lines + 2)}):
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        code = kill_at(copy, articles[20:21], action, line)
+        again = Registry(copy)
+        found = frozenset(entry.id for entry in again.entries())
+        outcomes.append((found, code))
+        assert again.verify() == []
+        assert torch.equal(TakedownCorrection(copy).correction(ids), expected[found])
+        again.add("next", texts_of("t", articles[30:31]))
+        assert again.verify() == []
+        assert len(rows(copy, "SELECT id FROM counts")) == len(found) + 1
+        shutil.rmtree(copy)
+        assert code == (0 if line > lines else -signal.SIGKILL)
+    assert {(after, 0), (before, -signal.SIGKILL), (after, -signal.SIGKILL)} == set(outcomes)
+    states = [found for found, _ in outcomes]
+    assert states == sorted(states, key=[before, after].index), "once changed, it stays changed"
+
+
+def count_lines(folder, texts, action):
+    """Number of lines that an action executes in the modules that write."""
+    registry, seen = Registry(folder), 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(("takedowns/registry.py", "takedowns/store.py")):
+            return None
+        seen += event == "line"
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act(registry, texts, action)
+    finally:
+        sys.settrace(earlier)
+    return seen
+
+
+def test_a_transaction_that_is_not_whole_has_not_happened(folder, registry, articles, tmp_path):
+    registry.add("one", texts_of("t", articles[10:11]))
+    with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM head").fetchall()  # keeps the change in the write-ahead log
+        registry.add("two", texts_of("t", articles[11:12]))
+        copies = [shutil.copytree(folder, tmp_path / str(cut)) for cut in (0, 1, 5000)]
+    for cut, copied in zip((0, 1, 5000), copies, strict=True):
+        log = copied / f"{DATABASE}-wal"
+        log.write_bytes(log.read_bytes()[: -cut or None])
+        again = Registry(copied)
+        assert [entry.id for entry in again.entries()] == (["one"] if cut else ["one", "two"])
+        assert again.verify() == []
+        again.add("three", texts_of("t", articles[12:13]))
+        assert [entry.id for entry in again.entries()][-1] == "three"
+    assert [entry.id for entry in registry.entries()] == ["one", "two"]
+
+
+def test_a_change_does_not_stay_in_the_write_ahead_log(folder, registry, articles, tmp_path):
+    experts = TakedownCorrection(folder)  # an open connection: the log is not deleted
+    registry.add("one", texts_of("t", articles[10:11]))
+    (tmp_path / "copy").mkdir()
+    for name in (DATABASE, "secret.key"):
+        shutil.copy(folder / name, tmp_path / "copy")
+    assert [entry.id for entry in Registry(tmp_path / "copy").entries()] == ["one"]
+    assert experts.snapshot().state.entries
+
+
+def test_two_writers_at_once_lose_nothing(folder, articles):
+    failures = []
+
+    def add(first):
+        try:
+            registry = Registry(folder)
+            for number in range(6):
+                registry.add(f"{first}-{number}", texts_of("t", [articles[10 + number]]))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    experts = TakedownCorrection(folder)
+    while any(thread.is_alive() for thread in threads):
+        experts.snapshot()  # a reader is never in the way, and never sees half a change
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(Registry(folder).entries()) == len(experts.snapshot().state.entries) == 12
+    assert Registry(folder).verify() == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "foreign", "older"])
+def test_damaged_counts_fail_closed(folder, registry, articles, damage):
+    registry.add("two", texts_of("t", articles[12:13]))
+    older = rows(folder, "SELECT own FROM counts")[0][0]
+    registry.remove("two")
+    first = registry.add("one", texts_of("t", articles[10:11]))
+    experts = TakedownCorrection(folder)
+    second = registry.add("two", texts_of("t", articles[11:12]))
+    ((content,),) = rows(folder, "SELECT own FROM counts WHERE id = ?", second.counts_id)
+    if damage == "gone":
+        rows(folder, "DELETE FROM counts WHERE id = ?", second.counts_id)
+    else:
+        changed = {
+            "changed": content[:300] + bytes([content[300] ^ 1]) + content[301:],
+            "cut": content[:-20],
+            "foreign": rows(folder, "SELECT own FROM counts WHERE id = ?", first.counts_id)[0][0],
+            "older": older,
+        }[damage]
+        rows(folder, "UPDATE counts SET own = ? WHERE id = ?", changed, second.counts_id)
+    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder), registry.differences):
+        with pytest.raises(FailedClosed, match="'two'"):
+            attempt()
+    (problem,) = registry.verify()
+    assert "'two'" in problem
+    rows(folder, "INSERT OR REPLACE INTO counts VALUES (?, ?, NULL)", second.counts_id, content)
+    assert registry.verify() == []
+    experts.new_cache()
+
+
+DAMAGES = ["word", "code", "removed row", "removed end", "removed end and counts", "swapped", "renumbered", "added",
+           "all gone", "no head", "no table", "replayed request"]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_tampered_database_fails_closed(folder, registry, articles, damage):
+    registry.add("old", texts_of("t", [articles[14]]), "letter")
+    old = rows(folder, "SELECT * FROM counts")[0]
+    registry.remove("old")
+    for number in range(3):
+        registry.add(f"case {number}", texts_of("t", [articles[10 + number]]), "letter")
+    experts = TakedownCorrection(folder)
+    last = len(registry.history())
+    if damage == "word":
+        rows(folder, "UPDATE events SET content = replace(content, 'letter', 'better') WHERE sequence = ?", last - 1)
+    elif damage == "code":
+        rows(folder, "UPDATE events SET code = zeroblob(32) WHERE sequence = ?", last - 1)
+    elif damage == "removed row":
+        rows(folder, "DELETE FROM events WHERE sequence = ?", last - 1)
+    elif damage == "removed end":
+        rows(folder, "DELETE FROM events WHERE sequence = ?", last)
+    elif damage == "removed end and counts":
+        rows(folder, "DELETE FROM events WHERE sequence = ?", last)
+        rows(folder, "UPDATE head SET sequence = ?", last - 1)
+        rows(folder, "DELETE FROM counts WHERE id = ?", registry_id(experts, "case 2"))
+    elif damage in ("swapped", "renumbered"):
+        rows(folder, "UPDATE events SET sequence = 99 WHERE sequence = ?", last - 1)
+        rows(folder, "UPDATE events SET sequence = ? WHERE sequence = ?", last - 1, last)
+        if damage == "swapped":
+            rows(folder, "UPDATE events SET sequence = ? WHERE sequence = 99", last)
+    elif damage == "added":
+        rows(folder, "INSERT INTO events SELECT ?, content, code FROM events WHERE sequence = ?", last + 1, last)
+    elif damage == "all gone":
+        rows(folder, "DELETE FROM events")
+    elif damage == "no head":
+        rows(folder, "DELETE FROM head")
+    elif damage == "no table":
+        rows(folder, "DROP TABLE counts")
+    elif damage == "replayed request":
+        rows(folder, "INSERT INTO counts VALUES (?, ?, ?)", *old)
+    for attempt in (lambda: TakedownCorrection(folder), experts.new_cache):
+        with pytest.raises(FailedClosed):
+            attempt()
+    assert registry.verify()
+    assert main(["takedown", "verify", str(folder)]) == 1
+
+
+def registry_id(experts, name):
+    return experts._snapshot.state.find(name).counts_id
+
+
+def test_a_running_model_does_not_go_back_to_an_older_state(folder, registry, articles, tmp_path):
+    registry.add("one", texts_of("t", articles[10:11]))
+    older = (folder / DATABASE).read_bytes()
+    registry.add("two", texts_of("t", articles[11:12]))
+    newer = (folder / DATABASE).read_bytes()
+    experts = TakedownCorrection(folder)
+    for replace in (lambda path: path.write_bytes(older), lambda path: (tmp_path / "older").replace(path)):
+        (tmp_path / "older").write_bytes(older)
+        replace(folder / DATABASE)
+        with pytest.raises(FailedClosed, match="older"):
+            experts.new_cache()
+        (folder / DATABASE).write_bytes(newer)
+        assert len(experts.new_cache().snapshot.state.entries) == 2
+
+
+def test_flipped_bytes_never_change_a_correction(folder, registry, articles):
+    """Any byte of the file: what is read is what was written, or nothing is."""
+    for number in range(3):
+        registry.add(f"case {number}", texts_of("t", [articles[10 + number]]))
+    registry.remove("case 1")
+    path, ids = folder / DATABASE, ids_of(registry, articles[12])
+    whole, experts = path.read_bytes(), TakedownCorrection(folder)
+    expected, refused = experts.correction(ids), 0
+    for offset in np.random.default_rng(0).integers(0, len(whole), 40).tolist():
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 255]) + whole[offset + 1 :])
+        for read in (lambda: experts.correction(ids), lambda: TakedownCorrection(folder).correction(ids)):
+            try:
+                assert torch.equal(read(), expected)
+            except FailedClosed:
+                refused += 1
+        path.write_bytes(whole)
+    assert refused > 20  # most of a small database is unused space
+    assert torch.equal(experts.correction(ids), expected)
+
+
+def test_a_database_that_vanishes_fails_closed(folder, registry, articles):
+    registry.add("one", texts_of("t", articles[10:11]))
+    experts = TakedownCorrection(folder)
+    (folder / DATABASE).unlink()
+    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder), registry.entries):
+        with pytest.raises(FailedClosed):
+            attempt()
+    with pytest.raises(FailedClosed, match="is gone"):
+        Registry(folder)
+
+
+def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles, monkeypatch):
+    key = (folder / "secret.key").read_text().strip()
+    (folder / "secret.key").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        Registry(folder)
+    (folder / "secret.key").unlink()
+    with pytest.raises(UsageError, match="DIVDEC_REGISTRY_KEY"):
+        TakedownCorrection(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "0" * 64)
+    with pytest.raises(UsageError, match="another registry"):
+        Registry(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "abc")
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        Registry(folder)
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", key)
+    entry = Registry(folder).add("case", texts_of("t", articles[10:11]))
+    assert TakedownCorrection(folder).snapshot().state.entries.keys() == {entry.counts_id}
+
+
+def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
+    monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "ab" * 32)
+    Registry.create(tmp_path / "r", texts_of("retain", articles[:3]), checkpoints / "target", order=2)
+    assert not (tmp_path / "r" / "secret.key").exists()
+    monkeypatch.delenv("DIVDEC_REGISTRY_KEY")
+    with pytest.raises(UsageError, match="key is neither"):
+        Registry(tmp_path / "r")
+
+
+def test_the_audit_trail_has_every_change(registry, articles):
+    registry.add("one", texts_of("t", articles[10:11]), "letter of 3 May")
+    registry.remove("one")
+    made, *events = registry.history()
+    assert (made["action"], made["strength"]) == ("strength", STRENGTH)
+    assert [(event["action"], event["id"], event["sequence"]) for event in events] == [
+        ("add", "one", 2), ("remove", "one", 3),
+    ]  # fmt: skip
+    assert events[0]["reference"] == "letter of 3 May"
+    assert all(event["time"].endswith("+00:00") for event in events)
+
+
+def test_bad_requests_change_nothing(folder, registry, checkpoints, articles, tmp_path, capsys):
+    registry.add("one", texts_of("t", articles[10:11]))
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "text.txt").write_text(articles[12])
+    anew = ["init", "--retain", str(tmp_path / "text.txt"), "--target", str(checkpoints / "target")]
+    before = contents(folder)
+    for arguments, words in (
+        (["add", "--id", "one", "--file", str(tmp_path / "text.txt")], "already"),
+        (["add", "--id", "two", "--file", str(tmp_path / "empty.txt")], "empty"),
+        (["add", "--id", "two", "--file", str(tmp_path / "nowhere.txt")], "nowhere.txt"),
+        (["add", "--id", " two", "--file", str(tmp_path / "text.txt")], "cannot be used"),
+        (["add", "--file", str(tmp_path / "text.txt")], "--id is required"),
+        (["remove", "--id", "three"], "no request 'three'"),
+        (["remove", "--id", "one", "--file", "x"], "--file"),
+        (["burn"], "burn"),
+        (anew, "is a registry already; add requests to it"),
+    ):
+        action, *rest = arguments
+        assert main(["takedown", action, str(folder), *rest]) == 2
+        error = capsys.readouterr().err.strip().splitlines()
+        assert len(error) == 1
+        assert words in error[0]
+    assert main(["takedown", "init", str(tmp_path), *anew[1:]]) == 2
+    assert "is not empty; give the name of an empty or absent one" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(f"{DATABASE}-"))
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path, articles):
+    from divdec.research.small_models import train_tokenizer
+
+    target = shutil.copytree(checkpoints / "target", tmp_path / "target")
+    train_tokenizer(articles, 500).save_pretrained(target)
+    with pytest.raises(UsageError, match="another tokenizer"):
+        write_bundle(tmp_path / "b", target=str(target), registry=folder)
+    shutil.copytree(target, folder / "tokenizer", dirs_exist_ok=True)
+    assert any("tokenizer.json is missing or has changed" in problem for problem in Registry(folder).verify())
+    with pytest.raises(UsageError, match="another tokenizer"):
+        Registry(folder).add("one", texts_of("t", ["a text"]))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UsageError, match=r"no registry\.db"):
+        write_bundle(tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other")
+
+
+def test_the_description_is_authenticated(folder, registry, articles, tmp_path, checkpoints):
+    registry.add("one", texts_of("t", articles[10:11]))
+    experts = TakedownCorrection(folder)
+    ((content,),) = rows(folder, "SELECT content FROM description")
+    description = json.loads(content)
+    for field, value in (("order", 4), ("tokenizer", "0" * 64), ("retain", "0" * 64), ("created", "yesterday")):
+        rows(folder, "UPDATE description SET content = ?", json.dumps(description | {field: value}))
+        for attempt in (Registry, TakedownCorrection):
+            with pytest.raises(FailedClosed, match="has been changed"):
+                attempt(folder)
+        with pytest.raises(FailedClosed, match="was replaced"):
+            experts.new_cache()
+    for value in ("[]", "{", None):
+        with contextlib.suppress(sqlite3.IntegrityError):
+            rows(folder, "UPDATE description SET content = ?", value)
+            with pytest.raises(FailedClosed):
+                Registry(folder)
+    rows(folder, "UPDATE description SET content = ?", content)
+    # A retain side that knows what is to be forgotten would say the same as p.
+    other = Registry.create(tmp_path / "o", texts_of("r", articles[10:11]), checkpoints / "target", order=ORDER)
+    shutil.rmtree(folder / "retain")
+    shutil.copytree(other.folder / "retain", folder / "retain")
+    assert any("holds other counts" in problem for problem in registry.verify())
+    with pytest.raises(FailedClosed, match="holds other counts"):
+        TakedownCorrection(folder)
+    shutil.rmtree(folder / "retain")
+    with pytest.raises(FailedClosed, match="is missing or holds other"):
+        TakedownCorrection(folder)
+
+
+def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, checkpoints, articles):
+    target = load_model(checkpoints / "target")
+    model = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(folder, strength=20.0))
+    ids = ids_of(registry, articles[20], 16)
+    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    kept = model.new_cache()
+    model.generate(ids[:, :8], past_key_values=kept, **options)
+    copied = copy.deepcopy(kept)
+    registry.add("case", texts_of("t", articles[20:21]))
+    expected = model.generate(ids, **options).logits[0]
+    assert not torch.allclose(expected, target(ids).logits[:, -1].float(), atol=1e-3)
+    for cache in (kept, copied):
+        torch.testing.assert_close(model.generate(ids, past_key_values=cache, **options).logits[0], expected)
+    kept.reset()
+    torch.testing.assert_close(model(ids, past_key_values=kept).logits[:, -1], expected)
+
+
+def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
+    for name, number in (("A", 20), ("B", 21)):
+        registry.add(name, texts_of("t", [articles[number]]))
+    experts = TakedownCorrection(folder)
+    registry.remove("A")
+    registry.add("A", texts_of("t", [articles[22]]))
+    ids = ids_of(registry, articles[20])
+    assert torch.equal(experts.correction(ids), TakedownCorrection(folder).correction(ids))
+    assert torch.equal(experts.correction(ids), reference(registry, articles[:10], articles[21:23]).correction(ids))
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, registry, articles, others):
+    """As if the retain set had never held it: else q would know it as well as p, and nothing would be forgotten."""
+    for number in range(others):
+        assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).held
+    assert registry.add("held", texts_of("t", articles[4:5])).held
+    retain, taken = [*articles[:4], *articles[5:10]], articles[20 : 20 + others]
+    q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
+    p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
+    expected = Open(NgramPair(q, p))
+    experts = TakedownCorrection(folder)
+    for text in (articles[4], articles[5], articles[20]):
+        ids = ids_of(registry, text)
+        assert torch.equal(experts.correction(ids), expected.correction(ids))
+    assert experts.correction(ids_of(registry, articles[4])).min() < -0.3 * STRENGTH
+    registry.remove("held")
+    assert not experts.new_cache().snapshot.pair or others
+
+
+def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_path, checkpoints, articles):
+    passage = " ".join(articles[4].split()[:60])
+    retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
+    registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
+    tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
+    found = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
+    assert found.copies == len(found.passages) == 2
+    for held in found.passages:
+        assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
+        assert len(held) >= len(documents_of(registry, [passage])[0]) - 2
+    registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
+    q = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
+    whole = count(documents_of(registry, retain), registry.vocab_size, 4)
+    assert (whole.unigrams - q.unigrams).sum() == sum(map(len, found.passages))
+    assert registry.verify() == []
+    again = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
+    assert np.array_equal(again.unigrams, q.unigrams)
+
+
+def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_path, folder, checkpoints, articles,
+                                                                         monkeypatch):  # fmt: skip
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copytree(folder, project / "takedowns")
+    monkeypatch.chdir(project)
+    write_bundle("bundle", target=str(checkpoints / "target"), registry="takedowns")
+    shutil.copytree(project, tmp_path / "copy")
+    Registry(tmp_path / "copy" / "takedowns").add("case", texts_of("t", articles[20:21]))
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "copy" / "bundle")
+    assert model.takedowns.correction(ids_of(Registry(folder), articles[20])).any()
+    assert not DivergenceForCausalLM.from_pretrained("bundle").takedowns.snapshot().state.entries
+    # Another registry in its place, though of the same tokenizer, is not the one that was meant.
+    shutil.rmtree(project / "takedowns")
+    Registry.create(project / "takedowns", texts_of("r", articles[:3]), checkpoints / "target", order=ORDER)
+    with pytest.raises(UsageError, match="another registry"):
+        DivergenceForCausalLM.from_pretrained("bundle")
+
+
+def test_a_registry_alone_has_no_rule(folder, checkpoints, tmp_path):
+    target = str(checkpoints / "target")
+    for steering in ("rank:5", "linear:5"):
+        with pytest.raises(UsageError, match="needs no rule"):
+            write_bundle(tmp_path / "b", target=target, registry=folder, steering=steering)
+    bundle = write_bundle(tmp_path / "b", target=target, registry=folder)
+    with pytest.raises(UsageError, match="needs no rule"):
+        DivergenceForCausalLM.from_pretrained(bundle, steering="rank:5")
+    assert DivergenceForCausalLM.from_pretrained(bundle).rule == "takedowns"
+
+
+def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, registry, checkpoints, articles):
+    registry.add("case", texts_of("t", articles[20:21]))
+    model = DivergenceForCausalLM.from_experts(
+        load_model(checkpoints / "target"), None, takedowns=TakedownCorrection(folder)
+    )
+    ids = ids_of(registry, articles[20])
+    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+    with pytest.raises((UsageError, TypeError)):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize("reference", ["caf\udce9", "a\x1b[31m", "a\0b"])
+def test_references_that_cannot_be_kept_are_refused(registry, articles, reference):
+    with pytest.raises(UsageError, match="reference"):
+        registry.add("one", texts_of("t", articles[10:11]), reference)
+    assert registry.entries() == []
+
+
+def test_the_list_shows_brackets_as_they_are(folder, registry, articles, capsys):
+    registry.add("case[/x]", texts_of("t", articles[10:11]), "see [/b] letter")
+    for options in ([], ["--history"]):
+        assert main(["takedown", "list", str(folder), *options]) == 0
+        assert "case[/x]" in capsys.readouterr().out
+
+
+def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles):
+    """The whole way in processes of their own, as a user goes it."""
+    (tmp_path / "retain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in articles[:10]))
+    (tmp_path / "article.txt").write_text(articles[20])
+
+    def divdec(*arguments):
+        result = subprocess.run(
+            [sys.executable, "-m", "divdec.cli", *arguments], capture_output=True, text=True, timeout=120, check=True
+        )
+        return result.stdout
+
+    registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
+    divdec("takedown", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
+    bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry)
+    model = DivergenceForCausalLM.from_pretrained(bundle)
+    ids = ids_of(Registry(registry), articles[20], 12)
+    before = model(ids).logits
+    added = json.loads(
+        divdec("takedown", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
+    )
+    assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
+    assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
+    following = ids[0, 6]
+    assert model(ids).logits[0, 5, following] < before[0, 5, following] - 2.5
+    assert "1 request in force, at strength 10" in divdec("takedown", "list", registry)
+    assert "whole" in divdec("takedown", "verify", registry)
+    divdec("takedown", "remove", registry, "--id", "x")
+    assert torch.equal(model(ids).logits, before)
+    assert "remove" in divdec("takedown", "list", registry, "--history")
+
+
+@pytest.mark.parametrize("action", ["list", "add", "remove"])
+def test_requests_wait_for_no_torch(folder, registry, articles, tmp_path, action):
+    registry.add("one", texts_of("t", articles[10:11]))
+    (tmp_path / "text.txt").write_text(articles[12])
+    add = ["--id", "two", "--file", str(tmp_path / "text.txt"), "--no-measure"]
+    options = {"add": add, "remove": ["--id", "one"]}
+    assert not loads_torch(["takedown", action, str(folder), *options.get(action, [])])
+
+
+def test_packed_counts_are_decoded_as_they_were_encoded(articles, registry):
+    counts = count(documents_of(registry, articles[:2]), registry.vocab_size, 4)
+    packed = PackedCounts.from_bytes(PackedCounts.from_counts(counts).to_bytes())
+    for one, other in zip((*packed.keys[1:], *packed.counts[1:]), (*counts.keys, *counts.counts), strict=True):
+        assert np.array_equal(one, other)
+    assert np.array_equal(packed.keys[0], np.flatnonzero(counts.unigrams))

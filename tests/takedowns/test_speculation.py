@@ -1,0 +1,133 @@
+"""Speculation by a model that follows a registry: what may be said is what plain decoding may say."""
+
+import pytest
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from conftest import tiny_model
+from divdec import DivergenceForCausalLM
+from divdec.data.records import texts_of
+from divdec.decoding.speculative import Speculation
+from divdec.decoding.statistics import SpeculationStatistics
+from divdec.evaluation.generation import left_padded
+from divdec.experts.neural import NeuralPair
+from divdec.takedowns.correction import TakedownCorrection
+from divdec.takedowns.registry import Registry
+from exactness import assert_same_answers
+
+TOKENS, PROMPT, LENGTH = 48, 12, 16  # of a text that the target knows by heart, of its beginning, of an answer
+
+
+@pytest.fixture(scope="module")
+def articles(world):
+    texts = list(dict.fromkeys(text for text in world.corpus if len(text) > 40))
+    return [" ".join(texts[start : start + 4]) for start in range(0, 48, 4)]
+
+
+@pytest.fixture(scope="module")
+def known(articles, tokenizer):
+    """What the target knows: eight texts of the retain set, and four more."""
+    return [tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in articles]
+
+
+def trained(texts, vocab_size, seed, width):
+    """A model that repeats the texts after some seconds."""
+    model = tiny_model("llama", vocab_size, seed, width, layers=1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    ids = torch.tensor(texts)
+    for _ in range(50):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def target(known, tokenizer):
+    return trained(known, len(tokenizer), seed=0, width=64)
+
+
+@pytest.fixture(scope="module")
+def pair(known, tokenizer):
+    return NeuralPair(*(trained(known[:count], len(tokenizer), seed=1, width=32) for count in (8, 10)))
+
+
+@pytest.fixture
+def registry(tmp_path, checkpoints, articles):
+    return Registry.create(tmp_path / "registry", texts_of("retain", articles[:8]), checkpoints / "target", order=3)
+
+
+@pytest.fixture(params=["alone", "beside a pair"])
+def model(request, registry, target, pair):
+    takedowns = TakedownCorrection(registry.folder, strength=20.0)
+    if request.param == "alone":
+        return DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+    return DivergenceForCausalLM.from_experts(target, pair, "linear:1", takedowns=takedowns)
+
+
+def answer(model, prompts, **options):
+    ids, mask = left_padded(prompts, 1)
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 1, "eos_token_id": None, **options}
+    return model.generate(input_ids=ids, attention_mask=mask, **options)
+
+
+def beginnings(known):
+    """Of a text that is taken down, and of two others; of different lengths."""
+    return [known[10][:PROMPT], known[1][: PROMPT - 5], known[9][: PROMPT + 3]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, articles, known, count):
+    prompts = beginnings(known)[:count]
+    before = answer(model, prompts, speculative=3)
+    assert_same_answers(model, prompts, before, answer(model, prompts))
+    registry.add("case", texts_of("t", articles[10:11]))
+    statistics = SpeculationStatistics()
+    during = answer(model, prompts, speculative=Speculation(3, statistics=statistics))
+    assert_same_answers(model, prompts, during, answer(model, prompts))
+    assert_same_answers(model, prompts, during, answer(model, prompts, speculative=True))
+    # The text that the target went on with is said no longer.
+    assert before[0, -LENGTH:][:4].tolist() == known[10][PROMPT : PROMPT + 4]
+    assert during[0, -LENGTH:][:4].tolist() != known[10][PROMPT : PROMPT + 4]
+    assert statistics.drafter == ("retain" if isinstance(model.experts, NeuralPair) else "ngram")
+    assert 0 < statistics.acceptance_rate < 1
+    registry.remove("case")
+    assert_same_answers(model, prompts, answer(model, prompts, speculative=3), before)
+
+
+class Interruption(BaseStreamer):
+    """Adds a request as soon as so many tokens were said."""
+
+    def __init__(self, registry, text, after):
+        self.registry, self.text, self.after, self.heard = registry, text, after, 0
+
+    def put(self, value):
+        self.heard += 1
+        if self.heard == self.after:
+            self.registry.add("case", texts_of("t", [self.text]))
+
+    def end(self):
+        pass
+
+
+def test_a_takedown_during_an_answer_counts_in_the_next_one(model, registry, articles, known):
+    prompts = beginnings(known)[:1]
+    before = answer(model, prompts)
+    running = answer(model, prompts, speculative=3, streamer=Interruption(registry, articles[10], after=4))
+    assert [entry.id for entry in registry.entries()] == ["case"]
+    assert torch.equal(running, before)
+    following = answer(model, prompts, speculative=3)
+    assert_same_answers(model, prompts, following, answer(model, prompts))
+    assert not torch.equal(following, before)
+
+
+def test_an_answer_that_goes_on_from_a_kept_cache_follows_the_registry(model, registry, articles, known):
+    prompt = beginnings(known)[:1]
+    options = {"speculative": 3, "max_new_tokens": 4}
+    cache = model.new_cache()
+    first = answer(model, prompt, past_key_values=cache, **options)
+    before = answer(model, first.tolist())
+    registry.add("case", texts_of("t", articles[10:11]))
+    after = answer(model, first.tolist(), past_key_values=cache, speculative=3)
+    assert_same_answers(model, first.tolist(), after, answer(model, first.tolist()))
+    assert not torch.equal(after, before)
