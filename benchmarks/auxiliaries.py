@@ -30,7 +30,7 @@ from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
+from divdec.report.style import LOOKS, RETRAIN, style, write_figure
 from divdec.research import demo, tofu_small
 from divdec.research.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
 from divdec.research.stages import train_all, train_pair

@@ -8,8 +8,8 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.report.sequential import Step
-from divdec.research.figures import KNOWN
+from divdec.research.charts import Step
+from divdec.research.figures import FIGURES
 from divdec.runs import write_json
 
 
@@ -63,12 +63,12 @@ def test_an_earlier_picture(sequential, tmp_path, capsys):
 def test_list(capsys):
     assert main(["results", "plot", "--list"]) == 0
     printed = capsys.readouterr().out
-    for name, figure in KNOWN.items():
+    for name, figure in FIGURES.items():
         assert name in printed
         assert figure.shows in printed
         assert figure.needs in printed
     assert main(["results", "plot", "--list", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(KNOWN)
+    assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
 
 
 def test_the_list_and_the_help_load_no_torch():
@@ -123,7 +123,7 @@ class TestBadInput:
     def test_runs(self, tmp_path, capsys):
         empty = tmp_path / "empty"
         empty.mkdir()
-        for figure in KNOWN:
+        for figure in FIGURES:
             self.refused(
                 capsys, empty, "--figure", figure, "--output", tmp_path / "x.svg", says=f"{empty} is an empty folder"
             )

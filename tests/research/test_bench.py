@@ -10,7 +10,6 @@ import torch
 from divdec.costs.latency import Device, Workload
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
-from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
 from divdec.research import bench_shapes
 from divdec.research.bench_compute import bench_compute, figures, time_passes
 from divdec.research.bench_latency import bench_latency, predicted, time_answers
@@ -18,6 +17,7 @@ from divdec.research.bench_models import Combination, Makers, Place, combination
 from divdec.research.bench_results import results_in
 from divdec.research.bench_settings import ComputeSettings, LatencySettings
 from divdec.research.bench_shapes import SHAPES, Shape, find_shape
+from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
 from divdec.runs import read_record
 
 TINY = {
@@ -192,12 +192,12 @@ def test_figures_follow_from_times():
     assert found["theory_without_embeddings"] == pytest.approx(1.1)
     assert found["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
     row = {**sizes, **found, "target": "a", "auxiliary": "b", "vocabulary": 7}
-    over = summary([row])["decode_against_theory"]
+    over = compute_deviation([row])["decode_against_theory"]
     assert over["median"] == over["largest_size"] == pytest.approx(1.75 / 1.2 - 1)
     header, lines = compute_cells([row])
     assert len(header) == len(lines[0])
-    assert "+45.8%" in markdown(header, lines)
-    assert summary([]) == {}
+    assert "+45.8%" in markdown_table(header, lines)
+    assert compute_deviation([]) == {}
 
 
 def test_p_and_q_are_models_of_their_own_and_a_target_is_kept(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.report.sequential import Step, markdown
 from divdec.research import demo, sequential
+from divdec.research.charts import Step, sequential_table
 from divdec.research.measure import Questions
 from divdec.research.sequential import distance, distance_interval, run_sequential
 from divdec.research.sequential_material import demo_course, muse_course
@@ -148,7 +148,7 @@ def test_the_table_brackets_requests_that_have_not_come():
         Step("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
         Step("scaling", "steered", 2, scores, 2.5, 1.0, 4.0, 7.0),
     ]
-    lines = markdown("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
+    lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
     assert lines[2].startswith(
         "|  | step | request 1 | request 2 | retain | request 1, articles | distance from step 1"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from divdec.report.plots.canvas import style, svg_text
-from divdec.report.plots.palette import LINEAR, TEXT, themed
+from divdec.report.style import LINEAR, TEXT, style, svg_text, themed
 
 POINTS = 61
 

@@ -6,7 +6,7 @@ import inspect
 from importlib import resources
 from typing import Any
 
-from divdec.report.plots.palette import GROUND, PAGE, SERIES
+from divdec.report.style import GROUND, PAGE, SERIES
 
 FONT = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")

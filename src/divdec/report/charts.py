@@ -112,7 +112,12 @@ def inline(plot: Plot, kind: Kind) -> Markup:
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
-    sizes = {"scatter": (5.2, 4.0), "curves": (4.0, 2.9), "dots": (5.2, 0.95 + 0.32 * len(plot.rows)), "roc": (3.7, 3.8)}
+    sizes = {
+        "scatter": (5.2, 4.0),
+        "curves": (4.0, 2.9),
+        "dots": (5.2, 0.95 + 0.32 * len(plot.rows)),
+        "roc": (3.7, 3.8),
+    }
     with style(f"divdec {plot.description}"):
         figure = Figure(figsize=sizes[kind], layout="constrained")
         axes = figure.subplots()

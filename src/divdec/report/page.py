@@ -133,7 +133,9 @@ def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, e
         else "Distance to the retrained model, the target’s = 100 %; lower is better"
     )
     captions = {f"{caption}. {_interval_note(rows, scorer)}": SCORES[suite], **TABLES[suite]}
-    shown = {text: tuple(name for name in names if any(row.has(name) for row in rows)) for text, names in captions.items()}
+    shown = {
+        text: tuple(name for name in names if any(row.has(name) for row in rows)) for text, names in captions.items()
+    }
     return Report(
         suite,
         variant,

@@ -14,10 +14,10 @@ import torch
 from tqdm.auto import tqdm
 
 from divdec.costs.formulas import compute_increase
-from divdec.report.costs_bench import summary, write_compute
 from divdec.research.bench_models import Makers, Place, combinations, misfit, workload
 from divdec.research.bench_results import results_in
 from divdec.research.bench_settings import ComputeSettings
+from divdec.research.charts import compute_deviation, write_compute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ def bench_compute(settings: ComputeSettings, report: Callable[[str], None] = pri
             report(f"left out: {one.target.name} with {one.auxiliary.name}, {one.vocabulary} tokens: {why}")
         rows = [results.rows[key] for key in wanted if key in results.rows]
         complete = len(rows) + len(left_out) == len(wanted)
-        content = {"summary": summary(rows), "left_out": left_out, "complete": complete}
+        content = {"summary": compute_deviation(rows), "left_out": left_out, "complete": complete}
         if rows:
             write_compute(results.folder, rows, place.name)
         status = "finished" if complete else "stopped"

@@ -22,10 +22,10 @@ from divdec.costs.latency import Device, Workload, measure_device, pass_seconds,
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.costs_bench import write_latency
 from divdec.research.bench_models import Combination, Makers, Place, combinations, misfit, workload
 from divdec.research.bench_results import results_in
 from divdec.research.bench_settings import LatencySettings
+from divdec.research.charts import write_latency
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,8 +17,8 @@ from divdec.data.formatting import Format
 from divdec.data.records import single_turn
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_tokenizer
+from divdec.report.charts import Point, trade_off
 from divdec.report.page import write_page
-from divdec.report.plots import Point, trade_off
 from divdec.research.measure import (
     GAP_AIM,
     RETAIN_AIM,
@@ -210,13 +210,13 @@ def _plot(comparison: Comparison) -> str:
         Point(
             row.model,
             row.setting or row.model,
-            row.figures["forget"].accuracy,
+            row.figures["forget"].probability,
             row.figures["retain"].accuracy,
             comparison.reached and row is comparison.recommended,
         )
         for row in rows
     ]
-    return trade_off(points, "accuracy on the forget set", "accuracy on the retain set")
+    return trade_off(points, "probability of the true answers of the forget set", "accuracy on the retain set")
 
 
 def _examples(comparison: Comparison, sets: Sequence[Questions], presentation: Presentation) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from divdec.imaging.evaluation import Exam
 from divdec.imaging.layout import Codes
 from divdec.imaging.pictures import write_png
 from divdec.imaging.tables import GROUPS, Setting, Table, table
-from divdec.report.images import Samples, write_images
+from divdec.research.pages import Samples, write_images
 from divdec.runs import write_json, write_text
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.report.sequential import Step, distance_plot, markdown
+from divdec.research.charts import Step, distance_plot, sequential_table
 from divdec.research.sequential_material import RETAIN, Course, request_name
 from divdec.research.sequential_measure import Examiner
 from divdec.research.sequential_models import Models, SequentialSettings, distil_step, write_requests, write_step
@@ -109,7 +109,7 @@ def run_sequential(
     write_json(output / "result.json", result)
     items = [json.dumps(item, ensure_ascii=False) for name in measure.names() for item in measure.items(name)]
     write_text(output / "items.jsonl", "\n".join(items) + "\n")
-    write_text(output / "table.md", markdown(course.title, course.score, references, steps))
+    write_text(output / "table.md", sequential_table(course.title, course.score, references, steps))
     write_text(output / "distance.svg", distance_plot(steps, course.score, bootstrap.level))
     seconds = round(time.perf_counter() - started, 1)
     content = record("sequential", settings, title=course.title, fingerprint=fingerprint, seconds=seconds)

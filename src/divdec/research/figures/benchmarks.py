@@ -131,7 +131,9 @@ def strength(request: FigureRequest) -> FigureResult:
                 absent.append(title)
                 continue
             if suite == "tofu":  # the distance of MUSE's retrained model is 0
-                _draw_level(axes, next((one.values.get(name) for one in results[suite] if one.method == "retrain"), None))
+                _draw_level(
+                    axes, next((one.values.get(name) for one in results[suite] if one.method == "retrain"), None)
+                )
             drawn += _draw_sweeps(axes, _sweeps(results[suite], name), name)
             axes.set_title(title, pad=8)
             axes.set_ylabel(f"{label} ({MEASURES[name].better} is better)", fontsize=9.5)
@@ -148,7 +150,7 @@ def strength(request: FigureRequest) -> FigureResult:
 
 @register("sizes", shows="the best score by the auxiliaries' size", needs=f"{TOFU}; {MUSE}")
 def sizes(request: FigureRequest) -> FigureResult:
-    """Draw the best score by the size of the auxiliaries, a line for each rule; n-grams are at 0 (figure model scaling).
+    """Draw the best score by the size of the auxiliaries; n-grams are at 0 (paper, figure model scaling).
 
     `run.json` states the size; of published files the folder's name does: `1B-alpha-1.5`, `dd_trigram/topk-1`.
     """
@@ -160,7 +162,9 @@ def sizes(request: FigureRequest) -> FigureResult:
             if any(lines.values()):
                 panels.append((name, title, label, lines))
     if not panels:
-        needs = "steered results whose run.json, or folder such as 1B-alpha-1.5 or trigram, states the auxiliaries' size"
+        needs = (
+            "steered results whose run.json, or folder such as 1B-alpha-1.5 or trigram, states the auxiliaries' size"
+        )
         raise missing_data(request.runs, "sizes", needs)
     columns, rows = min(len(panels), 2), (len(panels) + 1) // 2
     figure = _figure(4.7 * columns + 0.3, 3.4 * rows + 0.4)
@@ -212,7 +216,10 @@ def over_under(request: FigureRequest) -> FigureResult:
     # By suite, label of the y axis, and by attack the sweeps with a value and that value.
     labels = {"muse": "PrivLeak, % (0 is best)", "tofu": "AUC on the retrained model − AUC\n(0 is best)"}
     lines: dict[str, dict[str, list[list[tuple[MethodResult, float]]]]] = {"muse": {}, "tofu": {}}
-    for suite, attack, name in (("muse", "privleak", "PrivLeak"), *(("tofu", key, ATTACK_NAMES[key]) for key in ATTACKS)):
+    for suite, attack, name in (
+        ("muse", "privleak", "PrivLeak"),
+        *(("tofu", key, ATTACK_NAMES[key]) for key in ATTACKS),
+    ):
         reference = retrain.values.get(attack) if retrain is not None else None
         if suite == "tofu" and reference is None:
             continue
@@ -249,7 +256,9 @@ def over_under(request: FigureRequest) -> FigureResult:
                     families[sweep[0][0].family] = None
                     drawn += [one for one, _ in sweep]
             if rule == "rank":
-                log_ticks(axes, sorted({one.strength or 0.0 for one in drawn if (one.suite, one.rule) == (suite, rule)}))
+                log_ticks(
+                    axes, sorted({one.strength or 0.0 for one in drawn if (one.suite, one.rule) == (suite, rule)})
+                )
             axes.set_xlabel(RULES[rule], fontsize=9.5)
             names = "; pale: ".join(filter(None, families))
             axes.set_title(f"{suite.upper()}{f' ({names})' if names else ''}")
@@ -308,7 +317,9 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
     order = ("other", "reference", "ours")
     groups: dict[str, list[MethodResult]] = {}
     for one in sorted(results, key=lambda one: (order.index(one.kind), one.title, one.strength or 0.0)):
-        groups.setdefault("other methods, the best setting of each" if one.kind == "other" else one.title, []).append(one)
+        groups.setdefault("other methods, the best setting of each" if one.kind == "other" else one.title, []).append(
+            one
+        )
     free, used = [look for look in LOOKS if look not in (LINEAR, RANK)], set()
     series = []
     for name, members in groups.items():

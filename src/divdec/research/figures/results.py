@@ -87,7 +87,9 @@ def load_results(request: FigureRequest, figure: str) -> dict[str, list[MethodRe
                 folders.setdefault(folder.resolve(), (Source(_result_file(folder, read.suite), path), read))
     role_folders = {role: {folder.resolve() for folder in find_results(path)} for role, path in roles.items()}
     for suite in SCORES:
-        results += _score({path: pair for path, pair in folders.items() if pair[1].suite == suite}, role_folders, request)
+        results += _score(
+            {path: pair for path, pair in folders.items() if pair[1].suite == suite}, role_folders, request
+        )
     suites = [suite for suite in SCORES if any(result.suite == suite for result in results)]
     return {suite: _add_titles([result for result in results if result.suite == suite]) for suite in suites}
 
@@ -220,7 +222,7 @@ def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
             if match := re.match(rf"{pattern}(?![a-z])[-_]?", parts[index], flags=re.IGNORECASE):
                 setting = " ".join(filter(None, (parts[index][match.end() :], *parts[index + 1 :])))
                 return {"method": names[name], "setting": setting}
-    return {"method": parts[-1], "setting": ""}
+    return {"method": parts[-1], "title": parts[-1], "setting": ""}
 
 
 def _role(results: Results, folder: Path) -> str | None:
@@ -235,15 +237,12 @@ def _add_titles(results: list[MethodResult]) -> list[MethodResult]:
     families: dict[str, set[str]] = {}
     for result in results:
         families.setdefault(result.method, set()).add(result.family)
-    return [
-        dataclasses.replace(
-            result,
-            title=f"{method_title(result.method)} ({result.family})"
-            if result.family and len(families[result.method]) > 1
-            else method_title(result.method),
-        )
-        for result in results
-    ]
+    titled = []
+    for result in results:
+        title = result.title or method_title(result.method)
+        family = f" ({result.family})" if result.family and len(families[result.method]) > 1 else ""
+        titled.append(dataclasses.replace(result, title=f"{title}{family}"))
+    return titled
 
 
 def _strength_text(rule: str, value: float) -> str:

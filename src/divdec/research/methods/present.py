@@ -11,13 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from divdec.report.measures import MEASURES
-from divdec.report.methods import SHOWN, Entry, write_comparison
+from divdec.report.scores import MEASURES
 from divdec.research.methods.cells import REFERENCES
 from divdec.research.methods.grids import OWN, titles
 from divdec.research.methods.run import Comparison
 from divdec.research.methods.settings import CompareSettings
 from divdec.research.methods.table import Line, without_best
+from divdec.research.pages import SHOWN, MethodRow, write_comparison
 from divdec.runs import RECORD, record, write_json, write_text
 
 HEADS = ("Method", "Setting", *(MEASURES[name].short for name in SHOWN), "Training", "Memory", "Time a token")
@@ -84,7 +84,7 @@ def markdown(found: Comparison, settings: CompareSettings) -> str:
     return "\n".join([*lines, *(f"\n{note}" for note in _notes(found))]) + "\n"
 
 
-def _markdown_table(entries: Sequence[Entry], costs: bool = True) -> list[str]:
+def _markdown_table(entries: Sequence[MethodRow], costs: bool = True) -> list[str]:
     number = len(HEADS) if costs else len(HEADS) - 3
     rows = ["| " + " | ".join(HEADS[:number]) + " |", "|---" * number + "|"]
     return rows + [
@@ -92,13 +92,13 @@ def _markdown_table(entries: Sequence[Entry], costs: bool = True) -> list[str]:
     ]
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: MethodRow) -> list[str]:
     if entry.failed and entry.values.get("mem") is None:
         return [entry.title, entry.setting, entry.failed, *[""] * (len(HEADS) - 3)]
     return [entry.title, entry.setting, *(entry.cell(name) for name in SHOWN), *entry.costs]
 
 
-def _best_entries(found: Comparison) -> list[Entry]:
+def _best_entries(found: Comparison) -> list[MethodRow]:
     """The best setting of each method; of a method that has none the first, marked so."""
     ties = {titles()[method] for method in without_best(found.lines)}
     return [
@@ -109,11 +109,11 @@ def _best_entries(found: Comparison) -> list[Entry]:
     ]
 
 
-def _entries(found: Comparison, lines: Sequence[Line]) -> list[Entry]:
+def _entries(found: Comparison, lines: Sequence[Line]) -> list[MethodRow]:
     name = titles()
     best = {(line.method, line.setting) for line in found.best.values()}
     return [
-        Entry(
+        MethodRow(
             name[line.method],
             line.setting,
             line.values,

@@ -14,7 +14,7 @@ import numpy as np
 
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
-from divdec.report.measures import MEASURES, best_index
+from divdec.report.scores import MEASURES, best_index
 
 SHOWN = ("agg", "mem", "priv", "utility")
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
