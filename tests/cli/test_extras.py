@@ -70,8 +70,8 @@ def test_training_with_adapters(tokenizer, tmp_path, monkeypatch):
 def test_images(monkeypatch):
     import torch
 
-    from divdec.imaging.distances import frechet_distance
-    from divdec.imaging.vq import vq_model_class
+    from divdec.imaging.codecs import vq_model_class
+    from divdec.imaging.evaluation import frechet_distance
 
     for library in EXTRAS["image"]:
         monkeypatch.setitem(sys.modules, library, None)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from divdec.imaging.distances import Distances
-from divdec.imaging.tables import Setting, table
+from divdec.imaging.results import Distances, SettingResult, tabulate
 from divdec.report.style import themed
 from divdec.research.pages import Samples, content_plot, write_images
 
@@ -19,14 +18,14 @@ CLASSES = ("cat", "dog <b>", "emu")
 ASKED = [0, 1, 2, 0, 1, 0]
 IMAGES = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 SETTINGS = [
-    Setting("Baseline", content={"retain": [0.9, 1.0], "forget": [0.9, 1.0]}, distances=Distances(1.0, 2.0, 3.0)),
-    Setting(
+    SettingResult("Baseline", content={"retain": [0.9, 1.0], "forget": [0.9, 1.0]}, distances=Distances(1.0, 2.0, 3.0)),
+    SettingResult(
         "Linear", "α=1",
         content={"retain": [0.9, 0.8], "forget": [0.2, 0.3]},
         distances=Distances(1.5, 9.0, 2.0, ("G_F has 2 images for 64 features",)),
     ),
-    Setting("Linear", "α=2", content={"retain": [0.8, 0.8], "forget": [0.1, 0.1]}),
-    Setting("Retrain", content={"retain": [0.9, 0.9], "forget": [0.1, 0.0]}),
+    SettingResult("Linear", "α=2", content={"retain": [0.8, 0.8], "forget": [0.1, 0.1]}),
+    SettingResult("Retrain", content={"retain": [0.9, 0.9], "forget": [0.1, 0.0]}),
 ]  # fmt: skip
 
 
@@ -67,7 +66,7 @@ def text(tmp_path_factory):
         path,
         title="Digits & more",
         lead="What was generated.",
-        tables={"All": table(SETTINGS), "Content": table(SETTINGS, ["content"])},
+        tables={"All": tabulate(SETTINGS), "Content": tabulate(SETTINGS, ["content"])},
         samples=[Samples.of("Linear α=1", IMAGES, ASKED, CLASSES, {1}, each=2)],
         notes=["Seed 0."],
     )
@@ -135,11 +134,11 @@ def test_the_plot_has_every_setting(text):
 
 def test_accuracy_is_drawn_where_there_is_no_content():
     figures = {"retain": [1.0, 1.0], "forget": [0.0, 1.0]}
-    assert "images that show the class asked for, %" in ticks(content_plot([Setting("Rank", "k=1", accuracy=figures)]))
-    half = ticks(content_plot([Setting("Rank", "k=1", content={"retain": [1.0]}), Setting("Rank", "k=2")]))
+    assert "images that show the class asked for, %" in ticks(content_plot([SettingResult("Rank", "k=1", accuracy=figures)]))
+    half = ticks(content_plot([SettingResult("Rank", "k=1", content={"retain": [1.0]}), SettingResult("Rank", "k=2")]))
     assert "Rank k=1" in half
     assert "Rank k=2" not in half
-    assert content_plot([Setting("Rank", "k=1")]) == ""
+    assert content_plot([SettingResult("Rank", "k=1")]) == ""
 
 
 def test_without_samples_and_figures(tmp_path):

@@ -204,7 +204,7 @@ def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, rec
         assert "--no-measure" in capsys.readouterr().err
         assert registry.entries() == []
         assert add(registry, article, "--no-measure") == 0
-        assert "whether it is still recited is not known" in capsys.readouterr().out
+        assert "it may still repeat the texts" in capsys.readouterr().out
         assert registry.entries()[0].measured is None
         for arguments in (["list"], ["verify"]):
             assert main(["takedown", *arguments, str(registry.folder)]) == 0

@@ -257,8 +257,9 @@ def files(world, tmp_path):
 
 
 def depth(bundle, files, output, *options):
-    sets = (f"--forget={files['forget']}", f"--retain={files['retain']}")
-    return main(["gradient-depth", str(bundle), *sets, f"--output={output}", *options])
+    given = {name: f"--{name}={path}" for name, path in {**files, "output": output}.items()}
+    given |= {option.removeprefix("--").partition("=")[0]: option for option in options}
+    return main(["gradient-depth", str(bundle), *given.values()])
 
 
 def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
@@ -314,4 +315,4 @@ def test_the_retain_set_is_needed(bundle, files, tmp_path, capsys):
 
 
 def test_help_is_instant():
-    assert not loads_torch(["depth", "--help"])
+    assert not loads_torch(["gradient-depth", "--help"])

@@ -14,8 +14,8 @@ from divdec.report.style import GRID, LOOKS, PAGE_WIDTH, RETRAIN, TARGET, style,
 from divdec.research.charts import Bar, LeakCurve, bars, leak_curves
 
 if TYPE_CHECKING:
-    from divdec.imaging.codec import Images
-    from divdec.imaging.tables import Mean, Setting, Table
+    from divdec.imaging.codecs import Images
+    from divdec.imaging.results import ImageTable, Mean, SettingResult
 
 SHOWN = ("agg", "mem", "priv", "utility")
 REFERENCES = ("Baseline", "Retrain")
@@ -110,8 +110,7 @@ class SampleRow:
     @property
     def url(self) -> str:
         """Data URL of the samples side by side."""
-        from divdec.imaging.pictures import grid
-        from divdec.imaging.png import data_url, png
+        from divdec.imaging.files import data_url, grid, png
 
         return data_url(png(grid([self.images], gap=max(1, self.images.shape[3] // 32))))
 
@@ -163,7 +162,7 @@ def write_images(
     *,
     title: str,
     lead: str,
-    tables: Mapping[str, Table],
+    tables: Mapping[str, ImageTable],
     samples: Sequence[Samples],
     notes: Sequence[str] = (),
 ) -> None:
@@ -177,7 +176,7 @@ def write_images(
         samples: samples by setting, in the order of the page.
         notes: remarks; warnings of distances are added.
     """
-    from divdec.imaging.tables import cell_text
+    from divdec.imaging.results import cell_text
 
     settings = {setting.name: setting for table in tables.values() for setting in table.settings}
     warnings = [
@@ -202,7 +201,7 @@ def write_images(
     )
 
 
-def content_plot(settings: Sequence[Setting]) -> str:
+def content_plot(settings: Sequence[SettingResult]) -> str:
     """Plot how often retain and forget classes are still shown, a row for each setting, with standard errors.
 
     Returns:
@@ -277,14 +276,14 @@ def _draw_content(rows: Sequence[tuple[str, Sequence[Mean | None]]], label: str)
         return svg_text(figure)
 
 
-def _column_groups(table: Table) -> list[tuple[str, int]]:
+def _column_groups(table: ImageTable) -> list[tuple[str, int]]:
     """The groups of a table's columns with their widths."""
     groups = itertools.groupby(table.columns, lambda column: column.group)
     return [(group, len(list(columns))) for group, columns in groups]
 
 
-def _means(setting: Setting, measure: str) -> list[Mean | None]:
-    from divdec.imaging.tables import Mean
+def _means(setting: SettingResult, measure: str) -> list[Mean | None]:
+    from divdec.imaging.results import Mean
 
     values = getattr(setting, measure) or {}
     return [Mean.of(values.get(name, ())) for name in SET_LOOKS]

@@ -1,7 +1,9 @@
-"""Images as files: reading them by class, writing them one by one and as a grid. It knows nothing of codes."""
+"""Image files: read folders of classes, write images and grids."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,36 +13,31 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import UsageError, first_line
-from divdec.imaging.codec import Images
-from divdec.imaging.png import png
+from divdec.imaging.codecs import Images
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _MODES = {1: "L", 3: "RGB"}
 Row = Float[Tensor, "_ channels image_height image_width"]
-"""Images of one size; rows of a grid may hold more and fewer."""
+"""Images of one size; rows of a grid may have different lengths."""
 
 
 def read_folder(
-    folder: Path,
-    channels: int,
-    size: tuple[int, int],
-    resize: bool = False,
-    report: Callable[[str], None] = print,
+    folder: Path, channels: int, size: tuple[int, int], resize: bool = False, report: Callable[[str], None] = print
 ) -> tuple[Images, list[int], tuple[str, ...]]:
-    """Read images that lie in a folder a class.
+    """Read images from one folder for each class.
 
     Args:
-        folder: holds a folder for each class, in the order of their names.
+        folder: holds a folder for each class.
         channels: 1 (grey) or 3 (red, green, blue).
-        size: height and width that the images must have, in pixels.
-        resize: scale the shorter side to it and cut the middle out, rather than refuse other sizes.
-        report: told of files that are left out.
+        size: height and width of the images, in pixels.
+        resize: scale and crop images of other sizes instead of refusing them.
+        report: receives a line for each class with files that are not images.
 
     Returns:
-        Pixels from 0 to 1, the class of each by its place, and the classes' names.
+        Pixels from 0 to 1, the index of each image's class, and the classes' names in order.
 
     Raises:
-        UsageError: a class has none, one cannot be read, or has another size.
+        UsageError: a class has no images, or an image cannot be read or has another size.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; accepted: a folder that holds a folder of images for each class")
@@ -48,18 +45,40 @@ def read_folder(
     if not names:
         raise UsageError(f"{folder} holds no folders; accepted: a folder for each class, with {', '.join(SUFFIXES)}")
     files: list[tuple[Path, int]] = []
-    for place, name in enumerate(names):
-        inside = sorted(file for file in (folder / name).iterdir() if file.name[:1] != ".")
-        found = [file for file in inside if file.suffix.lower() in SUFFIXES]
-        if not found:
+    for index, name in enumerate(names):
+        children = sorted(file for file in (folder / name).iterdir() if file.name[:1] != ".")
+        images = [file for file in children if file.suffix.lower() in SUFFIXES]
+        if not images:
             raise UsageError(f"{folder / name} holds no images; accepted: {', '.join(SUFFIXES)}")
-        if left := len(inside) - len(found):
-            report(f"note: {left} files of {folder / name} are left out: they are not {', '.join(SUFFIXES)}")
-        files += [(file, place) for file in found]
+        if others := len(children) - len(images):
+            report(f"note: {others} files of {folder / name} are left out: they are not {', '.join(SUFFIXES)}")
+        files += [(file, index) for file in images]
     pixels = torch.empty(len(files), channels, *size)
     for row, (file, _) in enumerate(files):
         pixels[row] = _read(file, channels, size, resize)
-    return pixels, [place for _, place in files], names
+    return pixels, [index for _, index in files], names
+
+
+def png(image: Float[Tensor, "channels height width"], least_side: int = 1) -> bytes:
+    """Encode an image as a PNG file.
+
+    Args:
+        image: pixels from 0 to 1.
+        least_side: repeat pixels until the shorter side has this length; vision models refuse tiny images.
+    """
+    from PIL import Image
+
+    values = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    times = -(-least_side // min(values.shape[1:]))
+    values = values.repeat_interleave(times, 1).repeat_interleave(times, 2)
+    buffer = io.BytesIO()
+    Image.fromarray(values[0].numpy() if len(values) == 1 else values.permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    """Encode a PNG file as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def write_png(image: Float[Tensor, "channels image_height image_width"], file: Path) -> None:
@@ -70,21 +89,21 @@ def write_png(image: Float[Tensor, "channels image_height image_width"], file: P
 
 
 def grid(rows: Sequence[Row], scale: int = 1, gap: int = 1) -> Float[Tensor, "channels grid_height grid_width"]:
-    """Images as one, a row of them under the other.
+    """Arrange rows of images as one image.
 
     Args:
-        rows: each with the images of a row; all of one size.
-        scale: pixels that each pixel is drawn with.
+        rows: images of one size, by row.
+        scale: side of the square that shows one pixel.
         gap: white pixels between images, before scaling.
     """
     channels, height, width = rows[0].shape[1:]
     across = max(len(row) for row in rows)
-    whole = torch.ones(channels, len(rows) * (height + gap) - gap, across * (width + gap) - gap)
+    result = torch.ones(channels, len(rows) * (height + gap) - gap, across * (width + gap) - gap)
     for y, row in enumerate(rows):
         for x, image in enumerate(row):
             top, left = y * (height + gap), x * (width + gap)
-            whole[:, top : top + height, left : left + width] = image
-    return whole if scale == 1 else whole.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+            result[:, top : top + height, left : left + width] = image
+    return result if scale == 1 else result.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
 
 
 def _read(
@@ -95,8 +114,7 @@ def _read(
 
     try:
         with Image.open(file) as opened:
-            # Cameras write how an image is to be turned beside it.
-            image = _opaque(ImageOps.exif_transpose(opened))
+            image = _opaque(ImageOps.exif_transpose(opened))  # cameras store the rotation as metadata
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UsageError(f"{file} cannot be read as an image ({first_line(error)})") from None
     image = image.convert(_MODES[channels])
@@ -112,14 +130,14 @@ def _read(
 
 
 def _opaque(image: Any) -> Any:
-    """An image of 8 bits a channel, on white where it is transparent."""
+    """Convert an image to 8 bits a channel, on white where it is transparent."""
     import numpy
     from PIL import Image
 
     if image.mode.startswith("I;16"):
         return Image.fromarray((numpy.asarray(image).astype(numpy.uint32) // 257).astype(numpy.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"of mode {image.mode}, whose range nobody knows; save it with 8 or 16 bits a channel")
+        raise ValueError(f"of mode {image.mode}, whose range is unknown; save it with 8 or 16 bits a channel")
     if "A" in image.mode or "transparency" in image.info:
         layered = image.convert("RGBA")
         white = Image.new("RGBA", layered.size, "white")

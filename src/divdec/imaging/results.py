@@ -1,7 +1,6 @@
-"""From figures of single images to the paper's tables: means with their standard errors, and distances, by setting.
+"""Results of image experiments as the paper's tables: means with standard errors, and distances, by setting.
 
-Paper, 'Content analysis' and 'Perceptual quality analysis' in 'Beyond Text', and the distances in its appendix. It
-knows nothing of how figures were found, nor of files.
+Paper, 'Content analysis' and 'Perceptual quality analysis' in 'Beyond Text', and the distances in its appendix.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from divdec.errors import UsageError
-from divdec.imaging.distances import Distances
 
 BySet = Mapping[str, Sequence[float]]
-"""Figures of images, one each, under 'retain' and 'forget'."""
+"""One figure for each image, under 'retain' and 'forget'."""
 SETS = ("retain", "forget")
 GROUPS = ("content", "accuracy", "quality", "distances")
 _BETTER = {"content": ("↑", "↓"), "accuracy": ("↑", "↓"), "quality": ("↑", "↑")}  # for retain, and for forget
@@ -32,19 +27,33 @@ _DISTANCES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What was found of the images of one setting."""
+class Distances:
+    """Fréchet distances between real (B) and generated (G) images of retain (R) and forget (F) classes."""
+
+    retain: float
+    """FID(B_R, G_R); lower is better: retain classes keep their quality."""
+    forget: float
+    """FID(B_F, G_F); higher is better: images of forget classes differ from real ones."""
+    forget_to_retain: float
+    """FID(B_R, G_F); lower is better: images of forget classes resemble retain classes."""
+    warnings: tuple[str, ...] = ()
+    """Sets that are too small for reliable figures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingResult:
+    """Figures of the images of one setting."""
 
     method: str
     """Such as 'Baseline', 'Retrain', 'Linear', 'Rank'."""
     config: str = ""
-    """Such as 'α=1'; empty where there is nothing to set."""
+    """Such as 'α=1'; empty for methods without parameters."""
     content: BySet | None = None
-    """How probable it is that an image shows what was asked for: a classifier's probability, or VQAScore."""
+    """Probability that an image shows its class: a classifier's probability, or VQAScore."""
     accuracy: BySet | None = None
-    """1 where its likeliest class is the one that was asked for, else 0."""
+    """1 if the classifier predicts the image's class, else 0."""
     quality: Mapping[str, BySet] | None = None
-    """By judge: 1 where an image is preferred to the baseline's, 0 where that one is, 0.5 for neither."""
+    """By judge: 1 if an image is preferred to the baseline's, 0 if the latter is, 0.5 for neither."""
     distances: Distances | None = None
 
     @property
@@ -59,18 +68,18 @@ class Mean:
 
     value: float
     error: float | None
-    """Standard error, s / √n with the sample's deviation s; None of a single image."""
+    """Standard error, s / √n with the sample's deviation s; None for a single image."""
     images: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean | None:
-        """The mean of some figures, or None where there are none."""
+        """Compute the mean of figures; None if there are none."""
         if len(values) < 2:
             return cls(values[0], None, 1) if values else None
         return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
 
     def __str__(self) -> str:
-        """As the paper writes it: '97% ± 1.0', both in percent."""
+        """Format as in the paper: '97% ± 1.0', both in percent."""
         return f"{100 * self.value:.0f}%" + ("" if self.error is None else f" ± {100 * self.error:.1f}")
 
 
@@ -79,43 +88,43 @@ Cell = Mean | float | None
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What stands in a column."""
+    """A column of a table."""
 
     group: str
-    """What it has in common with the one beside it; empty where its name says it all."""
+    """Heading over several columns; empty for distances."""
     name: str
     arrow: str
-    """Which way is better."""
+    """Direction of better values."""
     key: tuple[str, ...]
-    """Where JSON has it in a row: the attributes of `Setting`, and keys, that lead to it."""
+    """Path of attributes and keys in `SettingResult`, and of keys in JSON."""
 
     @property
     def head(self) -> str:
-        """Group, name and which way is better, in a line."""
+        """Group, name and arrow in one line."""
         return f"{f'{self.group}, {self.name.lower()}' if self.group else self.name} {self.arrow}"
 
-    def cell(self, setting: Setting) -> Cell:
-        """What a setting has there."""
-        found: Any = setting
+    def cell(self, setting: SettingResult) -> Cell:
+        """Return the setting's cell."""
+        value: Any = setting
         for part in self.key:
-            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
-        return found if found is None or isinstance(found, int | float) else Mean.of(found)
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        return value if value is None or isinstance(value, int | float) else Mean.of(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ImageTable:
     """Settings by row, figures by column."""
 
     columns: tuple[Column, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingResult, ...]
 
     @property
-    def rows(self) -> list[tuple[Setting, list[Cell]]]:
+    def rows(self) -> list[tuple[SettingResult, list[Cell]]]:
         """Each setting with its cells."""
         return [(setting, [column.cell(setting) for column in self.columns]) for setting in self.settings]
 
     def markdown(self) -> str:
-        """The table with the paper's heads, 'Retain' and 'Forget'; of several groups, with theirs before them."""
+        """Format as Markdown, with the paper's headings; columns of several groups are preceded by their group."""
         several = len({column.group for column in self.columns}) > 1
         heads = [column.head if several else f"{column.name} {column.arrow}" for column in self.columns]
         lines = [["Method", "Config", *heads], ["---", "---", *["--:"] * len(heads)]]
@@ -123,75 +132,65 @@ class Table:
         return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
     def json(self) -> list[dict[str, Any]]:
-        """Each setting with unrounded figures: of means value, standard error and number of images."""
-        written = []
+        """Each setting with unrounded figures; means have value, standard error and number of images."""
+        result = []
         for setting, cells in self.rows:
             row: dict[str, Any] = {"method": setting.method, "config": setting.config}
             for column, cell in zip(self.columns, cells, strict=True):
-                place = row
+                parent = row
                 for part in column.key[:-1]:
-                    place = place.setdefault(part, {})
-                place[column.key[-1]] = dataclasses.asdict(cell) if isinstance(cell, Mean) else cell
+                    parent = parent.setdefault(part, {})
+                parent[column.key[-1]] = dataclasses.asdict(cell) if isinstance(cell, Mean) else cell
             if "distances" in row and setting.distances is not None:
                 row["distances"]["warnings"] = list(setting.distances.warnings)
-            written.append(row)
-        return written
+            result.append(row)
+        return result
 
 
-def table(settings: Sequence[Setting], groups: Sequence[str] = GROUPS) -> Table:
-    """The table of some settings.
+def tabulate(settings: Sequence[SettingResult], groups: Sequence[str] = GROUPS) -> ImageTable:
+    """Create the table of some settings.
 
     Args:
         settings: in the order of the rows.
-        groups: which of 'content', 'accuracy', 'quality' (two columns for each judge) and 'distances'; what no setting
-            has is left out.
+        groups: 'content', 'accuracy', 'quality' (two columns for each judge) and 'distances'; columns without any
+            figure are omitted.
 
     Raises:
-        UsageError: a group is not known, or two settings have one name.
+        UsageError: a group is not known, or two settings have the same name.
     """
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
         raise UsageError(f"{unknown[0]!r} is no group of columns; accepted: {', '.join(GROUPS)}")
     names = Counter(setting.name for setting in settings)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise UsageError(f"two settings are called {twice[0]!r}; give each a method and config of its own")
+        raise UsageError(f"two settings are called {twice[0]!r}; their methods and configs must differ")
     columns = [column for group in groups for column in _columns(settings, group)]
-    kept = [column for column in columns if any(column.cell(setting) is not None for setting in settings)]
-    return Table(tuple(kept), tuple(settings))
+    filled = [column for column in columns if any(column.cell(setting) is not None for setting in settings)]
+    return ImageTable(tuple(filled), tuple(settings))
 
 
 def cell_text(cell: Cell) -> str:
-    """A cell as tables show it: '97% ± 1.0', a distance with one digit (two below 10), or '–'."""
+    """Format a cell: '97% ± 1.0', a distance with one decimal (two below 10), or '–'."""
     if isinstance(cell, Mean):
         return str(cell)
     return "–" if cell is None else f"{cell:.{1 if abs(cell) >= 10 else 2}f}"
 
 
-def asked_probabilities(probabilities: Float[Tensor, "images classes"], asked: Sequence[int]) -> list[float]:
-    """The probability of the class that each image was asked to show."""
-    return [float(row[place]) for row, place in zip(probabilities, asked, strict=True)]
-
-
-def hits(probabilities: Float[Tensor, "images classes"], asked: Sequence[int]) -> list[float]:
-    """1 where the likeliest class is the one that was asked for, else 0."""
-    return [float(found == place) for found, place in zip(probabilities.argmax(dim=-1).tolist(), asked, strict=True)]
-
-
-def by_set(values: Sequence[float], asked: Sequence[int], forget: Collection[int]) -> dict[str, list[float]]:
-    """Figures of images, under 'retain' and 'forget'.
+def by_set(values: Sequence[float], labels: Sequence[int], forget: Collection[int]) -> dict[str, list[float]]:
+    """Group figures of images under 'retain' and 'forget'.
 
     Args:
-        values: one an image.
-        asked: the class of each.
+        values: one for each image.
+        labels: the class of each image.
         forget: the classes to forget.
     """
-    found: dict[str, list[float]] = {name: [] for name in SETS}
-    for value, place in zip(values, asked, strict=True):
-        found["forget" if place in forget else "retain"].append(value)
-    return found
+    result: dict[str, list[float]] = {name: [] for name in SETS}
+    for value, label in zip(values, labels, strict=True):
+        result["forget" if label in forget else "retain"].append(value)
+    return result
 
 
-def _columns(settings: Sequence[Setting], group: str) -> list[Column]:
+def _columns(settings: Sequence[SettingResult], group: str) -> list[Column]:
     if group == "distances":
         return [Column("", name, arrow, (group, key)) for key, (name, arrow) in _DISTANCES.items()]
     judges = dict.fromkeys(judge for setting in settings for judge in setting.quality or ())
