@@ -134,7 +134,9 @@ def test_the_plot_has_every_setting(text):
 
 def test_accuracy_is_drawn_where_there_is_no_content():
     figures = {"retain": [1.0, 1.0], "forget": [0.0, 1.0]}
-    assert "images that show the class asked for, %" in ticks(content_plot([SettingResult("Rank", "k=1", accuracy=figures)]))
+    assert "images that show the class asked for, %" in ticks(
+        content_plot([SettingResult("Rank", "k=1", accuracy=figures)])
+    )
     half = ticks(content_plot([SettingResult("Rank", "k=1", content={"retain": [1.0]}), SettingResult("Rank", "k=2")]))
     assert "Rank k=1" in half
     assert "Rank k=2" not in half
