@@ -81,10 +81,9 @@ def material_of(given):
 
 def recipe_of(given):
     """Sizes and training: the pair takes a tenth of the base's rate for ten passes, as in the paper."""
-
+    from divdec.demo.models import Shape
     from divdec.imaging.training import PAPER_SHARE
     from divdec.research.image_demo import ImageRecipe
-    from divdec.research.small_models import Shape
     from divdec.training.settings import TrainingSettings
 
     target, auxiliary = Shape(640, 11, 10, 2560), Shape(256, 6, 8, 1024)

@@ -36,7 +36,7 @@ def texts(world):
 
 @pytest.fixture(scope="session")
 def tokenizers(texts):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     llama3 = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

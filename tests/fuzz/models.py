@@ -14,11 +14,11 @@ import transformers
 
 from divdec.bridge.bridge import BridgedPair
 from divdec.data.records import texts_of
+from divdec.demo.models import train_tokenizer
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.research.small_models import train_tokenizer
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from reference import SlowNgrams, last_logits

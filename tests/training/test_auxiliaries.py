@@ -158,7 +158,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     options = [part for name, value in given.items() for part in (f"--{name}", value)]
     assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
     printed = capsys.readouterr()
-    assert "not fit to steer with" in printed.err.splitlines()[-1]
+    assert "unfit to steer with" in printed.err.splitlines()[-1]
     assert "calibrate" not in printed.out
     bundle = tmp_path / "run" / "bundle"
     assert "| forgets | no: p predicts only" in (bundle / "README.md").read_text()
@@ -180,7 +180,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert found["told"]["steered"] == found["told"]["asked"] == 12
     assert not found["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
-    assert "though it does not do what it is for" in capsys.readouterr().out
+    assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
@@ -292,7 +292,7 @@ def test_sequences_are_no_longer_than_the_base_allows(files):
 
 
 def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)

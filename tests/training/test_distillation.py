@@ -20,11 +20,11 @@ from divdec.bridge.bridge import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
-from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (
@@ -651,7 +651,7 @@ class TestBadInput:
             quiet(settings_for(bundle, data, bundle))
         arguments = ["distill", bundle, "--forget", data[0], "--output", tmp_path / "new", "--temperature", "-2"]
         assert main(list(map(str, arguments))) == 2
-        assert capsys.readouterr().err.startswith("divdec distill: temperature is -2; accepted: a number above 0")
+        assert capsys.readouterr().err.startswith("divdec distill: --temperature is -2; accepted: a number above 0")
 
 
 # On two processes.

@@ -9,8 +9,8 @@ import torch
 from divdec import UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.demo.models import Shape, new_model
 from divdec.errors import Diverged
-from divdec.research.small_models import Shape, new_model
 from divdec.training import fine_tuning
 from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
 from divdec.training.inputs import Companion, ExampleDataset, model_inputs

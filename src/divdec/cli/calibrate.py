@@ -164,8 +164,8 @@ def _measured(result: Calibration) -> str:
     ]
     if result.leak_check is not None:
         parts.append(
-            f"of {result.leak_check.asked} answers to the forget set's questions {result.leak_check.steered} tell the truth "
-            f"(q's: {result.leak_check.retain_auxiliary})"
+            f"of {result.leak_check.asked} answers to the forget set's questions {result.leak_check.steered} tell the "
+            f"truth (q's: {result.leak_check.retain_auxiliary})"
         )
     return "; ".join(parts)
 

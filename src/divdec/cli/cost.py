@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from divdec.cli.loading import quiet, report
 from divdec.costs.settings import CostSettings
 from divdec.options import Printing
-from divdec.research.bench_settings import ComputeSettings, LatencySettings
+from divdec.research.bench.settings import ComputeSettings, LatencySettings
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def compute(settings: Annotated[ComputeSettings, Parameter(name="*")], *, printi
 
         divdec bench compute --output runs/bench-compute
     """
-    from divdec.research.bench_compute import bench_compute
+    from divdec.research.bench.run import bench_compute
     from divdec.research.charts import compute_cells
 
     quiet()
@@ -81,7 +81,7 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
         divdec bench latency --output runs/bench-latency \
           --targets chinchilla-306M --auxiliaries chinchilla-44M
     """
-    from divdec.research.bench_latency import bench_latency
+    from divdec.research.bench.run import bench_latency
     from divdec.research.charts import latency_cells
 
     quiet()

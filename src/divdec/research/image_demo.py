@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from divdec.data.formatting import Example, encode_set
+from divdec.demo.models import Shape, StageCache
+from divdec.demo.run import console_for, reporter
 from divdec.imaging.codecs import Codec, Images, PatchCodec
 from divdec.imaging.evaluation import ImageBenchmark, rule_name, train_classifier
 from divdec.imaging.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
@@ -22,10 +24,7 @@ from divdec.imaging.results import ImageTable, Mean, SettingResult, cell_text, t
 from divdec.imaging.settings import SamplingSettings
 from divdec.imaging.training import PAPER_SHARE, encode, training_records
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.research.comparison import console_for, teller
 from divdec.research.image_evaluation import NETWORK_NOTE, Candidate, evaluate_candidates, write_results
-from divdec.research.small_models import Shape
-from divdec.research.stages import Stages
 from divdec.runs import RECORD, cache_folder, output_folder, record, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
@@ -184,7 +183,7 @@ def train_images(
         return new_image_model(material.layout, shape.width, shape.layers, shape.heads, seed)
 
     cache.mkdir(parents=True, exist_ok=True)
-    stages = Stages(cache, material.layout.tokenizer(), seed, report, new=new)
+    stages = StageCache(cache, material.layout.tokenizer(), seed, report, new=new)
     forget, retain = material.examples(material.forget, seed), material.examples(material.retain, seed)
     target = stages.run("target", recipe.target, forget + retain, recipe.target_training)
     retrain = stages.run("retrain reference", recipe.target, retain, recipe.target_training)
@@ -226,7 +225,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         highlight=False,
     )
     cache = cache_folder() / "image-demo"
-    models = train_images(material, RECIPE, seed, cache / "models", teller(console))
+    models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
         content = _evaluate(material, models, seed, folder, console)

@@ -12,7 +12,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
 from divdec.report.scores import MEASURES, SCORES, Interval, Scorer, best_index
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
 from divdec.research.charts import Kind
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec.runs import read_json
