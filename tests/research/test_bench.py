@@ -10,7 +10,6 @@ import torch
 from divdec.costs.latency import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
-from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
 from divdec.research.bench import settings as bench_settings
 from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations
 from divdec.research.bench.run import (
@@ -23,6 +22,7 @@ from divdec.research.bench.run import (
     time_passes,
 )
 from divdec.research.bench.settings import SHAPES, ComputeSettings, DecoderShape, LatencySettings, find_shape
+from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
 from divdec.runs import RunFolder, read_record
 
 TINY = {

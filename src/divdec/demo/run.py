@@ -21,8 +21,8 @@ from divdec.data.world import Question, World, WorldSettings, build_world, gener
 from divdec.demo.measure import Measurement, Measurements, Questions, measure_models
 from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.report.page import write_page
 from divdec.report.charts import Point, trade_off
+from divdec.report.page import write_page
 from divdec.runs import (
     RECORD,
     ResultCache,
@@ -235,9 +235,7 @@ def _write_report(
         gap=results.gap,
         kept=results.kept,
         examples=examples,
-        plot_svg=trade_off(
-            points, "probability of the true answers of the forget set", "accuracy on the retain set"
-        ),
+        plot_svg=trade_off(points, "probability of the true answers of the forget set", "accuracy on the retain set"),
         footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
 

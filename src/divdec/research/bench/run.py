@@ -19,9 +19,9 @@ from divdec.costs.latency import Device, measure_device, pass_seconds, predict_l
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.charts import compute_deviation, write_compute, write_latency
 from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations, misfit, workload
 from divdec.research.bench.settings import BenchSettings, ComputeSettings, LatencySettings
+from divdec.research.charts import compute_deviation, write_compute, write_latency
 from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record
 
 if TYPE_CHECKING:

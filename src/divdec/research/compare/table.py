@@ -16,9 +16,9 @@ from rich.table import Table
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
 from divdec.report.scores import MEASURES, best_index
-from divdec.research.pages import SHOWN, MethodRow, write_comparison
 from divdec.research.compare.settings import CompareSettings
 from divdec.research.compare.trials import DIVDEC, REFERENCES, titles
+from divdec.research.pages import SHOWN, MethodRow, write_comparison
 from divdec.runs import write_json, write_text
 
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
