@@ -44,7 +44,7 @@ from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
+from divdec.report.style import LOOKS, RETRAIN, style, write_figure
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 

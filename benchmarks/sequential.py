@@ -42,7 +42,7 @@ from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.sequential import Step, distance_plot, markdown
+from divdec.research.charts import Step, distance_plot, sequential_table
 from divdec.runs import ResultCache, RunFolder, cache_folder, read_record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
@@ -232,7 +232,7 @@ def run_sequential(
     write_json(output / "result.json", result)
     items = [json.dumps(item, ensure_ascii=False) for item in evaluator.items()]
     write_text(output / "items.jsonl", "\n".join(items) + "\n")
-    write_text(output / "table.md", markdown(sequence.title, sequence.score, references, steps))
+    write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, steps))
     write_text(output / "distance.svg", distance_plot(steps, sequence.score, bootstrap.level))
     seconds = round(time.perf_counter() - started, 1)
     run.finish(title=sequence.title, seconds=seconds)

@@ -31,8 +31,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.plots import style, write_figure
-from divdec.report.plots.palette import FAINT, LINEAR, RANK, RETRAIN, TARGET
+from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
 from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

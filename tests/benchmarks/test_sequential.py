@@ -15,7 +15,7 @@ from divdec.demo import run as demo
 from divdec.demo.measure import Questions
 from divdec.demo.models import Recipe, Shape
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.report.sequential import Step, markdown
+from divdec.research.charts import Step, sequential_table
 from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
 from sequential import SequentialSettings, distance, distance_interval, run_sequential, train_models
@@ -151,7 +151,7 @@ def test_the_table_brackets_requests_that_have_not_come():
         Step("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
         Step("scaling", "steered", 2, scores, 2.5, 1.0, 4.0, 7.0),
     ]
-    lines = markdown("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
+    lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
     assert lines[2].startswith(
         "|  | step | request 1 | request 2 | retain | request 1, articles | distance from step 1"
     )

@@ -10,7 +10,6 @@ import torch
 from divdec.costs.latency import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
-from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
 from divdec.research.bench import settings as bench_settings
 from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations
 from divdec.research.bench.run import (
@@ -23,6 +22,7 @@ from divdec.research.bench.run import (
     time_passes,
 )
 from divdec.research.bench.settings import SHAPES, ComputeSettings, DecoderShape, LatencySettings, find_shape
+from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
 from divdec.runs import RunFolder, read_record
 
 TINY = {
@@ -192,12 +192,12 @@ def test_figures_follow_from_times():
     assert found["theory_without_embeddings"] == pytest.approx(1.1)
     assert found["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
     row = {**sizes, **found, "target": "a", "auxiliary": "b", "vocabulary": 7}
-    over = summary([row])["decode_against_theory"]
+    over = compute_deviation([row])["decode_against_theory"]
     assert over["median"] == over["largest_size"] == pytest.approx(1.75 / 1.2 - 1)
     header, lines = compute_cells([row])
     assert len(header) == len(lines[0])
-    assert "+45.8%" in markdown(header, lines)
-    assert summary([]) == {}
+    assert "+45.8%" in markdown_table(header, lines)
+    assert compute_deviation([]) == {}
 
 
 def test_p_and_q_are_models_of_their_own_and_a_target_is_kept(tmp_path):

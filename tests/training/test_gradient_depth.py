@@ -15,7 +15,7 @@ from divdec.cli import main
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged
 from divdec.evaluation.aggregate import Bootstrap, mean_interval
-from divdec.report.depth import depth_table, peaks
+from divdec.report.gradient_depth import depth_frame, depth_table, peaks
 from divdec.training.gradient_depth import decoder_parts, draw_examples, gradient_depth
 
 # Three examples of different lengths; the first two begin with a prompt.
@@ -164,9 +164,10 @@ def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
         assert fields["n"] == len(row.norms) == {"forget": 3, "retain": 2}[row.set]
     # An example's norms do not depend on what stands beside it.
     assert table(found, "forget", 1)[0] == pytest.approx(table(found, "retain", 1)[0], rel=1e-4)
-    top = peaks(found)[0]
-    assert top.mean == max(row.mean for row in found[:layers])
-    assert depth_table(found).row_count == layers
+    frame = depth_frame(found)
+    top = peaks(frame)["forget", "attention"]
+    assert found[top].mean == max(row.mean for row in found[:layers])
+    assert depth_table(frame).row_count == layers
 
 
 @pytest.mark.parametrize(

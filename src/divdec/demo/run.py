@@ -21,8 +21,8 @@ from divdec.data.world import Question, World, WorldSettings, build_world, gener
 from divdec.demo.measure import Measurement, Measurements, Questions, measure_models
 from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.model.bundle import is_bundle, write_bundle
+from divdec.report.charts import Point, trade_off
 from divdec.report.page import write_page
-from divdec.report.plots import Point, trade_off
 from divdec.runs import (
     RECORD,
     ResultCache,
@@ -213,7 +213,7 @@ def _write_report(
         Point(
             row.model,
             row.setting or row.model,
-            row.figures["forget"].accuracy,
+            row.figures["forget"].probability,
             row.figures["retain"].accuracy,
             results.reached and row is recommended,
         )
@@ -235,7 +235,7 @@ def _write_report(
         gap=results.gap,
         kept=results.kept,
         examples=examples,
-        plot_svg=trade_off(points, "accuracy on the forget set", "accuracy on the retain set"),
+        plot_svg=trade_off(points, "probability of the true answers of the forget set", "accuracy on the retain set"),
         footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
 

@@ -12,7 +12,7 @@ from divdec.playground import rendering
 from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
 from divdec.playground.rendering import Conversation, escape
 from divdec.playground.steered_model import MAX_K, SteeringControls
-from divdec.report.plots.palette import GROUND, PAGE, SERIES
+from divdec.report.style import GROUND, PAGE, SERIES
 from divdec.steering import Steering
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from divdec.report.plots.canvas import style, svg_text
-from divdec.report.plots.palette import LINEAR, TEXT, themed
+from divdec.report.style import LINEAR, TEXT, style, svg_text, themed
 
 if TYPE_CHECKING:
     from divdec.takedowns.registry import Registry

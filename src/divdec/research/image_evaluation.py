@@ -34,7 +34,7 @@ from divdec.imaging.settings import ImageEvalSettings
 from divdec.imaging.training import digest
 from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
 from divdec.model.loading import find_bundle, read_config
-from divdec.report.images import Samples, write_images
+from divdec.research.pages import Samples, write_images
 from divdec.runs import ResumableOutput, RunFolder, write_json, write_text
 from divdec.steering import Steering
 

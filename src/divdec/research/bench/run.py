@@ -19,9 +19,9 @@ from divdec.costs.latency import Device, measure_device, pass_seconds, predict_l
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.costs_bench import summary, write_compute, write_latency
 from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations, misfit, workload
 from divdec.research.bench.settings import BenchSettings, ComputeSettings, LatencySettings
+from divdec.research.charts import compute_deviation, write_compute, write_latency
 from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def bench_compute(settings: ComputeSettings, report: Callable[[str], None] = pri
         return compute_figures(time_passes(models, one.vocabulary, settings), about)
 
     result = _run("bench compute", settings, {}, measure, write_compute, report)
-    return {**result, "summary": summary(result["rows"])}
+    return {**result, "summary": compute_deviation(result["rows"])}
 
 
 def bench_latency(settings: LatencySettings, report: Callable[[str], None] = print) -> dict[str, Any]:

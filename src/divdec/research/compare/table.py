@@ -15,10 +15,10 @@ from rich.table import Table
 
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
-from divdec.report.measures import MEASURES, best_index
-from divdec.report.methods import SHOWN, Entry, write_comparison
+from divdec.report.scores import MEASURES, best_index
 from divdec.research.compare.settings import CompareSettings
 from divdec.research.compare.trials import DIVDEC, REFERENCES, titles
+from divdec.research.pages import SHOWN, MethodRow, write_comparison
 from divdec.runs import write_json, write_text
 
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
@@ -200,7 +200,7 @@ def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
     return "\n".join([*lines, *(f"\n{note}" for note in _notes(results))]) + "\n"
 
 
-def _markdown_table(entries: Sequence[Entry], costs: bool = True) -> list[str]:
+def _markdown_table(entries: Sequence[MethodRow], costs: bool = True) -> list[str]:
     number = len(HEADS) if costs else len(HEADS) - 3
     rows = ["| " + " | ".join(HEADS[:number]) + " |", "|---" * number + "|"]
     return rows + [
@@ -208,13 +208,13 @@ def _markdown_table(entries: Sequence[Entry], costs: bool = True) -> list[str]:
     ]
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: MethodRow) -> list[str]:
     if entry.failed and entry.values.get("mem") is None:
         return [entry.title, entry.setting, entry.failed, *[""] * (len(HEADS) - 3)]
     return [entry.title, entry.setting, *(entry.cell(name) for name in SHOWN), *entry.costs]
 
 
-def _best_entries(results: BenchmarkResults) -> list[Entry]:
+def _best_entries(results: BenchmarkResults) -> list[MethodRow]:
     """The best setting of each method; where there is no single best one the first, marked as such."""
     ties = {titles()[method] for method in without_best(results.trials)}
     return [
@@ -225,11 +225,11 @@ def _best_entries(results: BenchmarkResults) -> list[Entry]:
     ]
 
 
-def _entries(results: BenchmarkResults, trials: Sequence[TrialSummary]) -> list[Entry]:
+def _entries(results: BenchmarkResults, trials: Sequence[TrialSummary]) -> list[MethodRow]:
     name = titles()
     best = {(trial.method, trial.setting) for trial in results.best.values()}
     return [
-        Entry(
+        MethodRow(
             name[trial.method],
             trial.setting,
             trial.values,

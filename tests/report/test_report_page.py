@@ -14,13 +14,10 @@ from divdec.errors import UsageError
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.results import Results, find_results, identify, read_results, results_table, write_results
-from divdec.report.collect import collect
-from divdec.report.evaluation import content_of, write_report
-from divdec.report.examples import question_of
-from divdec.report.groups import best_of, without_best
-from divdec.report.measures import MEASURES, best_index
-from divdec.report.plots.points import shortened
-from divdec.report.views import roc_points
+from divdec.report.charts import shortened
+from divdec.report.page import build_report, write_report
+from divdec.report.scores import MEASURES, best_index, best_results, collect
+from divdec.report.sections import question_of, roc_points
 
 FEW = Bootstrap(draws=50)
 
@@ -36,10 +33,10 @@ def published(shared):
 
 
 @pytest.fixture(scope="module")
-def content(oracle):
+def report(oracle):
     """Two steered results with all their items, beside target and retrain."""
     runs = [str(oracle / name) for name in ("dd1_01", "rank20_01")]
-    return content_of(collect(runs, str(oracle / "full01"), str(oracle / "retain01")), "paper", FEW, 8)
+    return build_report(collect(runs, str(oracle / "full01"), str(oracle / "retain01")), "paper", FEW, 8)
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +45,16 @@ def sweep(published):
     folder = published / "tofu"
     runs = [str(folder / "dd_linear"), *(str(path) for path in sorted((folder / "dd_rank").glob("1B-*")))]
     entries = collect(runs, str(folder / "baselines" / "target"), str(folder / "baselines" / "retrain"))
-    return content_of(entries, "dd-repo", FEW)
+    return build_report(entries, "dd-repo", FEW)
 
 
-def page_of(content, tmp_path):
-    write_report(tmp_path / "report.html", content)
+def page_of(report, tmp_path):
+    write_report(tmp_path / "report.html", report)
     return (tmp_path / "report.html").read_text()
 
 
-def view(content, kind):
-    return [one for one in content.views if one.kind == kind]
+def sections(report, kind):
+    return [section for section in report.sections if section.kind == kind]
 
 
 class TestCollecting:
@@ -127,27 +124,27 @@ class TestCollecting:
 
 
 class TestFigures:
-    def test_they_are_those_of_score(self, content, oracle, capsys):
+    def test_they_are_those_of_score(self, report, oracle, capsys):
         from divdec.cli import main
 
         arguments = [str(oracle / "rank20_01"), "--target", str(oracle / "full01"), "--retrain",
                      str(oracle / "retain01"), "--draws", "50", "--json"]  # fmt: skip
         assert main(["results", "score", "tofu", *arguments]) == 0
         (expected,) = json.loads(capsys.readouterr().out)
-        row = next(row for row in content.rows if row.entry.name == "rank20_01")
+        row = next(row for row in report.rows if row.entry.name == "rank20_01")
         for name, interval in expected["ci"].items():
             assert row.values[name] == expected[name]
             assert row.intervals[name] == tuple(interval)
 
-    def test_tables(self, content):
-        first, *others = content.tables
+    def test_tables(self, report):
+        first, *others = report.tables
         assert "variant “paper”" in first.caption
         assert "99 % percentile bootstrap" in first.caption
         assert first.columns == ("agg", "agg_without_privacy", "mem", "priv", "utility")
         columns = {name for table in others for name in table.columns}
         assert {"extraction_strength", "mia_loss", "forget_quality"} < columns
-        assert content.bests[0].row.entry.name == "dd1_01"
-        row = next(row for row in content.rows if row.entry.name == "rank20_01")
+        assert report.bests[0].row.entry.name == "dd1_01"
+        row = next(row for row in report.rows if row.entry.name == "rank20_01")
         assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", f"{row.text('mem')} {row.interval_text('mem')}")
 
     def test_how_values_are_printed(self):
@@ -160,12 +157,12 @@ class TestFigures:
     def test_a_figure_that_is_no_number_is_left_out(self, tmp_path):
         figures = {"model_utility": 0.5, "mia_loss": "many", "mia_zlib": True, "mia_min_k": float("nan")}
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
-        (row,) = content_of(collect([str(tmp_path)]), "paper", FEW).rows
+        (row,) = build_report(collect([str(tmp_path)]), "paper", FEW).rows
         assert {name for name, value in row.values.items() if value is not None} == {"model_utility"}
 
     def test_unknown_variant(self, oracle):
         with pytest.raises(UsageError, match="variant"):
-            content_of(collect([str(oracle / "dd1_01")]), "mine", FEW)
+            build_report(collect([str(oracle / "dd1_01")]), "mine", FEW)
 
 
 class TestBest:
@@ -190,37 +187,36 @@ class TestBest:
         for name in ("one", "other"):
             shutil.copytree(oracle / "dd1_01", tmp_path / name)
         references = str(oracle / "full01"), str(oracle / "retain01")
-        found = content_of(collect([str(tmp_path)], *references), "paper", FEW, 0)
+        found = build_report(collect([str(tmp_path)], *references), "paper", FEW, 0)
         shown = MEASURES["agg"].text(found.rows[-1].values["agg"])
         assert found.bests == ()
         assert found.without_best == (f"no result is best by Agg: the highest is {shown}, of several",)
         assert not any(
-            dot.best for one in view(found, "scatter") for series in one.plots[0].series for dot in series.dots
+            dot.best for one in sections(found, "scatter") for series in one.plots[0].series for dot in series.dots
         )
         page = page_of(found, tmp_path)
         assert f"No result is best by Agg: the highest is {shown}, of several." in page
         assert "highest Agg" not in page
 
-    def test_an_agg_of_0_is_no_best(self, content):
-        rows = [dataclasses.replace(row, values=row.values | {"agg": 0.0}) for row in content.rows]
-        assert best_of(rows, "tofu") == [None]
-        assert without_best(rows, "tofu") == ["no result is best by Agg: the highest is 0.00, of several"]
+    def test_an_agg_of_0_is_no_best(self, report):
+        rows = [dataclasses.replace(row, values=row.values | {"agg": 0.0}) for row in report.rows]
+        assert best_results(rows, "tofu") == ["no result is best by Agg: the highest is 0.00, of several"]
         lone = next(row for row in rows if row.entry.role is None)
-        assert without_best([lone], "tofu") == ["no result is best by Agg: the highest is 0.00"]
+        assert best_results([lone], "tofu") == ["no result is best by Agg: the highest is 0.00"]
 
 
 class TestPlots:
-    def test_scatter(self, content):
-        (one,) = view(content, "scatter")
+    def test_scatter(self, report):
+        (one,) = sections(report, "scatter")
         (plot,) = one.plots
         assert [series.name for series in plot.series] == ["target", "retrain", "dd1_01", "rank20_01"]
-        row = next(row for row in content.rows if row.entry.name == "rank20_01")
+        row = next(row for row in report.rows if row.entry.name == "rank20_01")
         dot = plot.series[3].dots[0]
         assert (dot.x, dot.y) == (row.values["mem"], row.values["utility"])
         assert (dot.x_interval, dot.y_interval) == (row.intervals["mem"], row.intervals["utility"])
 
     def test_curves(self, sweep):
-        alpha, k = view(sweep, "curves")
+        alpha, k = sections(sweep, "curves")
         for one, count, ends in ((alpha, 16, (0.5, 4)), (k, 9, (1, 1000))):
             assert [plot.title[:4].strip() for plot in one.plots] == ["Agg", "Mem", "Priv", "Util"]
             for plot in one.plots:
@@ -234,19 +230,19 @@ class TestPlots:
         assert k.plots[0].log
         assert [best.row.entry.name for best in sweep.bests] == ["1B-topk-20"]
 
-    def test_over_and_under(self, content, sweep):
-        (one,) = view(content, "dots")
+    def test_over_and_under(self, report, sweep):
+        (one,) = sections(report, "dots")
         (plot,) = one.plots
         assert plot.rows == ("target", "dd1_01", "rank20_01")
         loss = next(series for series in plot.series if series.name == "loss")
-        retrain = next(row for row in content.rows if row.entry.role == "retrain").values["mia_loss"]
+        retrain = next(row for row in report.rows if row.entry.role == "retrain").values["mia_loss"]
         assert [dot.x for dot in loss.dots] == pytest.approx([1 - retrain, 0, 1 - retrain])
         low, high = loss.dots[1].x_interval
         assert low < 0 < high
-        assert len(view(sweep, "dots")[0].plots[0].rows) == 25  # the target, and all but k = 10
+        assert len(sections(sweep, "dots")[0].plots[0].rows) == 25  # the target, and all but k = 10
 
-    def test_roc_encloses_the_auc(self, content, oracle):
-        (one,) = view(content, "roc")
+    def test_roc_encloses_the_auc(self, report, oracle):
+        (one,) = sections(report, "roc")
         assert [plot.title for plot in one.plots][:2] == ["loss", "zlib"]
         results = read_results(oracle / "rank20_01")
         for attack, plot in zip(("mia_loss", "mia_zlib"), one.plots, strict=False):
@@ -264,28 +260,28 @@ class TestPlots:
     def test_without_mem_the_memorization_itself_is_drawn(self, published):
         folder = published / "tofu"
         runs = [str(folder / "dd_linear" / f"1B-alpha-{alpha}") for alpha in ("0.5", "1.5")]
-        found = content_of(collect(runs), "paper", FEW)
-        assert view(found, "scatter")[0].plots[0].x_label.startswith("Exact memorization")
-        assert view(found, "scatter")[0].plots[0].y_label.startswith("Model utility")
+        found = build_report(collect(runs), "paper", FEW)
+        assert sections(found, "scatter")[0].plots[0].x_label.startswith("Exact memorization")
+        assert sections(found, "scatter")[0].plots[0].y_label.startswith("Model utility")
         assert found.bests == ()
 
     def test_muse(self, published):
         folder = published / "muse"
         entries = collect([str(folder / "dd_linear"), str(folder / "eco")], str(folder / "baselines" / "target"),
                           str(folder / "baselines" / "retrain"))  # fmt: skip
-        found = content_of(entries, "paper", FEW)
+        found = build_report(entries, "paper", FEW)
         assert found.tables[0].columns == ("verbmem_distance", "knowmem_distance")
         assert "variant" not in found.tables[0].caption
-        verbatim, knowledge = view(found, "scatter")[0].plots
+        verbatim, knowledge = sections(found, "scatter")[0].plots
         assert (verbatim.x_label[:14], knowledge.x_label[:14]) == ("Forget verbmem", "Forget knowmem")
         assert [series.joined for series in verbatim.series][2:] == [True] + [False] * (len(verbatim.series) - 3)
-        assert len(view(found, "curves")[0].plots) == 6
-        assert view(found, "dots") == []
+        assert len(sections(found, "curves")[0].plots) == 6
+        assert sections(found, "dots") == []
 
     def test_many_lone_results_share_a_look(self, published):
         folder = published / "tofu"
-        found = content_of(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
-        assert [series.name for series in view(found, "scatter")[0].plots[0].series] == ["other results"]
+        found = build_report(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
+        assert [series.name for series in sections(found, "scatter")[0].plots[0].series] == ["other results"]
 
     def test_long_names(self):
         assert shortened("short") == "short"
@@ -293,16 +289,16 @@ class TestPlots:
 
 
 class TestExamples:
-    def test_side_by_side(self, content):
-        assert [example.set for example in content.examples] == ["forget set"] * 6 + ["retain set"] * 2
-        for example in content.examples:
+    def test_side_by_side(self, report):
+        assert [example.set for example in report.examples] == ["forget set"] * 6 + ["retain set"] * 2
+        for example in report.examples:
             assert [answer.name for answer in example.answers] == ["target", "dd1_01", "rank20_01", "retrain"]
         # dd1 and retrain are one model; the target's best answers come first.
-        assert all(example.answers[1].text == example.answers[3].text for example in content.examples)
-        rouge = [example.answers[0].rouge for example in content.examples[:6]]
+        assert all(example.answers[1].text == example.answers[3].text for example in report.examples)
+        rouge = [example.answers[0].rouge for example in report.examples[:6]]
         assert rouge == sorted(rouge, reverse=True)
         assert (
-            content.examples[0].question
+            report.examples[0].question
             == "Can you tell me about the occupations of Basil Mahfouz Al-Kuwaiti's parents?"
         )
 
@@ -319,29 +315,29 @@ class TestExamples:
             item["ground_truth"] = "of another split"
         (tmp_path / "other").mkdir()
         write_results(results, tmp_path / "other")
-        found = content_of(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
+        found = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
         assert {example.set for example in found.examples} == {"retain set"}
 
     def test_count(self, oracle):
         entries = collect([str(oracle / "dd1_01")])
         for count in (0, 1, 3):
-            assert len(content_of(entries, "paper", FEW, count).examples) == count
+            assert len(build_report(entries, "paper", FEW, count).examples) == count
         with pytest.raises(UsageError, match="examples is -1"):
-            content_of(entries, "paper", FEW, -1)
+            build_report(entries, "paper", FEW, -1)
 
 
 class TestWhatIsMissing:
-    def test_nothing_but_curves(self, content):
-        assert len(content.left_out) == 1
-        assert "α or k" in content.left_out[0]
+    def test_nothing_but_curves(self, report):
+        assert len(report.left_out) == 1
+        assert "α or k" in report.left_out[0]
 
     def test_references(self, oracle):
-        found = content_of(collect([str(oracle / "dd1_01")]), "paper", FEW, 0)
+        found = build_report(collect([str(oracle / "dd1_01")]), "paper", FEW, 0)
         assert found.tables[0].columns == ("mem",)
         assert found.notes["No Priv: no retrained model was given (--retrain)"] == "all"
         assert {line.split(":")[0] for line in found.left_out} >= {"The target", "The retrained model"}
-        assert view(found, "dots") == []
-        assert "retrain" not in view(found, "roc")[0].text
+        assert sections(found, "dots") == []
+        assert "retrain" not in sections(found, "roc")[0].text
 
     def test_items(self, sweep):
         assert sweep.notes["No intervals: the folder holds figures only, no items"] == "all"
@@ -375,8 +371,8 @@ class Checker(HTMLParser):
 
 
 class TestPage:
-    def test_one_file(self, content, tmp_path):
-        page = page_of(content, tmp_path)
+    def test_one_file(self, report, tmp_path):
+        page = page_of(report, tmp_path)
         checker = Checker()
         checker.feed(page)
         assert checker.open == []
@@ -385,9 +381,9 @@ class TestPage:
         without = re.sub(r'xmlns(:xlink)?="[^"]*"', "", page)
         assert "http" not in without
         assert not re.search(r"<(script|link|img|iframe)|@import|url\((?!#)", without)
-        assert page.count('role="img" aria-label=') == sum(len(one.plots) for one in content.views)
+        assert page.count('role="img" aria-label=') == sum(len(one.plots) for one in report.sections)
         text = " ".join(" ".join(checker.texts).split())
-        row = content.rows[3]
+        row = report.rows[3]
         assert f"{row.text('agg')} {row.interval_text('agg')}" in text
 
     def test_everything_is_escaped(self, oracle, tmp_path):
@@ -405,10 +401,10 @@ class TestPage:
         other = tmp_path / "<i>$\\x" / "$a$ <u>&"
         other.mkdir(parents=True)
         write_results(results, other)
-        found = content_of(collect([str(place), str(other)], str(oracle / "full01"), str(oracle / "retain01")),
+        found = build_report(collect([str(place), str(other)], str(oracle / "full01"), str(oracle / "retain01")),
                            "paper", FEW)  # fmt: skip
         assert found.examples == ()  # no question in common with the target
-        alone = content_of(collect([str(place), str(other)]), "paper", FEW)
+        alone = build_report(collect([str(place), str(other)]), "paper", FEW)
         for one in (found, alone):
             page = page_of(one, tmp_path)
             assert not re.search(r"<(script|img|u>|i>)", page)
@@ -424,7 +420,7 @@ class TestPage:
             item["generation"] = "a" * 5000
         (tmp_path / "run").mkdir()
         write_results(results, tmp_path / "run")
-        found = content_of(collect([str(tmp_path / "run")]), "paper", FEW, 1)
+        found = build_report(collect([str(tmp_path / "run")]), "paper", FEW, 1)
         shown, rest = found.examples[0].answers[0].parts
         assert shown + rest == "a" * 5000
         assert len(shown) <= 300

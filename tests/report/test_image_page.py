@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from divdec.imaging.results import Distances, SettingResult, tabulate
-from divdec.report.images import Samples, shown, write_images
-from divdec.report.plots.palette import themed
+from divdec.report.style import themed
+from divdec.research.pages import Samples, content_plot, write_images
 
 CLASSES = ("cat", "dog <b>", "emu")
 ASKED = [0, 1, 2, 0, 1, 0]
@@ -122,7 +122,7 @@ def ticks(svg):
 
 
 def test_the_plot_has_every_setting(text):
-    svg = shown(SETTINGS)
+    svg = content_plot(SETTINGS)
     found = ticks(svg)
     assert [name for name in found if name in {setting.name for setting in SETTINGS}] == [
         "Baseline", "Linear α=1", "Linear α=2", "Retrain",
@@ -134,11 +134,13 @@ def test_the_plot_has_every_setting(text):
 
 def test_accuracy_is_drawn_where_there_is_no_content():
     figures = {"retain": [1.0, 1.0], "forget": [0.0, 1.0]}
-    assert "images that show the class asked for, %" in ticks(shown([SettingResult("Rank", "k=1", accuracy=figures)]))
-    half = ticks(shown([SettingResult("Rank", "k=1", content={"retain": [1.0]}), SettingResult("Rank", "k=2")]))
+    assert "images that show the class asked for, %" in ticks(
+        content_plot([SettingResult("Rank", "k=1", accuracy=figures)])
+    )
+    half = ticks(content_plot([SettingResult("Rank", "k=1", content={"retain": [1.0]}), SettingResult("Rank", "k=2")]))
     assert "Rank k=1" in half
     assert "Rank k=2" not in half
-    assert shown([SettingResult("Rank", "k=1")]) == ""
+    assert content_plot([SettingResult("Rank", "k=1")]) == ""
 
 
 def test_without_samples_and_figures(tmp_path):
