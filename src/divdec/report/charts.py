@@ -168,7 +168,8 @@ def curves(axes: Axes, plot: Plot) -> None:
         look = series.look
         bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
         if bands:
-            axes.fill_between(*zip(*bands, strict=True), color=look.colour, alpha=0.18, linewidth=0, zorder=1)
+            xs, low, high = zip(*bands, strict=True)
+            axes.fill_between(xs, low, high, color=look.colour, alpha=0.18, linewidth=0, zorder=1)
         if len(bands) == 1:
             axes.vlines(*bands[0], color=look.colour, alpha=0.6)
         axes.plot(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from divdec.report.charts import Band, band_panels
 from divdec.report.scores import best_index
@@ -47,8 +47,10 @@ def depth_frame(rows: Sequence[LayerDepth] | Sequence[dict[str, Any]]) -> pandas
     """Tabulate measurements, or the rows of a depth.json: set, part, layer, mean, low, high."""
     import pandas
 
-    frame = pandas.DataFrame([row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows])
-    return frame[["set", "part", "layer", "mean", "low", "high"]]
+    columns = pandas.Index(["set", "part", "layer", "mean", "low", "high"])
+    return pandas.DataFrame(
+        [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows], columns=columns
+    )
 
 
 def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
@@ -64,13 +66,14 @@ def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     panels: dict[str, list[Band]] = {}
-    for (part, name), rows in frame.groupby(["part", "set"], sort=False):
+    for key, rows in frame.groupby(["part", "set"], sort=False):
+        part, name = cast(tuple[str, str], key)
         band = Band(name, SETS.get(name, OTHERS), **{axis: rows[column].tolist() for axis, column in _AXES.items()})
         panels.setdefault(TITLES.get(part, part), []).append(band)
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
     for axes in grid:
-        if (frame["low"] > 0).all():
+        if frame["low"].min() > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -84,10 +87,10 @@ def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
 def peaks(frame: pandas.DataFrame) -> dict[tuple[str, str], int]:
     """Find the layer with the largest mean by set and part; a tie has none."""
     result = {}
-    for (name, part), rows in frame.groupby(["set", "part"], sort=False):
+    for key, rows in frame.groupby(["set", "part"], sort=False):
         index = best_index(rows["mean"].tolist(), "higher")
         if index is not None:
-            result[name, part] = int(rows["layer"].iloc[index])
+            result[cast(tuple[str, str], key)] = int(rows["layer"].iloc[index])
     return result
 
 

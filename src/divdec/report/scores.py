@@ -66,7 +66,7 @@ class Measure:
         return f"{value:.{self.digits}f}".replace("-", "−")
 
 
-RETRAINED = "like the retrained model's"
+RETRAINED: Literal["like the retrained model's"] = "like the retrained model's"
 MEASURES: dict[str, Measure] = {
     "agg": Measure("Agg", "higher", digits=2),
     "agg_without_privacy": Measure("Agg w/o Priv", "higher", digits=2),
@@ -160,7 +160,7 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
             all of MUSE.
     """
     paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
-    roles = {role: _single_result(role, path) for role, path in paths if path is not None}
+    roles: dict[Role, Path] = {role: _single_result(role, path) for role, path in paths if path is not None}
     references = {folder.resolve() for folder in roles.values()}
     found: dict[Path, Path] = {}
     for folder in (folder for run in runs for folder in find_results(run)):
@@ -330,6 +330,7 @@ class Scorer:
         return [name for part, names in parts.items() if scores.values[part] is not None for name in names]
 
     def _aggregate(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
+        reasons: dict[str, str] = {}
         target, retrain = (model.figures if model is not None else {} for model in (self.target, self.retrain))
         missing = [why for model, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if model is None]
         if suite == "tofu":
@@ -340,7 +341,7 @@ class Scorer:
             scores = Scores(dict.fromkeys(DISTANCES), {})
             reasons = dict.fromkeys(DISTANCES, ", ".join(missing))
         else:
-            scores, reasons = muse_distances(figures, target, retrain), {}
+            scores = muse_distances(figures, target, retrain)
         return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
 
 

@@ -136,7 +136,8 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
             unnamed.append((shares[-1], ks[-1], curve.label))
             continue
         if band := [(k, *curve.intervals[k]) for k in ks if k in curve.intervals]:
-            axes.fill_between(*zip(*band, strict=True), color=curve.look.colour, alpha=0.15, linewidth=0, zorder=1)
+            xs, low, high = zip(*band, strict=True)
+            axes.fill_between(xs, low, high, color=curve.look.colour, alpha=0.15, linewidth=0, zorder=1)
         axes.plot(
             ks, shares, color=curve.look.colour, linestyle=curve.look.dash, marker=curve.look.marker,
             markersize=min(curve.look.size, 12), markeredgecolor=PAPER, markeredgewidth=0.5, linewidth=1.8,

@@ -167,9 +167,10 @@ def _score(
     for folder, (source, results) in folders.items():
         scored = scorer.score(results)
         role = next((role for role, (_, reference) in references.items() if reference is results), None)
+        identity: dict[str, Any] = {"method": role, "setting": ""} if role else _identify(results, folder, source.run)
         found.append(
             MethodResult(
-                **({"method": role, "setting": ""} if role else _identify(results, folder, source.run)),
+                **identity,
                 values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
                 reasons=scored.scores.reasons,
             )

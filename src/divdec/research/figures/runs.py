@@ -137,7 +137,8 @@ def sequential(request: FigureRequest) -> FigureResult:
         if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
             steps = [
                 Step(
-                    row["protocol"], row["method"], row["step"], {}, row["distance"], *row["distance_interval"],
+                    row["protocol"], row["method"], row["step"], {}, row["distance"], row["distance_interval"][0],
+                    row["distance_interval"][1],
                     row["distance_to_retrained"],
                 )
                 for row in content["steps"]
