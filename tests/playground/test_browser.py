@@ -197,6 +197,7 @@ def test_stop_is_enabled_only_while_an_answer_runs(browser, url):
 def test_nothing_moves_when_the_tab_changes(browser, url):
     with opened(browser, url) as page:
         names = ("#dd-header", "#dd-alpha", "[role=tablist]")
+        page.wait_for_timeout(1000)  # the page's styles load after its first components
         before = [page.locator(name).first.bounding_box() for name in names]
         for tab in ("Strength", "Chat"):
             page.get_by_role("tab", name=tab).click()
