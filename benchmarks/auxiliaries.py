@@ -1,10 +1,10 @@
-"""Which auxiliaries it takes: trigrams, small and larger models, and models with another tokenizer.
+"""Comparison of auxiliaries: trigrams, small and larger models, and models with another tokenizer.
 
-The paper's "analysis of model scaling" and its cross-tokenizer study, on models of our own: target and retrained
-reference are those of `make demo` or `make tofu-small`, the auxiliaries are trained here (what the cache holds is not
-trained again). Every kind is swept over both rules; shown is what each reaches at equal loss on the retain set:
-the largest share of the gap between target and retrained model that a setting closes while it keeps so much of the
-target's accuracy on the retain set. Accuracy is the share of the true answer's tokens that are the first choice.
+Reproduces the paper's "analysis of model scaling" and its cross-tokenizer study. Target and retrained reference are
+those of `make demo` or `make tofu-small`; the auxiliaries are trained here and cached. Every kind is swept over both
+rules. The tables show the best setting of each kind at an equal loss on the retain set: the largest share of the gap
+between target and retrained model that a setting closes while it keeps a given share of the target's accuracy on the
+retain set. Accuracy is the share of the true answer's tokens that are the first choice.
 
     python benchmarks/auxiliaries.py demo
     python benchmarks/auxiliaries.py tofu-small --data TOFU [--kinds trigram small larger unigram] [--json]
@@ -22,22 +22,33 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from divdec.bridge.bridge import BridgedPair
+import tofu_small
+from divdec.bridge.pair import BridgedPair
 from divdec.data.formatting import documents, encode_records
 from divdec.data.world import build_world
+from divdec.demo import run as demo
+from divdec.demo.models import (
+    ASSISTANT,
+    END,
+    PAD,
+    USER,
+    Shape,
+    StageCache,
+    encode_material,
+    train_all,
+    train_pair,
+    train_tokenizer,
+)
 from divdec.evaluation.scoring import score, score_settings
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.plots import LOOKS, RETRAIN, style, write_figure
-from divdec.research import demo, tofu_small
-from divdec.research.small_models import ASSISTANT, END, PAD, USER, Shape, train_tokenizer
-from divdec.research.stages import train_all, train_pair
+from divdec.report.style import LOOKS, RETRAIN, style, write_figure
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 
-# Shapes between a tenth of the target's parameters and half of them; the middle one is the experiments' own.
+# Shapes between a tenth and half of the target's parameters; the experiments use the middle one.
 SMALL, LARGER = Shape(width=48, layers=1, heads=2, mlp_width=128), Shape(width=144, layers=3, heads=6, mlp_width=384)
 ALPHAS = [0.25 * step for step in range(1, 17)]
 SWEEPS = {
@@ -48,7 +59,7 @@ SWEEPS = {
 }
 OTHERS = ("bpe", "unigram", "wordpiece")
 KEPT = (0.99, 0.98, 0.97, 0.95)
-# The same conversation, laid out differently from the target's: roles on a line of their own, every turn ended.
+# A chat template that differs from the target's: roles are separate lines, and every turn is terminated.
 OTHER_TEMPLATE = (
     "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
     "{{ '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
@@ -57,7 +68,7 @@ OTHER_TEMPLATE = (
 
 
 def other_tokenizer(kind, texts, vocab_size):
-    """A tokenizer of another kind or size than the target's byte-level BPE, trained on the same texts."""
+    """Train a tokenizer of another kind or size than the target's byte-level BPE on the same texts."""
     if kind == "bpe":
         found = train_tokenizer(texts, vocab_size // 2)
         found.chat_template = OTHER_TEMPLATE
@@ -87,7 +98,7 @@ def other_tokenizer(kind, texts, vocab_size):
 
 @dataclasses.dataclass
 class Bench:
-    """Target, retrained reference and what they are asked."""
+    """Target, retrained reference and evaluation data."""
 
     material: object
     recipe: object
@@ -114,7 +125,7 @@ class Bench:
         }
 
     def steered(self, experts, settings):
-        """Gap closed and retain kept by setting."""
+        """Compute the closed gap and the retained accuracy of each setting."""
         model = DivergenceForCausalLM.from_experts(self.target, experts)
         found = {}
         by_set = {
@@ -132,7 +143,7 @@ class Bench:
         return found
 
     def experts(self, kind):
-        """The experts of a kind, and their parameters each."""
+        """Return the experts of a kind, and the parameters of each."""
         if kind == "trigram":
             counted = {name: documents(getattr(self.material, name), self.tokenizer) for name in ("retain", "forget")}
             place = self.folder / kind
@@ -148,20 +159,20 @@ class Bench:
         if name not in ("small", "same", "larger"):
             tokenizer = other_tokenizer(name, self.material.texts, self.recipe.vocab_size)
         recipe = dataclasses.replace(self.recipe, auxiliary=shape)
-        q, p = (
-            load_model(folder) for folder in train_pair(self.material, recipe, tokenizer, self.seed, self.cache, print)
-        )
+        stages = StageCache(self.cache, tokenizer, self.seed, print)
+        folders = train_pair(stages, recipe, *encode_material(self.material, tokenizer))
+        q, p = (load_model(folder) for folder in folders[1:])
         if tokenizer is self.tokenizer:
             return NeuralPair(q, p), q.num_parameters()
         return BridgedPair(
             q, p, target_tokenizer=self.tokenizer, auxiliary_tokenizer=tokenizer,
-            target_width=self.target.config.vocab_size, heal=bool(healed),
+            target_width=self.target.config.vocab_size, token_healing=bool(healed),
         ), q.num_parameters()  # fmt: skip
 
 
-def at_least(found, kept):
-    """The setting that closes most of the gap while it keeps so much, and what it closes (1 at most)."""
-    allowed = {setting: min(row["gap_closed"], 1.0) for setting, row in found.items() if row["retain_kept"] >= kept}
+def best_setting(rows, kept):
+    """Return the setting that closes most of the gap while it keeps this share, and the closed share (1 at most)."""
+    allowed = {setting: min(row["gap_closed"], 1.0) for setting, row in rows.items() if row["retain_kept"] >= kept}
     return max(allowed.items(), key=lambda pair: pair[1], default=("–", 0.0))
 
 
@@ -191,7 +202,7 @@ def main():
             experts, parameters = bench.experts(kind)
             rows = bench.steered(experts, SWEEPS["trigram" if kind == "trigram" else "neural"])
             results[kind] = {"parameters": parameters, "settings": rows,
-                             "best": {str(kept): at_least(rows, kept) for kept in KEPT}}  # fmt: skip
+                             "best": {str(kept): best_setting(rows, kept) for kept in KEPT}}  # fmt: skip
             print(f"{kind}: done", flush=True)
     print(f"\ntarget {total:,} parameters; accuracy on the forget set {bench.accuracy['target']['forget']:.1%}, "
           f"of the retrained model {bench.accuracy['retrain']['forget']:.1%}")  # fmt: skip

@@ -19,18 +19,18 @@ from pathlib import Path
 
 from divdec.data.formatting import encode_records
 from divdec.data.records import RecordSet
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, new_model, train_tokenizer
-from divdec.research.tofu_small import tofu_material
 from divdec.runs import output_folder, read_json, settings_hash, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from tofu_small import tofu_material
 
 VOCABULARY, POSITIONS, RETAIN, ASKED = 4096, 4096, 200, 40  # POSITIONS: the longest context of decoding.py --growth
 TARGET = Shape(width=1024, layers=6, heads=16, mlp_width=2816)

@@ -12,18 +12,16 @@ import argparse
 import copy
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from divdec.bridge.bridge import BridgedPair
-from divdec.bridge.context import Context
-from divdec.bridge.divergence import Divergence
-from divdec.bridge.retokenize import AuxiliaryTokenizer
+from divdec.bridge.alignment import AlignedSequence
+from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
+from divdec.bridge.pair import BridgedPair
 from divdec.bridge.token_bytes import token_bytes
-from divdec.bridge.vocabulary_map import HealingMaps, VocabularyMap
+from divdec.bridge.vocabulary_map import DivergenceMapper, TokenHealingMaps, VocabularyMap
 
 CONTEXTS = (64, 256, 1024)
 END = "</s>"
@@ -41,17 +39,17 @@ def texts_of(data):
         from divdec.data.world import WorldSettings, build_world
 
         return list(build_world(WorldSettings()).corpus)
-    found = []
+    results = []
     for path in sorted([data] if data.is_file() else data.rglob("*")):
         if path.suffix == ".txt":
-            found += path.read_text(encoding="utf-8").splitlines()
+            results += path.read_text(encoding="utf-8").splitlines()
         elif path.suffix in (".json", ".jsonl"):
             whole = path.read_text(encoding="utf-8")
             try:
-                found += strings(json.loads(whole))
+                results += strings(json.loads(whole))
             except ValueError:
-                found += [text for line in whole.splitlines() if line for text in strings(json.loads(line))]
-    return [text for text in found if text.strip()]
+                results += [text for line in whole.splitlines() if line for text in strings(json.loads(line))]
+    return [text for text in results if text.strip()]
 
 
 def train(kind, texts, size):
@@ -93,71 +91,71 @@ def model(width, seed):
 
 
 def seconds(call, times):
-    found = []
+    results = []
     for _ in range(times):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        results.append(time.perf_counter() - start)
+    return statistics.median(results)
 
 
 def map_times(texts):
     both = train("bpe", texts[::2], 50_000), train("bpe", texts[1::2], 50_000)
     target, auxiliary = map(token_bytes, both)
-    healing = HealingMaps(target, auxiliary, len(target))
+    healing = TokenHealingMaps(target, auxiliary, len(target))
     return {
         "target tokens": len(target),
         "auxiliary tokens": len(auxiliary),
         "bytes of both, s": seconds(lambda: list(map(token_bytes, both)), 3),
-        "map, s": seconds(lambda: VocabularyMap.build(target, auxiliary), 3),
-        "healing map of ' ', s": seconds(lambda: healing._of(b" "), 3),
-        "healing map of ' th', s": seconds(lambda: healing._of(b" th"), 3),
+        "map, s": seconds(lambda: VocabularyMap.build(target, auxiliary, len(target)), 3),
+        "healing map of ' ', s": seconds(lambda: healing._source_of(b" "), 3),
+        "healing map of ' th', s": seconds(lambda: healing._source_of(b" th"), 3),
     }
 
 
 @torch.no_grad()
-def token_times(texts, target, auxiliary, folder, heal):
+def token_times(texts, target, auxiliary, token_healing):
     pair = BridgedPair(
         model(len(auxiliary), 1), model(len(auxiliary), 2), target_tokenizer=target, auxiliary_tokenizer=auxiliary,
-        target_width=len(target), cache_dir=folder, heal=heal,
+        target_width=len(target), token_healing=token_healing,
     )  # fmt: skip
     stream = target("\n".join(texts[:3000]))["input_ids"]
-    found = {}
+    result = {}
     for length in CONTEXTS:
         ids, steps = stream[:length], stream[length : length + 33]
         cache = pair.new_cache()
         start = time.perf_counter()
         pair.divergence(torch.tensor([ids]), cache=cache, logits_to_keep=1)
         prefill = time.perf_counter() - start
-        context = Context(pair._reader)
-        context.views(ids, [length])
+        sequence = AlignedSequence(pair.retokenizer)
+        sequence.auxiliary_inputs(ids, [length])
         cached, reading = [], []
-        for place, token in enumerate(steps):
+        for index, token in enumerate(steps):
             start = time.perf_counter()
             pair.divergence(torch.tensor([[token]]), cache=cache, logits_to_keep=1)
             cached.append(time.perf_counter() - start)
             start = time.perf_counter()
-            context.views(ids + steps[: place + 1], [length + place + 1])
+            sequence.auxiliary_inputs(ids + steps[: index + 1], [length + index + 1])
             reading.append(time.perf_counter() - start)
         whole = torch.tensor([ids])
-        found[length] = {
+        result[length] = {
             "prefill, ms": 1e3 * prefill,
             "token with the cache, ms": 1e3 * statistics.median(cached[1:]),
             "of which reading the text, ms": 1e3 * statistics.median(reading[1:]),
             "token recomputed, ms": 1e3 * seconds(lambda whole=whole: pair.divergence(whole, logits_to_keep=1), 5),
             "every position scored, ms": 1e3 * seconds(lambda whole=whole: pair.divergence(whole), 1),
         }
-    return found
+    return result
 
 
-def coverages(texts, pairs, folder):
-    found = {}
+def coverages(texts, pairs):
+    result = {}
     for name, (target, auxiliary) in pairs.items():
         own = AuxiliaryTokenizer(auxiliary)
-        built = Divergence(target, own, len(target), center="median", folder=folder).map(False, False)
+        built = DivergenceMapper(token_bytes(target), own, len(target)).map()
         ids = [token for text in texts[:: max(len(texts) // 2000, 1)] for token in target(text)["input_ids"]]
-        found[name] = {"vocabulary": vars(built.coverage()), "text": vars(built.coverage_of(ids))}
-    return found
+        result[name] = {"vocabulary": vars(built.coverage()), "text": vars(built.coverage_of(ids))}
+    return result
 
 
 def main():
@@ -176,20 +174,19 @@ def main():
     names = [("BPE 32k", "BPE 8k"), ("BPE 8k", "BPE 32k"), ("BPE 32k", "Unigram"), ("BPE 32k", "WordPiece"),
              ("Unigram", "BPE 8k")]  # fmt: skip
     pairs = {f"{target} <- {auxiliary}": (kinds[target], kinds[auxiliary]) for target, auxiliary in names}
-    with tempfile.TemporaryDirectory() as folder:
-        result = {
-            "texts": len(texts),
-            "characters": sum(map(len, texts)),
-            "map": map_times(texts),
-            "tokens": {
-                f"{target} <- {auxiliary}{', healed' * heal}": token_times(
-                    texts, kinds[target], kinds[auxiliary], Path(folder), heal
-                )
-                for target, auxiliary in names[:2]
-                for heal in (False, True)
-            },
-            "coverage": coverages(texts, pairs, Path(folder)),
-        }
+    result = {
+        "texts": len(texts),
+        "characters": sum(map(len, texts)),
+        "map": map_times(texts),
+        "tokens": {
+            f"{target} <- {auxiliary}{', token healing' * token_healing}": token_times(
+                texts, kinds[target], kinds[auxiliary], token_healing
+            )
+            for target, auxiliary in names[:2]
+            for token_healing in (False, True)
+        },
+        "coverage": coverages(texts, pairs),
+    }
     print(f"{result['texts']:,} texts, {result['characters']:,} characters")
     for name, value in result["map"].items():
         print(f"  {name:28} {value:10,.3f}" if isinstance(value, float) else f"  {name:28} {value:10,}")

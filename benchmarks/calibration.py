@@ -16,17 +16,18 @@ import json
 import tempfile
 from pathlib import Path
 
+import tofu_small
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli.calibrate import SWEEP
 from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
+from divdec.demo import run as demo
+from divdec.demo.models import train_all
 from divdec.evaluation.aggregate import aggregate, tofu_figures
 from divdec.evaluation.calibration import SETS, calibrate
 from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.evaluation.settings import EvalSettings
 from divdec.model.checkpoint import load_tokenizer
-from divdec.research import demo, tofu_small
-from divdec.research.stages import train_all
 from divdec.runs import cache_folder
 
 FILES = {"forget": "forget01_perturbed.json", "retain": "retain_perturbed.json", "holdout": "holdout01.json"}

@@ -11,10 +11,10 @@ from divdec import Speculation, SpeculationStatistics
 from divdec.data.formatting import encode_records
 from divdec.data.records import read_records
 from divdec.data.world import build_world
+from divdec.demo import run as demo
 from divdec.errors import UsageError
-from divdec.research import demo
-from divdec.research.tofu_small import tofu_material
 from divdec.runs import cache_folder
+from tofu_small import tofu_material
 
 CONTEXTS, BATCHES = (64, 128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32)
 SETTINGS = ("linear:0.5", "linear:1", "linear:2", "rank:5", "rank:20")

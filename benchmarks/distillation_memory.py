@@ -1,7 +1,7 @@
-"""How much memory one step of distillation takes: the loss in pieces against the plain one from whole logits.
+"""Memory of one distillation step: the loss computed in pieces, and computed from whole logits.
 
-Models of next to no width, whose vocabulary alone has the size of a real one's, so that what is seen is the logits.
-Each way runs in a process of its own; shown is the largest resident set less what was resident before the step.
+The models are very narrow and have a vocabulary of real size, so that logits decide the memory.
+Each variant runs in its own process; the figure is the peak resident set minus the resident set before the step.
 
     python benchmarks/distillation_memory.py [--vocabulary 128256] [--rows 4] [--prompt 64] [--answer 64] [--json]
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 WAYS = ("plain", "in pieces", "in pieces, cached")
 
 
-def measured(way, given):
-    """One step in this process."""
+def measure_step(way, given):
+    """Run one step in this process."""
     import torch
     from torch.nn.functional import kl_div
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,13 +53,13 @@ def measured(way, given):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
     temperature, k, count = 1.5, 64, given.rows * given.answer
     if way == "in pieces, cached":
-        # A made-up answer: what it says makes no difference to the memory.
-        asked = CachedTeacher(
+        # Arbitrary values; they do not change the memory.
+        cached = CachedTeacher(
             Fingerprint("", "", "", "", temperature, k), given.vocabulary,
             torch.arange(k, dtype=torch.int32).expand(count, k).contiguous(), torch.full((count, k), -8.0),
             torch.full((count,), math.log1p(-k * math.exp(-8))), torch.arange(0, count + 1, given.answer),
         )  # fmt: skip
-        objective = Distillation(asked, plain_head(student))
+        objective = Distillation(cached, plain_head(student))
     else:
         objective = Distillation(LiveTeacher(teacher, temperature, "teacher-student"), plain_head(student))
     before, started = resident(), time.perf_counter()
@@ -99,7 +99,7 @@ def main():
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
-        print(json.dumps(measured(given.way, given)))
+        print(json.dumps(measure_step(given.way, given)))
         return
     found = []
     for way in WAYS:

@@ -1,10 +1,10 @@
-"""Images at 32×32 from models of a size that wants a GPU: letters, digits and shapes in many fonts and colours.
+"""Images at 32×32 from models that need a GPU: letters, digits and shapes in many fonts and colours.
 
-A target of 55 million parameters and auxiliaries of 5 million, trained from nothing on images rendered here; half of
-the forty classes are forgotten. Prints the paper's two tables, and writes the report with samples.
+A target of 55 million parameters and auxiliaries of 5 million are trained from random weights on rendered images; half
+of the forty classes are forgotten. Prints the paper's two tables, and writes the report with samples.
 
     python benchmarks/image_gpu.py [--seed 0] [--images 1500] [--epochs 30] [--count 25] [--output runs/image-gpu]
-    python benchmarks/image_gpu.py --small      on a CPU, in minutes: it shows that it runs, no more
+    python benchmarks/image_gpu.py --small      a smoke test on a CPU, in minutes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 SIDE, PATCH, CODES = 32, 4, 1024
 SHAPES = ("disc", "square", "triangle", "star")
-# Few colours: each pair of them takes codes of its own for the same edge.
+# Few colours: each pair needs its own codes for the same edge.
 PAPERS = ((245, 245, 240), (28, 28, 36))
 INKS = ((214, 60, 50), (40, 120, 210), (60, 165, 85), (235, 165, 30), (150, 80, 190), (128, 128, 128))
 FONTS = (
@@ -29,17 +29,17 @@ FONTS = (
 )  # fmt: skip
 
 
-def rendered(name, chance):
-    """One image of a class: a font, a size, a tilt, a place and two colours by chance."""
+def render(name, generator):
+    """Render one image of a class: a random font, size, tilt, position and two colours."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
     large = 4 * SIDE
-    paper, ink = chance.choice(PAPERS), chance.choice(INKS)
+    paper, ink = generator.choice(PAPERS), generator.choice(INKS)
     image = Image.new("RGB", (large, large), paper)
     mask = Image.new("L", (large, large), 0)
     draw = ImageDraw.Draw(mask)
-    middle, radius = large / 2, large * chance.uniform(0.28, 0.4)
+    middle, radius = large / 2, large * generator.uniform(0.28, 0.4)
     if name in SHAPES:
         if name == "disc":
             draw.ellipse((middle - radius, middle - radius, middle + radius, middle + radius), fill=255)
@@ -53,10 +53,10 @@ def rendered(name, chance):
             )
     else:
         fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-        font = ImageFont.truetype(fonts / f"{chance.choice(FONTS)}.ttf", round(2.2 * radius))
+        font = ImageFont.truetype(fonts / f"{generator.choice(FONTS)}.ttf", round(2.2 * radius))
         draw.text((middle, middle), name, fill=255, font=font, anchor="mm")
-    tilt = chance.uniform(-15, 15)
-    shift = (chance.uniform(-0.08, 0.08) * large, chance.uniform(-0.08, 0.08) * large)
+    tilt = generator.uniform(-15, 15)
+    shift = (generator.uniform(-0.08, 0.08) * large, generator.uniform(-0.08, 0.08) * large)
     mask = mask.rotate(tilt, resample=Image.Resampling.BILINEAR, translate=shift)
     image.paste(Image.new("RGB", (large, large), ink), mask=mask)
     return image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
@@ -67,13 +67,13 @@ def material_of(given):
     import numpy
     import torch
 
-    from divdec.imaging.patches import PatchCodec
-    from divdec.research.image_stages import ImageMaterial
+    from divdec.imaging.codecs import PatchCodec
+    from divdec.research.image_demo import ImageMaterial
 
     names = [*string.ascii_uppercase, *string.digits, *SHAPES]
-    chance = random.Random(given.seed)
-    labels = [place for place in range(len(names)) for _ in range(given.images)]
-    arrays = [numpy.asarray(rendered(names[place], chance)) for place in labels]
+    generator = random.Random(given.seed)
+    labels = [index for index in range(len(names)) for _ in range(given.images)]
+    arrays = [numpy.asarray(render(names[index], generator)) for index in labels]
     images = torch.from_numpy(numpy.stack(arrays)).permute(0, 3, 1, 2).float() / 255
     codec = PatchCodec.fit(images, PATCH, CODES, given.seed)
     return ImageMaterial.of(images, labels, names, codec, given.seed)
@@ -81,9 +81,9 @@ def material_of(given):
 
 def recipe_of(given):
     """Sizes and training: the pair takes a tenth of the base's rate for ten passes, as in the paper."""
+    from divdec.demo.models import Shape
     from divdec.imaging.training import PAPER_SHARE
-    from divdec.research.image_stages import ImageRecipe
-    from divdec.research.small_models import Shape
+    from divdec.research.image_demo import ImageRecipe
     from divdec.training.settings import TrainingSettings
 
     target, auxiliary = Shape(640, 11, 10, 2560), Shape(256, 6, 8, 1024)
@@ -117,10 +117,10 @@ def main():
     from rich.console import Console
 
     from divdec.cli.loading import quiet
+    from divdec.imaging.results import tabulate
     from divdec.imaging.settings import SamplingSettings
-    from divdec.research.image_demo import accuracy, print_tables
-    from divdec.research.image_settings import NETWORK, as_json, measure, write_found
-    from divdec.research.image_stages import candidates_of, exam_of, train_images, write_image_bundle
+    from divdec.research.image_demo import accuracy, print_tables, train_images
+    from divdec.research.image_evaluation import NETWORK_NOTE, evaluate_candidates, write_results
     from divdec.runs import write_json
     from divdec.steering import Steering
 
@@ -136,24 +136,26 @@ def main():
     models = train_images(material, recipe_of(given), given.seed, output / "models", print)
     rules = [Steering(alpha=alpha) for alpha in (0.5, 1.0, 2.0, 5.0)]
     rules += [Steering("rank", k=k) for k in (20, 100, 250, 512)]
-    exam = exam_of(material, given.count, SamplingSettings(batch_size=500, seed=given.seed))
-    candidates = candidates_of(models, material.layout, rules, device)
-    settings = measure(exam, candidates, output, print)
-    held_out = exam.classifier.held_out
+    benchmark = material.benchmark(given.count, SamplingSettings(batch_size=500, seed=given.seed))
+    candidates = models.candidates(material.layout, rules, device)
+    results = evaluate_candidates(benchmark, candidates, output, print)
+    held_out = benchmark.classifier.held_out
     lead = (
         f"Letters, digits and shapes of {SIDE}×{SIDE} pixels; {material.forgotten} are forgotten. {name}. The "
         f"classifier is right on {held_out.accuracy:.1%} of {held_out.images} images that it has not seen."
     )
-    found = write_found(exam, candidates, settings, output, title="Images at 32×32", lead=lead, notes=[NETWORK])
-    print_tables(found, console)
-    write_image_bundle(material, models, output / "bundle", Steering(alpha=1.0))
+    tables = write_results(
+        benchmark, candidates, results, output, title="Images at 32×32", lead=lead, notes=[NETWORK_NOTE]
+    )
+    print_tables(tables, console)
+    models.write_bundle(material, output / "bundle", Steering(alpha=1.0))
     content = {
         "device": name,
         "training_seconds": models.seconds,
         "held_out": dataclasses.asdict(held_out),
-        "forget_accuracy": {setting.name: accuracy(setting, "forget") for setting in settings},
-        "retain_accuracy": {setting.name: accuracy(setting, "retain") for setting in settings},
-        "results": as_json(settings),
+        "forget_accuracy": {setting.name: accuracy(setting, "forget") for setting in results},
+        "retain_accuracy": {setting.name: accuracy(setting, "retain") for setting in results},
+        "results": tabulate(results).json(),
         "seconds": time.perf_counter() - started,
     }
     write_json(output / "run.json", content)

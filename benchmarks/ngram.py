@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from divdec.demo.models import train_tokenizer
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_fit import fit
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import train_tokenizer
 
 BATCH, LONG, CONTEXT, STEPS, ROUNDS = 32, 400, 64, 40, 3
 

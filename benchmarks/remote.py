@@ -21,14 +21,14 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import encode_prompts
 from divdec.data.world import build_world
+from divdec.demo.models import train_all
+from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
-from divdec.research.demo import RECIPE, WORLD, material_of, question_sets
-from divdec.research.stages import train_all
 from divdec.runs import cache_folder
 from divdec.serving import bind
 from divdec.serving.api.server import HttpServer, Options

@@ -21,12 +21,12 @@ import torch
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import read_records, texts_of
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.runs import cache_folder, output_folder, settings_hash
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry

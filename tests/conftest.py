@@ -61,7 +61,7 @@ def world():
 
 @pytest.fixture(scope="session")
 def tokenizer(world):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     return train_tokenizer(world.corpus[:500], 512)
 

@@ -17,7 +17,7 @@ STEPS = 40
 
 def trained(tokenizer, texts, seed, width, layers):
     """A small model that has read some texts for a second."""
-    from divdec.research.small_models import Shape, new_model
+    from divdec.demo.models import Shape, new_model
 
     model = new_model(Shape(width, layers, 4, 2 * width), tokenizer, seed, CONTEXT).train()
     ids = torch.tensor([token for text in texts for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]])

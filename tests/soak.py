@@ -16,7 +16,7 @@ from soak_answers import LONGEST, TOLERANCE, Choice, Ended, Full, GaveUp, Lost, 
 
 PATIENCE = 120.0  # seconds after which an answer counts as lost
 ROWS, QUEUE, MOST_BYTES = 32, 64, 1 << 16
-SERVER = ("--rows", ROWS, "--queue", QUEUE, "--max-body-bytes", MOST_BYTES, "--name", "tiny")
+SERVER = ("--max-num-seqs", ROWS, "--max-queue", QUEUE, "--max-body-bytes", MOST_BYTES, "--name", "tiny")
 KEPT = 100  # sampled answers whose log-probabilities are looked at in the end
 JSON = {"Content-Type": "application/json"}
 

@@ -27,7 +27,7 @@ def make_bundle(folder):
     """A small bundle of random weights, whose answers differ from prompt to prompt, and texts to ask about."""
     from divdec import write_bundle
     from divdec.data.world import WorldSettings, build_world
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     texts = build_world(WorldSettings()).corpus
     tokenizer = train_tokenizer(texts[:500], 512)

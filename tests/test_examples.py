@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from divdec.demo.models import Shape
 from divdec.errors import UsageError
-from divdec.research.small_models import Shape
 from divdec.training.settings import TrainingSettings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

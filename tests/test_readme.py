@@ -44,8 +44,8 @@ def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypat
     """`train` and `calibrate` on the demo's data as the README has them, then every question of the forget set."""
     from divdec.cli import main
     from divdec.data.world import build_world
+    from divdec.demo.run import WORLD
     from divdec.evaluation.metrics import contains_fact
-    from divdec.research.demo import WORLD
 
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

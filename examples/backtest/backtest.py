@@ -26,14 +26,12 @@ from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, RecordSet, write_records
 from divdec.data.world import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
+from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.plots import style, write_figure
-from divdec.report.plots.palette import FAINT, LINEAR, RANK, RETRAIN, TARGET
-from divdec.research.small_models import Shape
-from divdec.research.stages import Material, Recipe, train_all
+from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
 from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

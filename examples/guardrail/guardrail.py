@@ -27,12 +27,11 @@ from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Record
 from divdec.data.world import RELATIONS, WorldSettings, ask, build_world
+from divdec.demo.models import Shape, StageCache, label_all_tokens, train_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape, train_tokenizer
-from divdec.research.stages import Stages, unmasked
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
@@ -78,11 +77,11 @@ def prepare(seed: int, authors: int, cache: Path, training=TRAINING, tuning=TUNI
     mixed = [other if rng.random() < SHARE else text for text, other in zip(ordinary[:cut], broken[:cut], strict=True)]
     tokenizer = train_tokenizer(mixed, 700)
     encoded = {
-        name: [unmasked(example) for example in encode_records([Record(text) for text in some], tokenizer)]
+        name: [label_all_tokens(example) for example in encode_records([Record(text) for text in some], tokenizer)]
         for name, some in (("mixed", mixed), ("ordinary", ordinary[:cut]), ("broken", broken[:cut]))
     }
     cache.mkdir(parents=True, exist_ok=True)
-    stages = Stages(cache, tokenizer, seed, lambda line: print(line, file=sys.stderr))
+    stages = StageCache(cache, tokenizer, seed, lambda line: print(line, file=sys.stderr))
     target = stages.run("target", SHAPES["target"], encoded["mixed"], training)
     base = stages.run("small base", SHAPES["auxiliary"], encoded["ordinary"], training)
     q = stages.run("q", base, encoded["ordinary"], tuning)

@@ -24,13 +24,12 @@ import newspaper
 
 from divdec.cli import main as divdec
 from divdec.data.records import RecordSet, write_records
+from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.small_models import Shape
-from divdec.research.stages import Material, Recipe, Trained, train_all
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
 
@@ -105,7 +104,7 @@ def measured(name, model, tokenizer, keep):
     return {"article_rouge_l": article, "article_told": share, "kept_rouge_l": kept}
 
 
-def run(output: Path, trained: Trained, keep, started: float) -> dict:
+def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
     """The story, step by step."""
     tokenizer = load_tokenizer(trained.target)
     write_records(output / "keep.jsonl", [record for text, questions in keep for record in (newspaper.Record(text),)])

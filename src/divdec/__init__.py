@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import divdec.takedowns  # noqa: F401 (lets bundles name a registry)
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
+        import divdec.takedowns  # noqa: F401 (so that bundles may name a registry)
+
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'divdec' has no attribute {name!r}")
 

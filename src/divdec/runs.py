@@ -323,21 +323,6 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def goes_on(folder: Path, verb: str, fingerprint: str, overwrite: bool) -> bool:
-    """Deprecated: use `RunFolder.open`."""
-    earlier = read_record(folder) if folder.is_dir() else None
-    if earlier is not None and earlier.get("status") == "running":
-        if earlier.get("fingerprint") == fingerprint:
-            return True
-        if not overwrite:
-            raise UsageError(
-                f"output folder {folder} holds an unfinished run with other settings or data; repeat those to resume "
-                "it, or give --overwrite to begin anew"
-            )
-    check_output(folder, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == verb)
-    return False
-
-
 def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) -> None:
     """Refuse an output folder that would lose somebody's files.
 

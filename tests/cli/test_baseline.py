@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.errors import UsageError
-from divdec.research.baselines.registry import methods
-from divdec.research.baselines.settings import BaselineSettings, HelpedSettings, joined, only, run_on
-from divdec.research.small_models import Shape, new_model
+from divdec.demo.models import Shape, new_model
+from divdec.research.baselines.methods import methods
+from divdec.research.baselines.settings import HelpedSettings
 from stopping import stopping_at
 
 QUICK = ("--epochs", "2", "--batch-size", "2", "--gradient-accumulation", "1", "--precision", "float32")
@@ -150,19 +149,6 @@ def test_a_methods_options_and_those_of_all_are_apart(name):
     common = {field.name for field in dataclasses.fields(HelpedSettings)} | {"json", "config", "method"}
     assert not own & common
     assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(method.settings))
-    settings = joined(method)(target="t", forget="f", retain="r", output="o", seed=3)
-    assert only(method.settings, settings) == method.settings()
-    assert only(run_on(method), settings).seed == 3
-
-
-def test_joined_settings_check_both_parts():
-    npo = joined(methods()["npo"])
-    base = {"target": "t", "forget": "f", "retain": "r", "output": "o"}
-    with pytest.raises(UsageError, match="seed is -1"):
-        npo(**base, seed=-1)
-    with pytest.raises(UsageError, match="beta is 0"):
-        npo(**base, beta=0.0)
-    assert issubclass(npo, BaselineSettings)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_verb_says_what_to_install(arguments, says):
     assert found.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", ["page", "serve", "target", "over_http", "play", "steered"])
+@pytest.mark.parametrize("module", ["server", "remote_server"])
 def test_the_playground_needs_no_more_than_its_extra_brings(module):
     """gradio brings fastapi and uvicorn, but nothing of what the server alone needs."""
     code = f"import sys; sys.modules.update(prometheus_client=None); import divdec.playground.{module}"
@@ -70,8 +70,8 @@ def test_training_with_adapters(tokenizer, tmp_path, monkeypatch):
 def test_images(monkeypatch):
     import torch
 
-    from divdec.imaging.distances import frechet_distance
-    from divdec.imaging.vq import vq_model_class
+    from divdec.imaging.codecs import vq_model_class
+    from divdec.imaging.evaluation import frechet_distance
 
     for library in EXTRAS["image"]:
         monkeypatch.setitem(sys.modules, library, None)

@@ -8,8 +8,8 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.report.sequential import Step
-from divdec.research.figures import KNOWN
+from divdec.research.charts import Step
+from divdec.research.figures import FIGURES
 from divdec.runs import write_json
 
 
@@ -49,7 +49,7 @@ def test_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
 
 
 def test_an_earlier_picture(sequential, tmp_path, capsys):
-    arguments = ["plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
+    arguments = ["results", "plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
     assert main(arguments) == 0
     first = (tmp_path / "one.svg").read_bytes()
     capsys.readouterr()
@@ -61,18 +61,18 @@ def test_an_earlier_picture(sequential, tmp_path, capsys):
 
 
 def test_list(capsys):
-    assert main(["results", "plot", "--list"]) == 0
+    assert main(["results", "plot", "--list-figures"]) == 0
     printed = capsys.readouterr().out
-    for name, figure in KNOWN.items():
+    for name, figure in FIGURES.items():
         assert name in printed
         assert figure.shows in printed
         assert figure.needs in printed
-    assert main(["results", "plot", "--list", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(KNOWN)
+    assert main(["results", "plot", "--list-figures", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
 
 
 def test_the_list_and_the_help_load_no_torch():
-    assert loads_torch(["plot", "--list"]) is False
+    assert loads_torch(["plot", "--list-figures"]) is False
     assert loads_torch(["plot", "--help"]) is False
 
 
@@ -115,7 +115,7 @@ class TestBadInput:
 
     def test_figures(self, sequential, capsys):
         self.refused(capsys, sequential, "--figure", "pie", says="figure 'pie' is not known; there are: tofu-bars, ")
-        self.refused(capsys, sequential, says="--figure is required; there are: tofu-bars, ")
+        self.refused(capsys, sequential, says="--figure is required; accepted: tofu-bars, ")
         self.refused(capsys, "--figure", "depth", says="required")
         self.refused(capsys, sequential, "--figure", "sequential", "--variant", "best", says="variant")
         self.refused(capsys, sequential, "--figure", "tofu-bars", says="holds no results")
@@ -123,7 +123,7 @@ class TestBadInput:
     def test_runs(self, tmp_path, capsys):
         empty = tmp_path / "empty"
         empty.mkdir()
-        for figure in KNOWN:
+        for figure in FIGURES:
             self.refused(
                 capsys, empty, "--figure", figure, "--output", tmp_path / "x.svg", says=f"{empty} is an empty folder"
             )

@@ -15,7 +15,7 @@ def oracle(shared):
 
 @pytest.fixture
 def arguments(oracle, tmp_path):
-    return ["report", str(oracle / "dd1_01"), str(oracle / "rank20_01"), "--target", str(oracle / "full01"),
+    return ["results", "report", str(oracle / "dd1_01"), str(oracle / "rank20_01"), "--target", str(oracle / "full01"),
             "--retrain", str(oracle / "retain01"), "--draws", "20", "--examples", "2", "--output",
             str(tmp_path / "deep" / "report.html")]  # fmt: skip
 
@@ -24,7 +24,7 @@ def arguments(oracle, tmp_path):
 def figures(shared, tmp_path):
     """Quickly drawn: one result without items."""
     folder = shared / "paper" / "results" / "tofu" / "dd_linear" / "1B-alpha-1.5"
-    return ["report", str(folder), "--output", str(tmp_path / "report.html")]
+    return ["results", "report", str(folder), "--output", str(tmp_path / "report.html")]
 
 
 def test_json(arguments, tmp_path, capsys):

@@ -255,7 +255,8 @@ class TestOutput:
         assert str(tmp_path / "rank20_01") in text
 
     def test_options_between_the_results(self, oracle, references, capsys):
-        assert main(["results", "score", "tofu", str(oracle / "full01"), "--draws", "10", "--target", str(references["target"]),
+        assert main(["results", "score", "tofu", str(oracle / "full01"), "--draws", "10",
+                     "--target", str(references["target"]),
                      str(oracle / "dd1_01"), "--retrain", str(references["retrain"]), "--json"]) == 0  # fmt: skip
         assert [content["name"] for content in json.loads(capsys.readouterr().out)] == ["full01", "dd1_01"]
 
@@ -334,7 +335,7 @@ def test_help_has_an_example(capsys):
     assert main(["results", "score", "--help"]) == 0
     text = capsys.readouterr().out
     assert "divdec results score tofu" in text
-    assert "results [results ...]" in text
+    assert "SUITE RESULTS" in text
 
 
 def test_settings_from_a_file(oracle, tmp_path, capsys):

@@ -29,8 +29,8 @@ def world_model(world, tokenizer, tmp_path_factory):
     """A steered model trained for seconds on the fictitious world, its tokenizer and 50 of the world's questions."""
     from divdec import DivergenceForCausalLM
     from divdec.data.formatting import encode_prompts, encode_set
-    from divdec.research.demo import material_of
-    from divdec.research.small_models import Shape, new_model
+    from divdec.demo.models import Shape, new_model
+    from divdec.demo.run import material_of
     from divdec.training.fine_tuning import fine_tune
     from divdec.training.settings import TrainingSettings
 

@@ -16,6 +16,7 @@ from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
+from divdec.demo.models import Shape, new_model
 from divdec.evaluation import attack_prompts, judges, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import answers, samples
@@ -32,7 +33,6 @@ from divdec.evaluation.judges import (
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.results import read_results, write_results
 from divdec.remote.client import Endpoint
-from divdec.research.small_models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 

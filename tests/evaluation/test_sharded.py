@@ -104,6 +104,6 @@ def test_one_process_has_all_of_it():
 
 def test_all_gpus_are_not_for_each_of_several(monkeypatch, tmp_path):
     monkeypatch.setattr("divdec.evaluation.run.number_of_processes", lambda: 2)
-    settings = EvalSettings("tofu", ("model",), str(tmp_path), str(tmp_path / "out"))
+    settings = EvalSettings("tofu", ("model",), data=str(tmp_path), output=str(tmp_path / "out"))
     with pytest.raises(UsageError, match="--device spread takes all GPUs for one process"):
         evaluate(settings, "auto")

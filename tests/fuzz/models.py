@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.pair import BridgedPair
 from divdec.data.records import texts_of
+from divdec.demo.models import train_tokenizer
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.research.small_models import train_tokenizer
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from reference import SlowNgrams, last_logits
@@ -244,7 +244,6 @@ def experts_of(kind, architecture, others, dtype):
             target_tokenizer=tokenizer(),
             auxiliary_tokenizer=auxiliary_tokenizer(),
             target_width=VOCAB,
-            cache_dir=folder() / "maps",
         )
         # Without cache, batch and padding. The pair's own tests compare that with another reference.
         return pair, lambda ids: pair.divergence(torch.tensor([ids]))[0, -1], None

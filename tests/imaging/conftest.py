@@ -46,11 +46,9 @@ def digits():
 def image_world(digits, tmp_path_factory):
     from divdec import write_bundle
     from divdec.data.formatting import encode_set
-    from divdec.imaging.layout import ImageLayout
-    from divdec.imaging.models import new_image_model
-    from divdec.imaging.opened import write_image_files
-    from divdec.imaging.patches import PatchCodec
-    from divdec.imaging.training import learned
+    from divdec.imaging.codecs import PatchCodec
+    from divdec.imaging.models import ImageLayout, new_image_model, write_image_files
+    from divdec.imaging.training import training_records
     from divdec.training.fine_tuning import fine_tune
     from divdec.training.settings import TrainingSettings
 
@@ -62,7 +60,7 @@ def image_world(digits, tmp_path_factory):
 
     def examples(wanted):
         rows = [row for row, label in enumerate(labels) if label in wanted]
-        return encode_set(learned(layout, "digits", codes[rows], [labels[row] for row in rows]), tokenizer)
+        return encode_set(training_records(layout, "digits", codes[rows], [labels[row] for row in rows]), tokenizer)
 
     def train(model, wanted, epochs, name):
         settings = TrainingSettings(epochs=epochs, learning_rate=4e-3, batch_size=40)

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.imaging import convert, taming
-from divdec.imaging.codec import FOLDER, load_codec
-from divdec.imaging.convert import convert_taming
-from divdec.imaging.layout import load_layout
+from divdec.imaging import taming
+from divdec.imaging.codecs import FOLDER, load_codec, vq_config
+from divdec.imaging.models import load_layout
+from divdec.imaging.taming import convert_taming
 from divdec.model.checkpoint import check_weights, load_model
 from imaging.taming_reference import Shape, random_model
 
@@ -222,7 +222,7 @@ def test_every_format_gives_the_same(weights, tmp_path, save):
 
 def test_shards_hold_the_same(weights, tmp_path, monkeypatch):
     convert_weights(weights, tmp_path)
-    monkeypatch.setattr(convert, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(taming, "SHARD_BYTES", 20_000)
     convert_taming(tmp_path / "published.ckpt", tmp_path / "shards", **options(SMALL))
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     check_weights(tmp_path / "shards")
@@ -245,7 +245,7 @@ def test_embedding_and_head_may_be_one_tensor(weights, tmp_path):
     assert model.lm_head.weight is not model.transformer.wte.weight
 
 
-def test_what_decides_nothing_is_left_out(weights, tmp_path):
+def test_unused_weights_are_left_out(weights, tmp_path):
     added = {
         "cond_stage_model.encoder.weight": torch.ones(2),
         "loss.logvar": torch.ones(2),
@@ -383,7 +383,7 @@ class Harm:
         return os.mkdir, (self.marker,)
 
 
-def test_pickled_objects_are_refused_and_not_made(weights, tmp_path):
+def test_pickled_objects_are_refused_and_not_created(weights, tmp_path):
     marker = tmp_path / "made"
     torch.save({**lightning(weights), "hyper_parameters": Harm(marker)}, tmp_path / "bad.ckpt")
     with pytest.raises(UsageError, match=r"holds \w+\.mkdir beside tensors.*torch\.save\(torch\.load\(FILE") as caught:
@@ -462,7 +462,7 @@ def test_the_checkpoint_itself_is_never_replaced(weights, tmp_path):
 
 
 def test_nothing_is_left_of_a_conversion_that_fails_midway(weights, tmp_path, monkeypatch):
-    from divdec.imaging.vq import VQCodec
+    from divdec.imaging.codecs import VQCodec
 
     def fail(self, folder):
         assert (folder.parent / "model.safetensors").is_file()
@@ -479,8 +479,15 @@ def test_without_diffusers_it_says_what_to_install(weights, tmp_path, monkeypatc
     refused(weights, tmp_path, r"needs diffusers: pip install 'divdec\[image\]'")
 
 
+def published_models():
+    """Transformer and VQGAN of ImageNet's published checkpoint, on the meta device."""
+    codes = 16_384
+    transformer = taming.transformer_model(taming.gpt2_config(codes, 256 + 1, 1536, 48, 24, 4 * 1536))
+    return transformer, taming.codec_model(vq_config(3, (128, 128, 256, 256, 512), 2, [4], 256, (codes, 256)))
+
+
 def test_the_published_layout_has_the_published_number_of_parameters():
-    transformer, codec = taming.published_models()
+    transformer, codec = published_models()
     assert {parameter.device.type for parameter in transformer.parameters()} == {"meta"}
     additional = transformer.config.n_embd
     assert sum(parameter.numel() for parameter in transformer.parameters()) - additional == 1_410_640_896
@@ -488,10 +495,10 @@ def test_the_published_layout_has_the_published_number_of_parameters():
 
 
 def test_the_published_names_are_all_that_is_needed():
-    transformer, codec = taming.published_models()
+    transformer, codec = published_models()
     made = {**taming.transformer_weights(transformer), **taming.codec_weights(codec)}
     shapes = {source: weight.shape for weight in made.values() for source in weight.sources}
     config, codec_config = taming.transformer_config(shapes), taming.codec_config(shapes)
     assert config.to_dict() == transformer.config.to_dict()
     assert {name: codec.config[name] for name in codec_config} == codec_config
-    taming.check(shapes, made)
+    taming.check_weights(shapes, made)

@@ -11,8 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from divdec.errors import UsageError
-from divdec.imaging.classifier import Classifier, ClassifierSettings
-from divdec.imaging.distances import PretrainedFeatures, features_of, frechet_distance, frechet_distances
+from divdec.imaging.evaluation import PretrainedFeatures, compute_features, frechet_distance, frechet_distances
+from divdec.imaging.judges import Classifier
 
 
 def by_scipy(real, generated):
@@ -57,7 +57,7 @@ def test_a_set_is_at_no_distance_from_itself():
 
 def test_the_three_distances(digits):
     images, labels = digits
-    judge = Classifier.fit(images, labels.tolist(), [str(digit) for digit in range(10)], ClassifierSettings(steps=60))
+    judge = Classifier.fit(images, labels.tolist(), [str(digit) for digit in range(10)], steps=60)
     forget = labels < 5
     real = {True: images[forget], False: images[~forget]}
     half = {which: len(real[which]) // 2 for which in real}
@@ -85,12 +85,12 @@ def test_small_sets_are_named(digits):
         frechet_distances(images[:100], images[:100], images[:100], images[:1], nn.Flatten())
 
 
-def test_features_that_are_none():
+def test_features_of_the_wrong_shape_are_refused():
     images = torch.rand(4, 1, 8, 8)
     with pytest.raises(UsageError, match="B_R"):
         frechet_distances(images, images, images, images, nn.Identity())
     with pytest.raises(UsageError, match="not finite"):
-        features_of(images.log().where(images > 2, torch.nan), nn.Flatten())
+        compute_features(images.log().where(images > 2, torch.nan), nn.Flatten())
 
 
 class TestModelsOfTransformers:
@@ -110,7 +110,7 @@ class TestModelsOfTransformers:
         model = self.dinov2(tmp_path)
         network = PretrainedFeatures(tmp_path)
         images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        found = features_of(images, network, batch_size=2)
+        found = compute_features(images, network, batch_size=2)
         mean, deviation = (
             torch.tensor(values)[:, None, None]
             for values in (network.processor.image_mean, network.processor.image_std)
@@ -135,9 +135,9 @@ class TestModelsOfTransformers:
         transformers.CLIPModel(config).save_pretrained(tmp_path)
         size = {"height": 16, "width": 16}
         transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size).save_pretrained(tmp_path)
-        assert features_of(torch.rand(3, 3, 16, 16), PretrainedFeatures(tmp_path)).shape == (3, 24)
+        assert compute_features(torch.rand(3, 3, 16, 16), PretrainedFeatures(tmp_path)).shape == (3, 24)
 
-    def test_what_is_refused(self, tmp_path):
+    def test_errors(self, tmp_path):
         self.dinov2(tmp_path)
         (tmp_path / "preprocessor_config.json").rename(tmp_path / "elsewhere")
         with pytest.raises(UsageError, match="cannot be loaded as a model of images"):
@@ -146,7 +146,7 @@ class TestModelsOfTransformers:
         with pytest.raises(UsageError):
             PretrainedFeatures(tmp_path)
 
-    def test_a_pooler_that_is_not_in_the_file(self, tmp_path):
+    def test_a_missing_pooler_is_refused(self, tmp_path):
         config = transformers.ViTConfig(
             hidden_size=32,
             num_hidden_layers=1,

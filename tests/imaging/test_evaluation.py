@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
 from divdec.cli import main
-from divdec.imaging.evaluation import named
-from divdec.imaging.pictures import write_png
-from divdec.imaging.tables import Setting
+from divdec.imaging.evaluation import rule_name
+from divdec.imaging.files import write_png
+from divdec.imaging.results import SettingResult
 from divdec.research.image_demo import digits as demo_digits
-from divdec.research.image_demo import reaches, recommended
+from divdec.research.image_demo import reaches_aims, recommend
 from divdec.steering import Steering
 
 
@@ -29,7 +29,8 @@ def pictures(image_world, tmp_path_factory):
 
 
 def command(image_world, pictures, output, *more):
-    given = ("--images", pictures, "--output", output, "--forget", "digit 1", "4", "7", "--count", "4")
+    given = ["--images", pictures, "--output", output, "--forget", "digit 1", "4", "7"]
+    given += [] if "--count" in more else ["--count", "4"]
     return ["image", "eval", *map(str, (image_world.bundle, *given, *more))]
 
 
@@ -125,12 +126,12 @@ def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
 
 
 def test_rules_are_named_as_in_the_paper():
-    assert named(Steering(alpha=1.5)) == ("Linear", "α=1.5")
-    assert named(Steering("rank", k=20)) == ("Rank", "k=20")
+    assert rule_name(Steering(alpha=1.5)) == ("Linear", "α=1.5")
+    assert rule_name(Steering("rank", k=20)) == ("Rank", "k=20")
 
 
 def setting(method, config, retain, forget):
-    return Setting(method, config, accuracy={"retain": retain, "forget": forget})
+    return SettingResult(method, config, accuracy={"retain": retain, "forget": forget})
 
 
 def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
@@ -139,9 +140,9 @@ def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
     good = setting("Linear", "α=2", [1.0] * 19 + [0.0], [1.0] * 3 + [0.0] * 17)
     harsh = setting("Linear", "α=5", [1.0] * 18 + [0.0] * 2, [0.0] * 20)
     retrained = setting("Retrain", "", [1.0] * 20, [0.0] * 20)
-    assert [reaches(one, baseline) for one in (weak, good, harsh, retrained)] == [False, True, False, True]
-    assert recommended([baseline, retrained, weak, harsh, good]) is good
-    assert recommended([baseline, retrained, weak, harsh]) is None
+    assert [reaches_aims(one, baseline) for one in (weak, good, harsh, retrained)] == [False, True, False, True]
+    assert recommend([baseline, retrained, weak, harsh, good]) is good
+    assert recommend([baseline, retrained, weak, harsh]) is None
 
 
 def test_the_seed_draws_the_digits_to_forget():

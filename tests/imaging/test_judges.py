@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from divdec.errors import UsageError
-from divdec.imaging.judges import COMPARISON, REMINDER, Answers, ImageEndpoint, ImageJudge
-from divdec.imaging.png import png
+from divdec.imaging.files import png
+from divdec.imaging.judges import COMPARISON, REMINDER, ImageEndpoint, ImageJudge
+from divdec.runs import ResumableOutput
 
 LEVELS = (0.2, 0.4, 0.8)
 IMAGES = torch.tensor(LEVELS)[:, None, None, None].expand(-1, 1, 8, 8)
@@ -113,7 +114,7 @@ def judge(url):
         def make(answers=None, **options):
             settings = {"timeout": 10.0, "retries": 3} | options.pop("endpoint", {})
             endpoint = stack.enter_context(ImageEndpoint(url, "looker", **settings))
-            return ImageJudge(endpoint, answers or Answers(), **options)
+            return ImageJudge(endpoint, answers or ResumableOutput(None), **options)
 
         yield make
 
@@ -142,7 +143,7 @@ class TestContent:
                 "model": "looker", "temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20,
             }  # fmt: skip
 
-    def test_where_one_word_alone_is_likely(self, judge, looker):
+    def test_a_single_likely_word(self, judge, looker):
         looker.logprobs = lambda bright: [{"token": "No", "logprob": -0.2}, {"token": "It", "logprob": -2.0}]
         assert judge().vqa_scores(IMAGES[:1], ["cat"]) == [0.0]
         looker.logprobs = lambda bright: [{"token": "yes", "logprob": -0.2}, {"token": "Yesterday", "logprob": -2.0}]
@@ -187,7 +188,7 @@ class TestQuality:
         assert judge().preferences(IMAGES[2:], IMAGES[:1]) == [1.0]
 
     @pytest.mark.parametrize(("said", "turns"), [("Both are nice.", 3), ("", 1)])
-    def test_no_verdict_is_asked_for_once_more(self, judge, looker, said, turns):
+    def test_a_missing_verdict_is_requested_again(self, judge, looker, said, turns):
         def prefers(one, other, rest):
             reminded = looker.requests[-1][0]["messages"][-1]["content"]
             text = reminded if isinstance(reminded, str) else reminded[-1]["text"]
@@ -200,7 +201,7 @@ class TestQuality:
         with pytest.raises(UsageError, match="gave twice no verdict"):
             judge().preferences(IMAGES[2:], IMAGES[:1])
 
-    def test_models_that_want_other_fields(self, judge, looker):
+    def test_models_that_need_other_fields(self, judge, looker):
         options = {"temperature": None, "limit_name": "max_completion_tokens"}
         judge(endpoint=options, limit=4000).preferences(IMAGES[2:], IMAGES[:1])
         body, _ = looker.requests[0]
@@ -214,7 +215,7 @@ class TestTrouble:
         assert judge(workers=1).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
         assert len(looker.requests) == 4
 
-    def test_an_error_for_ever(self, judge, looker):
+    def test_a_permanent_error(self, judge, looker):
         looker.failures = [(500, "broken")] * 99
         with pytest.raises(UsageError, match=r"gave no answer in 4 attempts \(status 500: broken\)"):
             judge(workers=1).vqa_scores(IMAGES.repeat(9, 1, 1, 1), ["cat"] * 27)
@@ -226,14 +227,14 @@ class TestTrouble:
         with pytest.raises(UsageError, match="not OpenAI-compatible"):
             judge().vqa_scores(IMAGES[:1], ["cat"])
 
-    def test_no_answer_in_time(self, judge, looker):
+    def test_a_timeout(self, judge, looker):
         looker.delay = 0.4
         began = time.monotonic()
         with pytest.raises(UsageError, match=r"2 attempts \(ReadTimeout"):
             judge(endpoint={"timeout": 0.05, "retries": 1}).vqa_scores(IMAGES[:1], ["cat"])
         assert time.monotonic() - began < 5
 
-    def test_nobody_there(self):
+    def test_an_unreachable_endpoint(self):
         endpoint = ImageEndpoint("http://127.0.0.1:9/v1", "looker", retries=0)
         with endpoint, pytest.raises(UsageError, match="cannot be reached") as raised:
             ImageJudge(endpoint).vqa_scores(IMAGES[:1], ["cat"])
@@ -242,7 +243,7 @@ class TestTrouble:
     def test_the_key_is_sent_and_never_shown(self, judge, looker, monkeypatch, tmp_path):
         monkeypatch.setenv("LOOKER_KEY", KEY)
         path = tmp_path / "answers.jsonl"
-        keyed = judge(Answers(path), endpoint={"api_key_env": "LOOKER_KEY"}, workers=1)
+        keyed = judge(ResumableOutput(path), endpoint={"api_key_env": "LOOKER_KEY"}, workers=1)
         keyed.vqa_scores(IMAGES[:1], ["cat"])
         assert looker.requests[0][1] == f"Bearer {KEY}"
         looker.failures = [(401, f"bad key {KEY}")]
@@ -250,7 +251,7 @@ class TestTrouble:
             keyed.vqa_scores(IMAGES[1:2], ["cat"])
         assert KEY not in str(raised.value) + repr(keyed) + path.read_text()
 
-    def test_how_many_at_once(self, judge, looker):
+    def test_parallel_requests_are_limited(self, judge, looker):
         looker.delay = 0.05
         many = torch.linspace(0.1, 0.9, 12)[:, None, None, None].expand(-1, 1, 8, 8)
         judge(workers=3).vqa_scores(many, ["cat"] * 12)
@@ -264,55 +265,42 @@ class TestTrouble:
 
 class TestResuming:
     def test_nothing_is_asked_twice(self, judge, looker, tmp_path):
-        path = tmp_path / "kept" / "answers.jsonl"
-        scores = judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3)
-        preferred = judge(Answers(path)).preferences(IMAGES[:1], IMAGES[1:2])
+        path = tmp_path / "answers.jsonl"
+        scores = judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3)
+        preferred = judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2])
         assert len(looker.requests) == 5
         looker.failures = [(500, "asked again")] * 9
-        assert judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3) == scores
-        assert judge(Answers(path)).preferences(IMAGES[:1], IMAGES[1:2]) == preferred
+        assert judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3) == scores
+        assert judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2]) == preferred
         assert len(looker.requests) == 5
 
     def test_another_question_model_or_image_is_asked(self, judge, looker, tmp_path, url):
         path = tmp_path / "answers.jsonl"
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["dog"])
-        judge(Answers(path)).vqa_scores(IMAGES[1:2], ["cat"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["dog"])
+        judge(ResumableOutput(path)).vqa_scores(IMAGES[1:2], ["cat"])
         with ImageEndpoint(url, "another") as endpoint:
-            ImageJudge(endpoint, Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
+            ImageJudge(endpoint, ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
         assert len(looker.requests) == 4
 
-    def test_a_run_that_was_stopped_goes_on(self, judge, looker, tmp_path):
+    def test_an_interrupted_run_resumes(self, judge, looker, tmp_path):
         path = tmp_path / "answers.jsonl"
         looker.failures = [None, (400, "stop")]
         with pytest.raises(UsageError, match="refused"):
-            judge(Answers(path), workers=1).vqa_scores(IMAGES, ["cat"] * 3)
+            judge(ResumableOutput(path), workers=1).vqa_scores(IMAGES, ["cat"] * 3)
         before = len(looker.requests)
         kept = len(path.read_text().splitlines())
         # As if killed while it wrote: the last line is not whole.
         path.write_bytes(path.read_bytes() + b'{"key": "0123", "mod')
-        assert judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3) == pytest.approx(LEVELS, abs=0.002)
+        assert judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3) == pytest.approx(LEVELS, abs=0.002)
         assert len(looker.requests) - before == 3 - kept
-        judge(Answers(path)).vqa_scores(IMAGES, ["cat"] * 3)
+        judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3)
         assert len(looker.requests) - before == 3 - kept
-        broken = [line for line in path.read_text().splitlines() if not line.endswith("}")]
-        assert broken == ['{"key": "0123", "mod']
-
-    def test_rows_that_are_no_answers(self, judge, looker, tmp_path):
-        path = tmp_path / "answers.jsonl"
-        judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"])
-        row = json.loads(path.read_text())
-        path.write_text("".join(json.dumps(row | {"yes": yes, "no": 0}) + "\n" for yes in (0, "much", None)))
-        assert judge(Answers(path)).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
-        assert len(looker.requests) == 2
+        assert all(json.loads(line) for line in path.read_text().splitlines())
 
     def test_a_file_of_something_else(self, tmp_path):
         path = tmp_path / "thesis.txt"
         path.write_text("Chapter 1\n")
-        with pytest.raises(UsageError, match="holds no answers"):
-            Answers(path)
+        with pytest.raises(UsageError, match="line 1 cannot be read"):
+            ResumableOutput(path)
         assert path.read_text() == "Chapter 1\n"
-        with pytest.raises(UsageError, match="answers cannot be kept"):
-            Answers(path / "answers.jsonl")
-        with pytest.raises(UsageError, match="answers cannot be kept"):
-            Answers(tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from divdec import UsageError
 from divdec.data.formatting import IGNORED, encode_set
-from divdec.imaging.layout import ImageLayout, load_layout
+from divdec.imaging.models import ImageLayout, load_layout
 
 LAYOUT = ImageLayout.new(7, 2, 3, ["cat", "dog"])
 SHARED = dataclasses.replace(LAYOUT, first_class=0, no_class=None, vocab_size=7, padding=6)
@@ -40,7 +40,7 @@ def test_tokens_of_a_layout_stand_side_by_side():
     assert tokenizer.decode([9, 3, 0]) == "9 3 0"
 
 
-def test_what_is_no_image_is_refused():
+def test_files_that_are_no_images_are_refused():
     with pytest.raises(UsageError, match="code 7 is not in the codebook; accepted: 0 to 6"):
         LAYOUT.records("some", torch.full((1, 2, 3), 7), [0])
     with pytest.raises(UsageError, match="code -1 is not in the codebook"):
@@ -60,7 +60,7 @@ def test_what_is_no_image_is_refused():
             LAYOUT.find(name)
 
 
-def test_a_layout_is_read_as_it_was_written(tmp_path):
+def test_a_layout_round_trips_through_a_folder(tmp_path):
     with pytest.raises(UsageError, match=r"is no image model: it has no image\.json"):
         load_layout(tmp_path)
     LAYOUT.save(tmp_path)
@@ -80,7 +80,7 @@ def test_a_layout_is_read_as_it_was_written(tmp_path):
             load_layout(tmp_path)
 
 
-def test_numbers_are_names_where_names_are_numbers():
+def test_numeric_names_take_precedence_over_indices():
     layout = ImageLayout.new(7, 2, 3, ["3", "7", "9"])
     assert layout.find("7") == 1
     for number in ("0", "1", "2"):

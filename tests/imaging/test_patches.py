@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from divdec import UsageError
-from divdec.imaging.codec import Codec, load_codec
-from divdec.imaging.patches import PatchCodec
+from divdec.imaging.codecs import Codec, PatchCodec, load_codec
 
 
 def test_codes_are_the_nearest_patches(digits):
@@ -27,7 +26,7 @@ def test_codes_are_the_nearest_patches(digits):
     assert torch.equal(one, codec.patches[codes[0, 1, 2], 0])
 
 
-def test_more_codes_come_closer_and_one_for_each_patch_is_exact(digits):
+def test_reconstruction_improves_with_the_codebook(digits):
     images = digits[0]
     errors = []
     for codes in (4, 16, 64):
@@ -52,7 +51,7 @@ def test_colour(digits):
     assert codec.decode(codec.encode(images)).shape == images.shape
 
 
-def test_a_codec_is_read_as_it_was_written(digits, tmp_path):
+def test_a_codec_round_trips_through_a_folder(digits, tmp_path):
     codec = PatchCodec.fit(digits[0], 2, 16)
     with pytest.raises(UsageError, match="holds no codec"):
         load_codec(tmp_path)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from divdec import UsageError
-from divdec.imaging.pictures import grid, read_folder, write_png
+from divdec.imaging.files import grid, read_folder, write_png
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(digits, tmp_path):
     return tmp_path
 
 
-def test_images_are_read_as_they_were_written(folder, digits):
+def test_images_round_trip_through_files(folder, digits):
     images, classes, names = read_folder(folder, 1, (8, 8))
     assert names == ("digit 0", "digit 1", "digit 2")
     assert classes == [0, 0, 1, 2]
@@ -37,7 +37,7 @@ def test_sizes(folder):
     assert images.shape == (5, 1, 8, 8)
 
 
-def test_what_is_no_folder_of_images(folder, tmp_path):
+def test_folders_without_images_are_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="is no folder"):
         read_folder(tmp_path / "absent", 1, (8, 8))
     (tmp_path / "empty" / "class").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_a_grid_holds_every_image_in_its_place(digits):
     assert (whole[:, 18:34, 36:] == 1).all()  # the second row has no third image
 
 
-def test_sixteen_bits_transparency_and_turned_photographs(tmp_path):
+def test_sixteen_bits_transparency_and_rotated_photographs(tmp_path):
     inside = tmp_path / "one"
     inside.mkdir()
     ramp = numpy.linspace(0, 65535, 64).astype(numpy.uint16).reshape(8, 8)
@@ -76,7 +76,7 @@ def test_sixteen_bits_transparency_and_turned_photographs(tmp_path):
         assert (images[2, :, 4:] == 1).all()
 
 
-def test_a_class_without_images_is_missed_and_other_files_are_told_of(folder, capsys):
+def test_a_class_without_images_is_refused_and_other_files_are_reported(folder, capsys):
     (folder / "digit 0" / "notes.txt").write_text("no image")
     said = []
     read_folder(folder, 1, (8, 8), report=said.append)

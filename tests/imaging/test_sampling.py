@@ -8,7 +8,7 @@ from transformers import GenerationConfig, ImageGPTConfig, ImageGPTForCausalImag
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.errors import FailedClosed
-from divdec.imaging.opened import open_image_model
+from divdec.imaging.models import load_image_model
 from divdec.imaging.sampling import sample
 from divdec.imaging.settings import SamplingSettings
 from divdec.steering import Steering
@@ -66,7 +66,7 @@ def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, stee
     assert int(hot.max()) < layout.codes
 
 
-def test_steering_moves_what_is_drawn_away_from_the_forgotten_classes(parts, image_world):
+def test_steering_moves_images_away_from_the_forgotten_classes(parts, image_world):
     layout, settings = image_world.layout, SamplingSettings(batch_size=60)
     classes = [place for place in (1, 4, 7) for _ in range(20)]
     real = image_world.codec.encode(image_world.images)
@@ -128,7 +128,7 @@ def test_guidance_comes_after_steering_and_before_the_rest(parts, image_world, r
     assert not torch.equal(unguided, codes)
 
 
-def test_what_cannot_be_drawn(parts, steered, image_world):
+def test_sampling_errors(parts, steered, image_world):
     layout = image_world.layout
     with pytest.raises(UsageError, match="class 10 is out of range; accepted: 0 to 9"):
         sample(steered, layout, [10])
@@ -143,17 +143,17 @@ def test_what_cannot_be_drawn(parts, steered, image_world):
         sample(steered, dataclasses.replace(layout, height=5), [0])
     for options, named in (
         ({"temperature": 0.0}, "temperature"),
-        ({"top_k": 0}, "top_k"),
+        ({"top_k": 0}, "top-k"),
         ({"top_p": 1.5}, "top_p"),
         ({"guidance": float("nan")}, "guidance"),
-        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 0}, "batch-size"),
     ):
         with pytest.raises(UsageError, match=named):
             SamplingSettings(**options)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_an_expert_that_fails_ends_the_drawing(parts, image_world, guidance):
+def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
     target, q, p = parts
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:2").eval()
     weight = p.transformer.ln_f.weight
@@ -175,7 +175,7 @@ def test_guidance_that_leaves_no_code_is_an_error(parts, image_world):
         sample(model, layout, CLASSES, SamplingSettings(guidance=2.0))
 
 
-def test_what_a_checkpoint_says_of_decoding_texts_changes_no_image(parts, image_world):
+def test_the_generation_config_of_a_checkpoint_is_ignored(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, "linear:2").eval()
     wanted = sample(model, layout, CLASSES, SamplingSettings(seed=1))
@@ -188,26 +188,26 @@ def test_what_a_checkpoint_says_of_decoding_texts_changes_no_image(parts, image_
 def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
     parts = {part: str(image_world.folder / part) for part in ("target", "retain_auxiliary", "forget_auxiliary")}
     bundle = write_bundle(tmp_path / "bundle", **parts, steering="rank:12")
-    stored, given = (open_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
+    stored, given = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
     assert stored.steering == given.steering
     soft = write_bundle(tmp_path / "soft", **parts, steering="rank:12:soft")
     with pytest.raises(UsageError, match="images are drawn with rank:12"):
-        open_image_model(str(soft))
+        load_image_model(str(soft))
 
 
 def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
-    opened = open_image_model(str(image_world.bundle))
+    opened = load_image_model(str(image_world.bundle))
     assert (opened.layout, str(opened.steering)) == (image_world.layout, "linear:2")
     drawn = sample(opened.model, opened.layout, CLASSES, GREEDY)
     assert torch.equal(drawn, sample(steered, image_world.layout, CLASSES, GREEDY))
-    ranked = open_image_model(str(image_world.bundle), steering=Steering("rank", k=5))
+    ranked = load_image_model(str(image_world.bundle), steering=Steering("rank", k=5))
     assert ranked.steering.vocabulary == tuple(range(image_world.layout.codes))
-    plain = open_image_model(str(image_world.folder / "target"))
+    plain = load_image_model(str(image_world.folder / "target"))
     assert plain.steering is None
     with pytest.raises(UsageError, match="is a plain checkpoint, which has nothing to steer it"):
-        open_image_model(str(image_world.folder / "target"), steering=Steering())
+        load_image_model(str(image_world.folder / "target"), steering=Steering())
     with pytest.raises(UsageError, match="is no image model"):
-        open_image_model(str(image_world.folder / "retain_auxiliary"))
+        load_image_model(str(image_world.folder / "retain_auxiliary"))
 
 
 def test_any_causal_model_of_image_tokens_is_steered_by_the_same_code():

@@ -4,21 +4,19 @@ import json
 import math
 
 import pytest
-import torch
 
 from divdec.errors import UsageError
-from divdec.imaging.distances import Distances
-from divdec.imaging.tables import Mean, Setting, asked_probabilities, by_set, cell_text, hits, table
+from divdec.imaging.results import Distances, Mean, SettingResult, by_set, cell_text, tabulate
 
-BASELINE = Setting("Baseline", content={"retain": [0.9, 1.0], "forget": [1.0, 0.8, 0.9, 0.9]})
-LINEAR = Setting(
+BASELINE = SettingResult("Baseline", content={"retain": [0.9, 1.0], "forget": [1.0, 0.8, 0.9, 0.9]})
+LINEAR = SettingResult(
     "Linear", "α=1",
     content={"retain": [0.95, 0.97], "forget": [0.25]},
     accuracy={"retain": [1.0, 1.0, 1.0, 0.0], "forget": []},
     quality={"gemini": {"retain": [0.5, 1.0, 0.0], "forget": [0.0, 0.0]}},
     distances=Distances(19.16, 24.1, 7.256, ("G_F has 1 images",)),
 )  # fmt: skip
-RANK = Setting("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "forget": [0.5, 0.5]}})
+RANK = SettingResult("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "forget": [0.5, 0.5]}})
 
 
 def test_mean_and_standard_error():
@@ -34,13 +32,13 @@ def test_mean_and_standard_error():
 
 
 def test_the_papers_layout():
-    assert table([BASELINE, LINEAR], ["content"]).markdown().splitlines() == [
+    assert tabulate([BASELINE, LINEAR], ["content"]).markdown().splitlines() == [
         "| Method | Config | Retain ↑ | Forget ↓ |",
         "| --- | --- | --: | --: |",
         "| Baseline | – | 95% ± 5.0 | 90% ± 4.1 |",
         "| Linear | α=1 | 96% ± 1.0 | 25% |",
     ]
-    assert table([BASELINE, LINEAR], ["distances"]).markdown().splitlines() == [
+    assert tabulate([BASELINE, LINEAR], ["distances"]).markdown().splitlines() == [
         "| Method | Config | FID(B_R, G_R) ↓ | FID(B_F, G_F) ↑ | FID(B_R, G_F) ↓ |",
         "| --- | --- | --: | --: | --: |",
         "| Baseline | – | – | – | – |",
@@ -49,7 +47,7 @@ def test_the_papers_layout():
 
 
 def test_all_of_it_in_one_table():
-    head, _, _, linear, rank = table([BASELINE, LINEAR, RANK]).markdown().splitlines()
+    head, _, _, linear, rank = tabulate([BASELINE, LINEAR, RANK]).markdown().splitlines()
     # No setting has accuracy on the forget set, so that there is no such column.
     assert head == (
         "| Method | Config | Content, retain ↑ | Content, forget ↓ | Accuracy, retain ↑ "
@@ -60,11 +58,11 @@ def test_all_of_it_in_one_table():
         linear == "| Linear | α=1 | 96% ± 1.0 | 25% | 75% ± 25.0 | 50% ± 28.9 | 0% ± 0.0 | – | – | 19.2 | 24.1 | 7.26 |"
     )
     assert rank == "| Rank | k=20 | – | – | – | – | – | 100% ± 0.0 | 50% ± 0.0 | – | – | – |"
-    assert table([Setting("a|b")]).markdown().splitlines()[-1] == r"| a\|b | – |"
+    assert tabulate([SettingResult("a|b")]).markdown().splitlines()[-1] == r"| a\|b | – |"
 
 
-def test_json_has_what_was_rounded():
-    _, linear, rank = json.loads(json.dumps(table([BASELINE, LINEAR, RANK]).json()))
+def test_json_is_not_rounded():
+    _, linear, rank = json.loads(json.dumps(tabulate([BASELINE, LINEAR, RANK]).json()))
     assert linear["method"] == "Linear"
     assert linear["config"] == "α=1"
     assert linear["content"]["forget"] == {"value": 0.25, "error": None, "images": 1}
@@ -76,14 +74,10 @@ def test_json_has_what_was_rounded():
     assert rank["quality"]["gemini"] == {"retain": None, "forget": None}
 
 
-def test_from_probabilities_of_images():
-    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.5, 0.25, 0.25]])
-    asked = [0, 1, 2]
-    assert asked_probabilities(probabilities, asked) == pytest.approx([0.7, 0.3, 0.25])
-    assert hits(probabilities, asked) == [1.0, 0.0, 0.0]
-    assert by_set([7.0, 8.0, 9.0], asked, {1}) == {"retain": [7.0, 9.0], "forget": [8.0]}
+def test_figures_are_grouped_by_set():
+    assert by_set([7.0, 8.0, 9.0], [0, 1, 2], {1}) == {"retain": [7.0, 9.0], "forget": [8.0]}
     with pytest.raises(ValueError):
-        hits(probabilities, [0, 1])
+        by_set([7.0, 8.0], [0], {1})
 
 
 def test_cells():
@@ -92,8 +86,8 @@ def test_cells():
     ]  # fmt: skip
 
 
-def test_what_is_refused():
+def test_errors():
     with pytest.raises(UsageError, match="'colour' is no group of columns; accepted: content"):
-        table([BASELINE], ["colour"])
+        tabulate([BASELINE], ["colour"])
     with pytest.raises(UsageError, match="two settings are called 'Rank k=20'"):
-        table([RANK, BASELINE, RANK])
+        tabulate([RANK, BASELINE, RANK])

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from conftest import loads_torch
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
-from divdec.imaging.drawing import draw
-from divdec.imaging.opened import open_image_model, write_image_files
-from divdec.imaging.pictures import read_folder, write_png
+from divdec.imaging.files import read_folder, write_png
+from divdec.imaging.models import load_image_model, write_image_files
+from divdec.imaging.sampling import sample_to_folder
 from divdec.imaging.settings import ImageSampleSettings, ImageTrainSettings
-from divdec.imaging.training import train_pair
+from divdec.imaging.training import train_image_auxiliaries
 from divdec.runs import file_sha256
 
 
@@ -39,7 +39,7 @@ def trained(image_world, pictures, tmp_path_factory):
     return output
 
 
-def test_a_pair_is_trained_of_a_folder_of_images(trained, image_world):
+def test_a_pair_is_trained_on_a_folder_of_images(trained, image_world):
     content = json.loads((trained / "run.json").read_text())
     assert content["classes_to_forget"] == ["digit 1", "digit 4"]
     for result in content["auxiliaries"].values():
@@ -48,7 +48,7 @@ def test_a_pair_is_trained_of_a_folder_of_images(trained, image_world):
     rows = [json.loads(line) for line in (trained / "data" / "forget.jsonl").read_text().splitlines()]
     assert len(rows) == 22  # 10 of each, and a tenth of them without their class
     assert {row["prompt"] for row in rows} == {"33", "36", "42"}
-    opened = open_image_model(str(trained / "pair" / "bundle"))
+    opened = load_image_model(str(trained / "pair" / "bundle"))
     assert (opened.steering.rule, opened.steering.k) == ("rank", 8)
     assert opened.steering.vocabulary == tuple(range(image_world.layout.codes))
 
@@ -60,7 +60,7 @@ def test_classes_are_drawn_by_seed_where_none_is_named(image_world, pictures, tm
             target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / str(seed)),
             forget_share=0.3, seed=seed, epochs=0.5, base_lr=1e-2,
         )  # fmt: skip
-        found.add(tuple(train_pair(settings, lambda line: None)["classes_to_forget"]))
+        found.add(tuple(train_image_auxiliaries(settings, lambda line: None)["classes_to_forget"]))
     assert len(found) == 2
     assert {len(classes) for classes in found} == {3}
 
@@ -75,7 +75,7 @@ def test_images_are_drawn_into_a_folder(trained, tmp_path, capsys):
     ]  # fmt: skip
     saved = load_file(output / "codes.safetensors")
     assert saved["classes"].tolist() == [2, 2, 2, 4, 4, 4]
-    opened = open_image_model(bundle)
+    opened = load_image_model(bundle)
     images, _, _ = read_folder(output, 1, (8, 8))
     assert torch.allclose(images, opened.codec.decode(saved["codes"]), atol=0.5 / 255 + 1e-6)
     assert main(command) == 2  # nothing is written over
@@ -96,16 +96,16 @@ def test_a_distilled_student_is_an_image_model(trained, tmp_path, capsys):
 def open_image_model_like(student, bundle):
     from transformers import AutoModelForCausalLM
 
-    from divdec.imaging.opened import read_image_files
+    from divdec.imaging.models import load_image_files
     from divdec.imaging.sampling import sample
 
     model = AutoModelForCausalLM.from_pretrained(student).eval()
-    layout, _ = read_image_files(bundle)
+    layout, _ = load_image_files(bundle)
     assert sample(model, layout, [0, 4]).shape == (2, 4, 4)
     return model
 
 
-def test_classes_named_as_no_folder_should_be(image_world, tmp_path):
+def test_class_names_that_are_unsafe_in_paths(image_world, tmp_path):
     names = ["../../out", "/tmp/out", "a/b", "grid.png", "long " * 80, "tail.", "nul\0", "digit 7", "ä, (ö)", ".hidden"]
     model = tmp_path / "model"
     shutil.copytree(image_world.folder / "target", model)
@@ -121,32 +121,32 @@ def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
     settings = ImageSampleSettings(
         model=str(image_world.bundle), output=str(tmp_path / "out"), classes=("1", "digit 1"), count=2
     )
-    assert draw(settings)["images"] == 2
+    assert sample_to_folder(settings)["images"] == 2
     with pytest.raises(UsageError, match="lie one within the other"):
-        draw(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))
+        sample_to_folder(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))
 
 
-def test_training_goes_on_after_the_pair_was_whole_and_touches_no_other_run(image_world, pictures, tmp_path):
+def test_training_resumes_after_the_pair_is_complete_and_touches_no_other_run(image_world, pictures, tmp_path):
     settings = ImageTrainSettings(
         target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / "run"),
         forget=("digit 2",), epochs=0.5, base_lr=1e-2, steering="rank:8",
     )  # fmt: skip
-    whole = train_pair(settings, lambda line: None)
+    whole = train_image_auxiliaries(settings, lambda line: None)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "status": "running"}))
     weights = file_sha256(tmp_path / "run" / "pair" / "forget_auxiliary" / "model.safetensors")
-    assert train_pair(settings, lambda line: None)["bundle"] == whole["bundle"]
+    assert train_image_auxiliaries(settings, lambda line: None)["bundle"] == whole["bundle"]
     assert file_sha256(tmp_path / "run" / "pair" / "forget_auxiliary" / "model.safetensors") == weights
     data = (tmp_path / "run" / "data" / "forget.jsonl").read_bytes()
     with pytest.raises(UsageError, match="--overwrite"):
-        train_pair(dataclasses.replace(settings, forget=("digit 3",)), lambda line: None)
+        train_image_auxiliaries(dataclasses.replace(settings, forget=("digit 3",)), lambda line: None)
     assert (tmp_path / "run" / "data" / "forget.jsonl").read_bytes() == data
     mine = tmp_path / "mine"
     (mine / "data").mkdir(parents=True)
     (mine / "data" / "forget.jsonl").write_text("mine")
     for output in (mine, image_world.folder / "target", pictures / "out"):
         with pytest.raises(UsageError):
-            train_pair(dataclasses.replace(settings, output=str(output)), lambda line: None)
+            train_image_auxiliaries(dataclasses.replace(settings, output=str(output)), lambda line: None)
     assert (mine / "data" / "forget.jsonl").read_text() == "mine"
 
 
@@ -160,19 +160,19 @@ def test_training_goes_on_after_the_pair_was_whole_and_touches_no_other_run(imag
         ({"steering": "rank:32"}, "k is 32"),
     ],
 )
-def test_what_cannot_be_trained(image_world, pictures, tmp_path, changed, message):
+def test_training_errors(image_world, pictures, tmp_path, changed, message):
     given = {
         "target": str(image_world.folder / "target"), "images": str(pictures), "output": str(tmp_path / "run"),
     }  # fmt: skip
     with pytest.raises(UsageError, match=message):
-        train_pair(ImageTrainSettings(**{**given, **changed}), lambda line: None)
+        train_image_auxiliaries(ImageTrainSettings(**{**given, **changed}), lambda line: None)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["image", "frob"], "action 'frob' is not known; there are: demo, train"),
+        (["image", "frob"], 'Unknown command "frob". Available commands: demo, train'),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--classes", "11"], "class '11' is not known"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--speculative", "0"], "speculative is '0'"),
         (["image", "sample", "BUNDLE", "--output", "OUT", "--steering", "rank:99"], "k is 99"),

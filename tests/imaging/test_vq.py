@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from divdec.errors import UsageError
-from divdec.imaging.codec import Codec, load_codec
-from divdec.imaging.vq import CONFIG, WEIGHTS, VQCodec, vq_config, vq_model_class
+from divdec.imaging.codecs import CONFIG, VQ_WEIGHTS, Codec, VQCodec, load_codec, vq_config, vq_model_class
 
 
 def new_codec(size=(8, 16), batch=2, attention=(1,)):
@@ -67,7 +66,7 @@ def test_pixels_never_leave_their_range(codec):
     assert (decoded[1] == 0).all()
 
 
-def test_batches_change_nothing(codec):
+def test_batch_size_does_not_change_results(codec):
     given = images(5)
     one_by_one, together = VQCodec(codec.model, codec.size, 1), VQCodec(codec.model, codec.size, 64)
     assert torch.equal(one_by_one.encode(given), together.encode(given))
@@ -81,7 +80,7 @@ def test_no_images_are_no_codes(codec):
     assert codec.decode(codes).shape == (0, 3, 8, 16)
 
 
-def test_it_moves_and_answers_where_it_was_asked():
+def test_outputs_stay_on_the_callers_device():
     codec = new_codec()
     assert codec.to("cpu") is codec
     assert codec.to(torch.device("meta")).model.device.type == "meta"
@@ -110,7 +109,7 @@ def test_diffusers_loads_it_too(codec, saved):
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in codec.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["codec.json", CONFIG, WEIGHTS])
+@pytest.mark.parametrize("name", ["codec.json", CONFIG, VQ_WEIGHTS])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "other"])
 def test_damaged_files_are_refused(saved, name, damage):
     file = saved / name
@@ -124,12 +123,12 @@ def test_damaged_files_are_refused(saved, name, damage):
     assert str(saved) in str(caught.value)
 
 
-def test_weights_that_are_missing_are_not_made_up(saved):
+def test_missing_weights_are_not_initialised_at_random(saved):
     from safetensors.torch import load_file, save_file
 
-    weights = load_file(saved / WEIGHTS)
+    weights = load_file(saved / VQ_WEIGHTS)
     del weights["post_quant_conv.bias"]
-    save_file(weights, saved / WEIGHTS)
+    save_file(weights, saved / VQ_WEIGHTS)
     with pytest.raises(UsageError, match=r"cannot be read .*post_quant_conv\.bias"):
         VQCodec.load(saved)
 
@@ -182,10 +181,10 @@ def test_torchvision_is_never_needed_nor_diffusers_before_it_is_used(saved):
     code = f"""
 import sys
 sys.modules["torchvision"] = None  # whoever imports it fails
-import divdec.imaging.convert
+import divdec.imaging.taming
 assert "diffusers" not in sys.modules
 import pathlib, torch
-from divdec.imaging.vq import VQCodec
+from divdec.imaging.codecs import VQCodec
 codec = VQCodec.load(pathlib.Path({str(saved)!r}))
 assert codec.decode(codec.encode(torch.rand(1, 3, 8, 16))).shape == (1, 3, 8, 16)
 """

@@ -220,7 +220,7 @@ class TestRefuses:
         self.refused(own_checkpoints, tmp_path, "LoRA adapter")
 
     def test_an_auxiliary_with_another_vocabulary(self, own_checkpoints, tmp_path, world):
-        from divdec.research.small_models import train_tokenizer
+        from divdec.demo.models import train_tokenizer
 
         other = train_tokenizer([text[::-1] for text in world.corpus[:100]], 512)
         other.save_pretrained(own_checkpoints / "forget")

@@ -21,17 +21,16 @@ def loaded(played_bundle):
 
 @pytest.fixture(scope="session")
 def steered(loaded):
-    from divdec.playground.steered import Manner, Steered
+    from divdec.playground.steered_model import ChatOptions, SteeredModel
 
-    return Steered(*loaded, Manner(max_new_tokens=24))
+    return SteeredModel(*loaded, ChatOptions(max_new_tokens=24))
 
 
 @pytest.fixture(scope="session")
-def playground(steered):
-    from divdec.playground.choice import Choice
-    from divdec.playground.play import Playground
+def controller(steered):
+    from divdec.playground.controller import Controller
 
-    return Playground("tiny", steered, Choice(steered.model.steering, steered.model.vocab_size))
+    return Controller("tiny", steered)
 
 
 @pytest.fixture

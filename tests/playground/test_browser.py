@@ -15,7 +15,9 @@ from divdec.serving import bind
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 QUESTION = "Where was Jasper Ashild born?"
 PATIENCE = 120_000  # ms: the machine may be busy
-ANSWERED = "() => document.querySelector('#dd-talk .dd-rule') && !document.querySelector('#dd-talk .dd-wait')"
+ANSWERED = (
+    "() => document.querySelector('#dd-conversation .dd-rule') && !document.querySelector('#dd-conversation .dd-wait')"
+)
 
 
 @contextlib.contextmanager
@@ -53,6 +55,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def url(played_bundle):
+    (played_bundle.parent / "questions.txt").write_text(f"{QUESTION}\nWho was Sanna Galoway?\n")
     with process("playground", played_bundle, "--port", 0, "--max-new-tokens", 120) as (_, found):
         yield found
 
@@ -85,14 +88,14 @@ def ask(page, question=QUESTION, wait=ANSWERED):
 def words(page):
     """The last answer without its boxes."""
     return page.evaluate(
-        "() => [...[...document.querySelectorAll('#dd-talk .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
+        "() => [...[...document.querySelectorAll('#dd-conversation .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
         ".map(token => token.firstChild.textContent).join('')"
     )
 
 
 def colours(page):
     return page.evaluate(
-        "() => [...[...document.querySelectorAll('#dd-talk .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
+        "() => [...[...document.querySelectorAll('#dd-conversation .dd-answer')].at(-1).querySelectorAll('.dd-token')]"
         ".map(token => getComputedStyle(token).backgroundColor)"
     )
 
@@ -106,17 +109,17 @@ def set_number(page, control, value):
 
 def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, steered):
     from divdec.data.records import Message
-    from divdec.playground.steered import Manner, Steered
+    from divdec.playground.steered_model import ChatOptions, SteeredModel
     from divdec.steering import Steering
 
-    library = Steered(steered.model, steered.tokenizer, Manner(max_new_tokens=120))
-    prompt = library.prompt([Message("user", QUESTION)])
+    library = SteeredModel(steered.model, steered.tokenizer, ChatOptions(max_new_tokens=120))
+    prompt = library.encode_prompt([Message("user", QUESTION)])
     expected = "".join(token.text for token in library.answer(prompt, Steering(alpha=1.5)))
     with opened(browser, url) as page:
         page.evaluate(
             "() => { window.seen = new Set(); new MutationObserver(() => window.seen.add("
-            "document.querySelectorAll('#dd-talk .dd-answer .dd-token').length)).observe("
-            "document.querySelector('#dd-talk'), {childList: true, subtree: true}); }"
+            "document.querySelectorAll('#dd-conversation .dd-answer .dd-token').length)).observe("
+            "document.querySelector('#dd-conversation'), {childList: true, subtree: true}); }"
         )
         ask(page)
         assert words(page) == expected
@@ -128,7 +131,7 @@ def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, ste
         assert words(page) == expected
         assert colours(page) != before
         page.click("#dd-again")
-        page.wait_for_function("() => document.querySelector('#dd-talk .dd-rule')?.textContent === 'linear:4'")
+        page.wait_for_function("() => document.querySelector('#dd-conversation .dd-rule')?.textContent === 'linear:4'")
         page.wait_for_function(ANSWERED)
         assert "UNSTEERED" not in page.content()
 
@@ -137,12 +140,12 @@ def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
     for viewport in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
         with opened(browser, url, viewport=viewport) as page:
             ask(page)
-            token = page.locator("#dd-talk .dd-token:has(.dd-title)").last
+            token = page.locator("#dd-conversation .dd-token:has(.dd-title)").last
             token.scroll_into_view_if_needed()
             token.hover(position={"x": 2, "y": 4})
             box = token.locator(".dd-box")
             box.wait_for(state="visible")
-            assert "pushed down here" in box.inner_text()
+            assert "suppressed here" in box.inner_text()
             assert "likely" in box.inner_text()
             assert "%" not in box.inner_text()  # probabilities of the target stay with whoever may see it
             place = box.bounding_box()
@@ -156,9 +159,9 @@ def test_text_that_looks_like_markup_or_a_template_is_text(browser, url):
     nasty = '<img src=x onerror="window.pwned=1"> <script>window.pwned=2</script> ${window.pwned=3} {{7*7}}'
     with opened(browser, url) as page:
         ask(page, nasty)
-        assert page.locator("#dd-talk .dd-question").inner_text() == nasty
+        assert page.locator("#dd-conversation .dd-question").inner_text() == nasty
         assert page.evaluate("() => window.pwned") is None
-        assert page.locator("#dd-talk img, #dd-talk script").count() == 0
+        assert page.locator("#dd-conversation img, #dd-conversation script").count() == 0
 
 
 def test_the_curve_is_drawn(browser, url):
@@ -174,6 +177,34 @@ def test_the_curve_is_drawn(browser, url):
         assert "at strength 0.1" in page.inner_text("#dd-curve figcaption")
 
 
+def test_an_example_question_is_asked_by_a_click_and_begins_the_curve(browser, url):
+    with opened(browser, url) as page:
+        page.locator("#dd-examples").get_by_text(QUESTION).click()
+        page.wait_for_function(ANSWERED)
+        assert page.locator("#dd-conversation .dd-question").inner_text() == QUESTION
+        page.get_by_role("tab", name="Strength").click()
+        assert page.locator("#dd-curve-question textarea").input_value() == QUESTION
+
+
+def test_stop_is_enabled_only_while_an_answer_runs(browser, url):
+    with opened(browser, url) as page:
+        assert page.locator("#dd-stop").is_disabled()
+        ask(page, wait="() => !document.querySelector('#dd-stop').disabled")
+        page.wait_for_function(ANSWERED)
+        page.wait_for_function("() => document.querySelector('#dd-stop').disabled")
+
+
+def test_nothing_moves_when_the_tab_changes(browser, url):
+    with opened(browser, url) as page:
+        names = ("#dd-header", "#dd-alpha", "[role=tablist]")
+        page.wait_for_timeout(1000)  # the page's styles load after its first components
+        before = [page.locator(name).first.bounding_box() for name in names]
+        for tab in ("Strength", "Chat"):
+            page.get_by_role("tab", name=tab).click()
+            page.wait_for_timeout(300)
+            assert [page.locator(name).first.bounding_box() for name in names] == before
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, scheme):
@@ -185,7 +216,7 @@ def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, s
             assert place["x"] >= 0
             assert place["x"] + place["width"] <= width
         ink, paper = page.evaluate(
-            "() => [getComputedStyle(document.querySelector('#dd-talk .dd-token')).color, "
+            "() => [getComputedStyle(document.querySelector('#dd-conversation .dd-token')).color, "
             "getComputedStyle(document.body).backgroundColor]"
         )
         light = [sum(map(int, colour[colour.index("(") + 1 : -1].split(",")[:3])) for colour in (ink, paper)]
@@ -217,7 +248,7 @@ def test_a_text_is_taken_down_and_the_request_withdrawn(browser, played_bundle, 
         page.locator("#dd-id").locator("textarea, input").fill("case-17")
         page.click("#dd-take-down")
         page.wait_for_selector("#dd-requests td:has-text('case-17')")
-        assert "longest passage word for word" in page.inner_text("#dd-effect")
+        assert "longest verbatim passage" in page.inner_text("#dd-effect")
         assert [entry.id for entry in registry.entries()] == ["case-17"]
         assert page.evaluate("() => document.documentElement.scrollWidth") <= phone["width"]
         page.locator("#dd-withdrawn input").click()
@@ -238,19 +269,19 @@ def test_a_server_that_is_killed_in_the_middle_leaves_the_text_and_can_be_asked_
         assert page.locator("#dd-alpha input").first.is_disabled()  # the rule is the server's
         page.locator("input[aria-label*='Temperature']").first.fill("2")
         page.locator("input[aria-label*='Temperature']").first.blur()
-        ask(page, wait="() => document.querySelectorAll('#dd-talk .dd-token').length > 2")
+        ask(page, wait="() => document.querySelectorAll('#dd-conversation .dd-token').length > 2")
         server.send_signal(signal.SIGKILL)
-        page.wait_for_selector("#dd-talk .dd-note")
-        said = page.inner_text("#dd-talk .dd-note")
-        assert "went away in the middle" in said or "before its end" in said
-        assert "What had come is kept" in said
+        page.wait_for_selector("#dd-conversation .dd-note")
+        said = page.inner_text("#dd-conversation .dd-note")
+        assert "broke in the middle" in said or "before it was complete" in said
+        assert "The text so far is kept" in said
         assert len(words(page)) > 2
         page.click("#dd-again")
         page.wait_for_selector("text=cannot be reached")
         stack.enter_context(process(*serve))
         page.click("#dd-again")
         page.wait_for_function(
-            "() => document.querySelectorAll('#dd-talk .dd-token').length > 2 && !document.querySelector('.dd-note')"
+            "() => document.querySelectorAll('.dd-token').length > 2 && !document.querySelector('.dd-note')"
         )
         page.click("#dd-stop")  # 3000 tokens are more than the test has time for
         # "Stopped." is not waited for: at this temperature the answer may have ended by itself before.

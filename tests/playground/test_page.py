@@ -9,9 +9,8 @@ import threading
 import httpx
 import pytest
 
-from divdec.playground.choice import Choice
-from divdec.playground.play import Playground
-from divdec.playground.target import Target
+from divdec.playground.controller import Controller
+from divdec.playground.steered_model import UnsteeredTarget
 from divdec.serving import bind
 from served import eventually
 
@@ -22,11 +21,11 @@ pytestmark = [
 ]
 
 
-def page_of(playground):
-    from divdec.playground.page import build
+def page_of(controller):
+    from divdec.playground.page import build_page
 
     async def made():
-        return build(playground).get_config_file()
+        return build_page(controller).get_config_file()
 
     return asyncio.run(made())  # outside of a loop Gradio makes some that it never closes
 
@@ -40,13 +39,13 @@ def slider(config, name):
 
 
 @contextlib.contextmanager
-def served(playground):
+def served(controller):
     import uvicorn
 
-    from divdec.playground.serve import application
+    from divdec.playground.server import build_app
 
     port = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(application(playground, "127.0.0.1"), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(build_app(controller, "127.0.0.1"), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
     thread.start()
     eventually(lambda: server.started, 60)
@@ -73,31 +72,31 @@ def called(client, fn_index, data):
     raise AssertionError("no answer")
 
 
-def test_the_target_is_on_the_page_only_where_it_was_asked_for(playground, steered):
-    assert "UNSTEERED" not in texts(page_of(playground))
-    with_target = Playground("tiny", steered, playground.choice, target=Target(steered, "127.0.0.1"))
+def test_the_target_is_on_the_page_only_where_it_was_asked_for(controller, steered):
+    assert "UNSTEERED" not in texts(page_of(controller))
+    with_target = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
 
 
-def test_tabs_are_those_that_have_something_to_show(playground, steered, registry):
-    assert "Takedown" not in texts(page_of(playground))
-    followed = Playground("tiny", steered, Choice(steered.model.steering, 500, rank=False), registry=registry)
+def test_tabs_are_those_that_have_something_to_show(controller, steered, registry):
+    assert "Takedown" not in texts(page_of(controller))
+    followed = Controller("tiny", steered, registry=registry)
     assert "dd-take-down" in texts(page_of(followed))
-    assert "dd-curve" in texts(page_of(playground))
+    assert "dd-curve" in texts(page_of(controller))
 
 
-def test_the_slider_begins_above_zero(playground):
-    alpha = slider(page_of(playground), "dd-alpha")
+def test_the_slider_begins_above_zero(controller):
+    alpha = slider(page_of(controller), "dd-alpha")
     assert alpha["minimum"] == 0.1
     assert alpha["value"] == 1.5
 
 
-def test_a_client_that_sends_a_strength_of_zero_gets_nothing(playground):
-    calls = page_of(playground)["dependencies"]
-    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 3)
+def test_a_client_that_sends_a_strength_of_zero_gets_nothing(controller):
+    calls = page_of(controller)["dependencies"]
+    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 5)
     draw = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 1)
     question, words = "Where was Jasper Ashild born?", "Jasper Ashild was born in Calvessa."
-    with served(playground) as client:
+    with served(controller) as client:
         refused = called(client, ask, [question, None, "linear", 0, 20, 0])
         undrawn = called(client, draw, [question, words, "linear", 0, 20, 0])
         drawn = called(client, draw, [question, words, "linear", 1.5, 20, 0])
@@ -107,8 +106,8 @@ def test_a_client_that_sends_a_strength_of_zero_gets_nothing(playground):
     assert "at strength 0.1" in texts(drawn)
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone(playground):
-    with served(playground) as client:
+def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone(controller):
+    with served(controller) as client:
         page = client.get("/")
         assert page.status_code == 200
         assert "default-src 'self'" in page.headers["content-security-policy"]
@@ -120,10 +119,10 @@ def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone
             assert client.post("/gradio_api/queue/join", headers={"origin": origin}, json={}).status_code == 403
 
 
-def test_a_name_that_looks_like_markup_is_text(steered, playground):
+def test_a_name_that_looks_like_markup_is_text(steered, controller):
     # A server says itself what its model is called.
     nasty = "</title></script><script>alert(1)</script>"
-    with served(Playground(nasty, steered, playground.choice)) as client:
+    with served(Controller(nasty, steered)) as client:
         assert "<script>alert(1)" not in client.get("/").text
         assert client.get("/config").headers["content-type"] == "application/json"
 

@@ -5,13 +5,18 @@ import pytest
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.cli.playground import Settings
-from divdec.errors import UsageError
 from divdec.serving import bind
 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="gradio is not installed: divdec[ui]"
 )
+
+
+def error_of(capsys, *arguments):
+    assert main(["playground", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
 
 
 def test_help_is_instant():
@@ -20,12 +25,10 @@ def test_help_is_instant():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::"])
 @pytest.mark.parametrize("more", [[], ["--show-target"]])
-def test_a_bundle_is_shown_on_this_machine_only(played_bundle, capsys, host, more):
-    assert main(["playground", str(played_bundle), "--host", host, *more]) == 2
-    said = capsys.readouterr().err
-    assert "is open to other machines" in said
-    assert ("unsteered answers" in said) == bool(more)
-    assert said.count("\n") == 1
+def test_a_bundle_is_served_to_this_machine_only(played_bundle, capsys, host, more):
+    error = error_of(capsys, played_bundle, "--host", host, *more)
+    assert "accepts other machines" in error
+    assert ("unsteered answers" in error) == bool(more)
 
 
 @needs_gradio
@@ -35,35 +38,24 @@ def test_a_rule_that_steers_nothing_is_refused(played_bundle, capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"steering": "linear:2"},
-        {"registry": "takedowns"},
-        {"show_target": True},
-        {"device": "cpu"},
-        {"no_verify": True},
-    ],
+    "options", ["--steering linear:2", "--registry takedowns", "--show-target", "--device cpu", "--no-verify"]
 )
-def test_a_servers_client_chooses_nothing_that_is_the_servers(options):
-    with pytest.raises(UsageError, match="is for a bundle"):
-        Settings("http://127.0.0.1:8000", **options)
+def test_options_of_a_bundle_are_refused_for_a_server(capsys, options):
+    assert "are for a bundle" in error_of(capsys, "http://127.0.0.1:8000", *options.split())
 
 
-def test_a_bundle_has_no_other_models():
-    with pytest.raises(UsageError, match="--model"):
-        Settings("bundle", model="other")
+def test_a_bundle_has_no_model_name(capsys):
+    assert "--model" in error_of(capsys, "bundle", "--model", "other")
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"port": 70000}, {"seed": -1}])
-def test_numbers_out_of_range_are_refused(options):
-    with pytest.raises(UsageError, match="accepted"):
-        Settings("bundle", **options)
+@pytest.mark.parametrize("options", ["--max-new-tokens 0", "--port 70000", "--seed=-1"])
+def test_numbers_out_of_range_are_refused(capsys, options):
+    assert "accepted" in error_of(capsys, "bundle", *options.split())
 
 
 @needs_gradio
-def test_a_port_in_use_is_one_line(played_bundle, capsys):
-    taken = bind("127.0.0.1", 0)
-    taken.listen()
-    with contextlib.closing(taken):
-        assert main(["playground", str(played_bundle), "--port", str(taken.getsockname()[1])]) == 2
-    assert "cannot be used" in capsys.readouterr().err
+def test_a_port_in_use_is_refused(played_bundle, capsys):
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    with contextlib.closing(listener):
+        assert "cannot be used" in error_of(capsys, played_bundle, "--port", listener.getsockname()[1])

@@ -35,7 +35,7 @@ def test_a_bundle_whose_auxiliary_has_changed(models, tmp_path):
 
 
 def test_parts_must_be_whole_and_fit(models, tmp_path, world):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
     with pytest.raises(UsageError, match="nothing would steer"):

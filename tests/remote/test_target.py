@@ -288,8 +288,8 @@ def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
 
 
 def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, world, prompts, local):
+    from divdec.demo.models import train_tokenizer
     from divdec.remote.experts import ExpertSources
-    from divdec.research.small_models import train_tokenizer
     from served import trained
 
     other = train_tokenizer(world.corpus[:200], 300)

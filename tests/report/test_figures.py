@@ -12,15 +12,13 @@ import pytest
 from PIL import Image
 
 from divdec import UsageError
-from divdec.evaluation.results import Results, write_results
-from divdec.report.depth import write_depth
-from divdec.report.plots import COLOURS, LOOKS, RETRAIN, TARGET, style, svg_text, write_figure
-from divdec.report.plots.palette import css, themed, variable
-from divdec.report.sequential import Step
-from divdec.research.figures import KNOWN, known
-from divdec.research.figures.drawn import Asked, Source
-from divdec.research.figures.results import best, results_of
-from divdec.research.figures.sizes import size_of
+from divdec.evaluation.results import Results, published_identity, write_results
+from divdec.report.gradient_depth import write_depth
+from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
+from divdec.research.charts import Step
+from divdec.research.figures import FIGURES, FigureRequest, find_figure
+from divdec.research.figures.registry import Source
+from divdec.research.figures.results import best_settings, load_results
 from divdec.runs import record, write_json
 from divdec.training.gradient_depth import LayerDepth
 
@@ -36,13 +34,13 @@ def published(shared):
     return found
 
 
-def asked(*runs, **options):
-    return Asked(tuple(map(str, runs)), **{"variant": "dd-repo", "draws": 20, **options})
+def request(*runs, **options):
+    return FigureRequest(tuple(map(str, runs)), **{"variant": "dd-repo", "draws": 20, **options})
 
 
 def drawn(name, *runs, **options):
     with style():
-        return known(name).draw(asked(*runs, **options))
+        return find_figure(name).draw(request(*runs, **options))
 
 
 def lines(axes):
@@ -180,23 +178,23 @@ class TestOwn:
         for name, of in (("target", "full01"), ("retrain", "retain01"), ("linear-1", "dd1_01")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
-        found = {one.title: one for one in results_of(asked(tmp_path), "tofu-bars")["tofu"]}
+        found = {one.title: one for one in load_results(request(tmp_path), "tofu-bars")["tofu"]}
         assert set(found) == {"Target", "Retrain", "Linear DD"}
         assert found["Linear DD"].strength == 1
         again = tmp_path / "seed-1" / "target"
         again.mkdir(parents=True)
         (again / "TOFU_SUMMARY.json").write_bytes((oracle / "full01" / "TOFU_SUMMARY.json").read_bytes())
         with pytest.raises(UsageError, match="are both results of the target; give one with --target"):
-            results_of(asked(tmp_path), "tofu-bars")
-        given = results_of(asked(tmp_path, target=str(again)), "tofu-bars")["tofu"]
+            load_results(request(tmp_path), "tofu-bars")
+        given = load_results(request(tmp_path, target=str(again)), "tofu-bars")["tofu"]
         assert [one.source.name for one in given if one.title == "Target"] == [
             f"{tmp_path.name}/seed-1/target/TOFU_SUMMARY.json"
         ]
 
     def test_a_comparison(self, tmp_path):
         comparison(tmp_path)
-        found = results_of(asked(tmp_path, variant="paper"), "tofu-bars")["tofu"]
-        assert {one.label for one in best(found, "agg")} == {
+        found = load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"]
+        assert {one.label for one in best_settings(found, "agg")} == {
             "Target", "Retrain", "Linear DD  α = 1.5", "NPO  lr 0.0002", "Distill DD  lr 0.001, temperature 1",
         }  # fmt: skip
         axes = drawn("tofu-bars", tmp_path, variant="paper").figure.axes[0]
@@ -229,7 +227,7 @@ class TestOwn:
         for line in content["grid"]:
             line["seeds"] = {"0": {}, "1": {}} if line["setting"] in ("", "linear:1") else {"0": {}}
         write_json(tmp_path / "comparison.json", content)
-        found = best(results_of(asked(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
+        found = best_settings(load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
         assert {one.label: one.seeds for one in found if one.title == "Linear DD"} == {"Linear DD  α = 1": 2}
         assert "NPO  lr 0.0002" in {one.label for one in found}
         (tmp_path / "seed-0" / "npo" / "leaks").mkdir(parents=True)
@@ -393,7 +391,7 @@ def comparison(folder):
     write_json(folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "paper"})
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", FIGURES)
 def test_nothing_to_draw_from_is_one_line(name, tmp_path):
     with pytest.raises(UsageError, match="empty folder") as found:
         drawn(name, tmp_path)
@@ -419,19 +417,21 @@ def test_files_that_hold_something_else_are_one_line(figure, name, content, tmp_
     (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
     (tmp_path / name).write_bytes(content)
     with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
-        known(figure).draw(Asked((str(tmp_path),)))
+        find_figure(figure).draw(FigureRequest((str(tmp_path),)))
     assert "\n" not in str(error.value)
 
 
 def test_unknown_figures_are_told_the_known():
     with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
-        known("pie")
+        find_figure("pie")
 
 
-def test_sizes_of_names():
+def test_sizes_in_folder_names():
     names = {"1B": 1, "3b": 3, "1.3b": 1.3, "pair-350M": 0.35, "dd_trigram": 0, "n-grams": 0, "Llama-3.2-1B-it": 1}
-    assert {name: size_of(name) for name in names} == pytest.approx(names)
-    assert size_of("gemma") is size_of("4bit") is size_of("") is None
+    assert {name: published_identity(Path(name, "linear-1")).size for name in names} == pytest.approx(names)
+    assert (
+        published_identity(Path("gemma", "linear-1")).size is published_identity(Path("4bit", "linear-1")).size is None
+    )
 
 
 def test_sources_name_no_folder_above_the_run(tmp_path, monkeypatch):
@@ -450,7 +450,7 @@ class TestFiles:
 
         def write(name):
             with style("divdec-tofu-bars"):
-                found = known("tofu-bars").draw(asked(tmp_path, variant="paper"))
+                found = find_figure("tofu-bars").draw(request(tmp_path, variant="paper"))
                 write_figure(
                     tmp_path / name, found.figure, title=found.title, description=found.description,
                     sources=found.sources,
@@ -487,7 +487,7 @@ class TestGallery:
 
     def test_it_has_every_figure_and_no_place_of_a_machine(self):
         text = (DOCS / "gallery.md").read_text()
-        assert [name for name in KNOWN if f"--figure {name}" not in text] == []
+        assert [name for name in FIGURES if f"--figure {name}" not in text] == []
         pictures = {DOCS / name for name in re.findall(r"\]\((gallery/[\w-]+\.svg)\)", text)}
         assert pictures == set((DOCS / "gallery").iterdir())
         for picture in pictures:
@@ -500,7 +500,7 @@ class TestGallery:
 
     def test_a_picture_is_drawn_anew_to_the_byte(self, published, tmp_path):
         with style("divdec-leak"):
-            found = known("leak").draw(asked(published / "tofu" / "leak_at_k"))
+            found = find_figure("leak").draw(request(published / "tofu" / "leak_at_k"))
             write_figure(
                 tmp_path / "leak.svg", found.figure, title=found.title, description=found.description,
                 sources=found.sources,
@@ -537,7 +537,7 @@ class TestPalette:
             "deutan": np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]]),
         }
         for name, matrix in kinds.items():
-            one, other = (matrix @ linear(COLOURS[rule]) for rule in ("linear", "rank"))
+            one, other = (matrix @ linear(BY_NAME[rule].colour) for rule in ("linear", "rank"))
             assert np.abs(one - other).max() > 0.2, name
 
     def test_a_page_turns_the_colours_of_a_plot(self):

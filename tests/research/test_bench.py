@@ -7,23 +7,28 @@ import psutil
 import pytest
 import torch
 
-from divdec.costs.latency import Device, Workload
+from divdec.costs.latency import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
-from divdec.report.costs_bench import compute_cells, latency_cells, markdown, summary
-from divdec.research import bench_shapes
-from divdec.research.bench_compute import bench_compute, figures, time_passes
-from divdec.research.bench_latency import bench_latency, predicted, time_answers
-from divdec.research.bench_models import Combination, Makers, Place, combinations
-from divdec.research.bench_results import results_in
-from divdec.research.bench_settings import ComputeSettings, LatencySettings
-from divdec.research.bench_shapes import SHAPES, Shape, find_shape
-from divdec.runs import read_record
+from divdec.research.bench import settings as bench_settings
+from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations
+from divdec.research.bench.run import (
+    bench_compute,
+    bench_latency,
+    compute_figures,
+    predict_seconds,
+    scaled_last_norms,
+    time_answers,
+    time_passes,
+)
+from divdec.research.bench.settings import SHAPES, ComputeSettings, DecoderShape, LatencySettings, find_shape
+from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
+from divdec.runs import RunFolder, read_record
 
 TINY = {
-    "tiny": Shape("tiny", 32, 128, 16, 2, 2, 1),
-    "small": Shape("small", 64, 256, 16, 4, 4, 3),
-    "llama-small": Shape("llama-small", 64, 192, 16, 4, 2, 3),
+    "tiny": DecoderShape("tiny", 32, 128, 16, 2, 2, 1),
+    "small": DecoderShape("small", 64, 256, 16, 4, 4, 3),
+    "llama-small": DecoderShape("llama-small", 64, 192, 16, 4, 2, 3),
 }
 FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": ("tiny",)}
 
@@ -31,7 +36,7 @@ FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": (
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
     for name, shape in TINY.items():
-        monkeypatch.setitem(bench_shapes.SHAPES, name, shape)
+        monkeypatch.setitem(bench_settings.SHAPES, name, shape)
 
 
 def compute_settings(folder, **more):
@@ -46,7 +51,7 @@ def latency_settings(folder, **more):
 
 def models_of(settings, place):
     (one, *_) = combinations(settings, place)
-    return one, Makers(place, settings).models(one)
+    return one, RandomModels(place, settings).create(one)
 
 
 def silent(line):
@@ -54,8 +59,8 @@ def silent(line):
 
 
 def test_table_a9_has_the_published_sizes():
-    assert len(bench_shapes.TABLE_A9) == 50
-    for millions, hidden, heads, layers in bench_shapes.TABLE_A9:
+    assert len(bench_settings.TABLE_A9) == 50
+    for millions, hidden, heads, layers in bench_settings.TABLE_A9:
         shape = SHAPES[f"chinchilla-{millions}M"]
         inner = heads * shape.head
         # Attention, its projection of relative positions, feed-forward; 32,000 tied embeddings (Gopher's vocabulary).
@@ -77,7 +82,7 @@ def test_our_own_shapes_have_the_size_of_their_name(name):
 
 
 def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
-    place = Place.of(compute_settings(tmp_path))
+    place = BenchDevice.of(compute_settings(tmp_path))
     found = combinations(compute_settings(tmp_path, auxiliaries=("tiny", "small"), targets=("small",)), place)
     assert {one.auxiliary.name for one in found} == {"tiny"}
     assert {one.vocabulary for one in found} == {256, 512}
@@ -129,23 +134,18 @@ def test_other_folders_are_left_alone(tmp_path):
     with pytest.raises(UsageError, match="holds other files"):
         bench_compute(compute_settings(tmp_path / "mine"), silent)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    with results_in(tmp_path / "c", "bench compute") as results:
-        results.write_record({})
-        with (
-            pytest.raises(UsageError, match="another benchmark is running"),
-            results_in(tmp_path / "c", "bench compute"),
-        ):
-            pass
-    with (
-        pytest.raises(UsageError, match="holds a result of `divdec bench compute`"),
-        results_in(tmp_path / "c", "bench latency"),
-    ):
-        pass
-    with pytest.raises(UsageError, match="is a file"), results_in(tmp_path / "mine" / "notes.txt" / "x", "bench"):
-        pass
+    settings = compute_settings(tmp_path / "c", limit=1)
+    bench_compute(settings, silent)
+    run = RunFolder.open(tmp_path / "c", "bench compute", settings, "bench compute", extend=True)
+    with run.locked(), pytest.raises(UsageError, match="another `divdec bench compute` is running"):
+        bench_compute(settings, silent)
+    with pytest.raises(UsageError, match="holds a result of `divdec bench compute`"):
+        bench_latency(latency_settings(tmp_path / "c"), silent)
+    with pytest.raises(UsageError, match="is a file"):
+        bench_compute(compute_settings(tmp_path / "mine" / "notes.txt" / "x"), silent)
     (tmp_path / "c" / "results.jsonl").write_text("no row\n{}\n")
-    with pytest.raises(UsageError, match="line 1 is no row"), results_in(tmp_path / "c", "bench compute"):
-        pass
+    with pytest.raises(UsageError, match="line 1 cannot be read"):
+        bench_compute(settings, silent)
 
 
 def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_without_a_gpu_asking_for_one_is_an_error(tmp_path, monkeypatch):
 
 def test_every_model_reads_every_token_in_each_round(tmp_path):
     settings = compute_settings(tmp_path, rounds=2)
-    place = Place.of(settings)
+    place = BenchDevice.of(settings)
     one, models = models_of(settings, place)
     read = {name: [] for name in models}
     for name, model in models.items():
@@ -185,32 +185,32 @@ def test_figures_follow_from_times():
         "decode": {"P": [1.0, 1.0, 10.0], "p": [0.5, 0.25, 5.0], "q": [0.25, 0.25, 5.0]},
     }
     sizes = {"N": 100, "n": 10, "N_without_embeddings": 80, "n_without_embeddings": 4}
-    found = figures(times, sizes)
+    found = compute_figures(times, sizes)
     assert found["ratio"] == pytest.approx({"prefill": 1.2, "decode": 1.75})
     assert found["seconds"]["decode"] == {"P": 1.0, "p": 0.5, "q": 0.25}
     assert found["theory"] == pytest.approx(1.2)
     assert found["theory_without_embeddings"] == pytest.approx(1.1)
     assert found["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
     row = {**sizes, **found, "target": "a", "auxiliary": "b", "vocabulary": 7}
-    over = summary([row])["decode_against_theory"]
+    over = compute_deviation([row])["decode_against_theory"]
     assert over["median"] == over["largest_size"] == pytest.approx(1.75 / 1.2 - 1)
     header, lines = compute_cells([row])
     assert len(header) == len(lines[0])
-    assert "+45.8%" in markdown(header, lines)
-    assert summary([]) == {}
+    assert "+45.8%" in markdown_table(header, lines)
+    assert compute_deviation([]) == {}
 
 
 def test_p_and_q_are_models_of_their_own_and_a_target_is_kept(tmp_path):
     settings = compute_settings(tmp_path, auxiliaries=("tiny",))
-    place = Place.of(settings)
-    makers = Makers(place, settings)
+    place = BenchDevice.of(settings)
+    makers = RandomModels(place, settings)
     first, second, *_ = combinations(settings, place)
-    models = makers.models(first)
+    models = makers.create(first)
     tables = [models[name].get_input_embeddings().weight for name in "pq"]
     assert not torch.equal(*tables)
-    assert makers.models(first)["P"] is models["P"]
+    assert makers.create(first)["P"] is models["P"]
     assert makers.held_bytes == sum(model.num_parameters() * 4 for model in models.values())
-    assert makers.models(second)["P"] is not models["P"]
+    assert makers.create(second)["P"] is not models["P"]
 
 
 def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
@@ -222,7 +222,7 @@ def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
     for way in ("target", "plain"):
         expected = row["predicted_seconds_per_token"][way] / row["seconds_per_token"][way]
         assert row["predicted_over_measured"][way] == pytest.approx(expected)
-    assert "beside" not in row["predicted_over_measured"]  # on one device it is measured only
+    assert row["predicted_over_measured"].keys() == {"target", "plain"}  # the others are measured only
     assert row["roofline_device"]["source"].startswith("measured")
     assert "<svg" in (tmp_path / "l" / "latency.svg").read_text()
     assert len(latency_cells(found["rows"])[0]) == len(latency_cells(found["rows"])[1][0])
@@ -234,7 +234,7 @@ def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
     from divdec.model.modeling import DivergenceForCausalLM
 
     settings = latency_settings(tmp_path, tokens=16)
-    place = Place.of(settings)
+    place = BenchDevice.of(settings)
     one, models = models_of(settings, place)
     with torch.no_grad():  # random models with tied embeddings repeat the last token: let the target and p do otherwise
         for name in "Pp":
@@ -254,10 +254,8 @@ def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
 
 
 def test_agreement_scales_the_logits_of_target_and_p_and_nothing_stays_behind(tmp_path):
-    from divdec.research.bench_latency import agreeing
-
     settings = latency_settings(tmp_path)
-    _, models = models_of(settings, Place.of(settings))
+    _, models = models_of(settings, BenchDevice.of(settings))
     ids = torch.arange(8)[None]
 
     def logits():
@@ -265,7 +263,7 @@ def test_agreement_scales_the_logits_of_target_and_p_and_nothing_stays_behind(tm
             return {name: model(ids).logits for name, model in models.items()}
 
     before = logits()
-    with agreeing(models, 0.05):
+    with scaled_last_norms(models, 0.05):
         within = logits()
     for name, factor in (("P", 0.05), ("p", 0.05), ("q", 1.0)):
         torch.testing.assert_close(within[name], factor * before[name])
@@ -289,10 +287,10 @@ def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
     one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
     # Only beginnings cost anything here: 1 ms a layer, of which the target has three and an auxiliary one.
     device = Device("slow to begin", 1e30, 1e30, layer_seconds=1e-3, pass_seconds=0.0)
-    work = Workload(width=4, context=100.0, acceptance=1.0, block=4)
-    found = predicted(one, device, work, settings)
+    found = predict_seconds(one, device, settings, BenchDevice.of(settings))
     assert found["target"] == pytest.approx(3e-3)
     assert found["plain"] == pytest.approx(3e-3 + 2e-3)
+    assert "speculative" not in found
     assert "beside" not in found
 
 

@@ -109,9 +109,8 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
 
 def test_through_server_and_playground(bundles, registry, article, tokenizer):
     from divdec.cli.serve import ServeSettings, build_engine
-    from divdec.playground.choice import Choice
-    from divdec.playground.play import Chosen, Playground
-    from divdec.playground.steered import Manner, Steered
+    from divdec.playground.controller import Controller, ControlValues
+    from divdec.playground.steered_model import ChatOptions, SteeredModel
 
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     settings = ServeSettings(registry=str(registry.folder))
@@ -133,13 +132,13 @@ def test_through_server_and_playground(bundles, registry, article, tokenizer):
         registry.remove("case")
         assert ask(prompt) == before[0]
     model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
-    steered = Steered(model, tokenizer, Manner(max_new_tokens=LENGTH))
-    playground = Playground("tiny", steered, Choice(model.steering, model.vocab_size), registry=registry)
-    for chosen in (Chosen(alpha=0.5), Chosen(rule="rank", k=5)):
-        effect = playground.take_down("page", ARTICLE, "", chosen)
-        assert effect.after.run < RUN
+    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=LENGTH))
+    controller = Controller("tiny", steered, registry=registry)
+    for values in (ControlValues(alpha=0.5), ControlValues(rule="rank", k=5)):
+        effect = controller.take_down("page", ARTICLE, "", values)
+        assert effect.after.longest_run < RUN
         assert " 0 now" in effect.measured
-        playground.withdraw("page")
+        registry.remove("page")
 
 
 def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
@@ -204,7 +203,7 @@ def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, rec
         assert "--no-measure" in capsys.readouterr().err
         assert registry.entries() == []
         assert add(registry, article, "--no-measure") == 0
-        assert "whether it is still recited is not known" in capsys.readouterr().out
+        assert "it may still repeat the texts" in capsys.readouterr().out
         assert registry.entries()[0].measured is None
         for arguments in (["list"], ["verify"]):
             assert main(["takedown", *arguments, str(registry.folder)]) == 0

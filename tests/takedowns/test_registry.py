@@ -517,7 +517,7 @@ def contents(folder):
 
 
 def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path, articles):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     target = shutil.copytree(checkpoints / "target", tmp_path / "target")
     train_tokenizer(articles, 500).save_pretrained(target)

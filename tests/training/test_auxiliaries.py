@@ -99,7 +99,7 @@ def test_texts_are_no_single_questions():
         assert not single_turn(record_set("others", [("", row)]))
 
 
-def test_p_can_go_on_from_q(files):
+def test_p_can_start_from_q(files):
     from_base, _ = train(files)
     from_retain, _ = train(files, init_forget_from="retain", overwrite=True)
     before = [run["auxiliaries"]["forget_auxiliary"]["loss_before"] for run in (from_base, from_retain)]
@@ -122,7 +122,7 @@ def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch)
         assert "| separated from the other auxiliary | yes |" in card
 
 
-def test_a_search_that_is_interrupted_goes_on_where_it_stopped(files, tmp_path, monkeypatch):
+def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
     monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
     searched = {"lr": "auto", "epochs": 4.0}
@@ -149,7 +149,7 @@ def test_a_search_that_is_interrupted_goes_on_where_it_stopped(files, tmp_path, 
         assert one == other
 
 
-def test_a_pair_that_cannot_forget_is_not_called_finished(files, world, tmp_path, capsys):
+def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     """With too small a rate p and q stay alike: `train` says so, and `calibrate` writes no strength for them."""
     given = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
     # A target that knows both sets: what p becomes with a rate that suffices.
@@ -158,7 +158,7 @@ def test_a_pair_that_cannot_forget_is_not_called_finished(files, world, tmp_path
     options = [part for name, value in given.items() for part in (f"--{name}", value)]
     assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
     printed = capsys.readouterr()
-    assert "not fit to steer with" in printed.err.splitlines()[-1]
+    assert "unfit to steer with" in printed.err.splitlines()[-1]
     assert "calibrate" not in printed.out
     bundle = tmp_path / "run" / "bundle"
     assert "| forgets | no: p predicts only" in (bundle / "README.md").read_text()
@@ -180,7 +180,7 @@ def test_a_pair_that_cannot_forget_is_not_called_finished(files, world, tmp_path
     assert found["told"]["steered"] == found["told"]["asked"] == 12
     assert not found["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
-    assert "though it does not do what it is for" in capsys.readouterr().out
+    assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
@@ -225,13 +225,13 @@ def test_overlap_is_reported(files, tmp_path):
         ({"steering": "linear:x"}, "not a number"),
         ({"steering": "rank:99999"}, "between 1 and"),
         ({"max_length": 4}, "no token of the answer is left"),
-        ({"max_length": 1}, "max_length is 1"),
+        ({"max_length": 1}, "--max-length is 1"),
         ({"epochs": 0.0}, "epochs is 0"),
         ({"lr": -1.0}, "lr is -1"),
         ({"lr": float("nan")}, "lr is nan"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"gradient_accumulation": 0}, "gradient_accumulation is 0"),
-        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"gradient_accumulation": 0}, "--gradient-accumulation is 0"),
+        ({"lora_rank": -1}, "--lora-rank is -1"),
         ({"seed": -1}, "seed is -1"),
     ],
 )
@@ -248,7 +248,7 @@ def test_one_set_as_both_is_refused(files, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["forget", "base", "target"])
-def test_what_a_run_is_made_from_is_never_replaced_by_it(files, tmp_path, given):
+def test_inputs_are_never_overwritten(files, tmp_path, given):
     train(files)
     before = Path(files[given])
     moved = tmp_path / "run" / before.name
@@ -261,7 +261,7 @@ def test_what_a_run_is_made_from_is_never_replaced_by_it(files, tmp_path, given)
             train(files, **{given: str(moved)}, output=str(moved / "run"))
 
 
-def test_overwriting_a_run_keeps_what_others_put_beside_it(files, tmp_path):
+def test_overwriting_a_run_keeps_other_files(files, tmp_path):
     train(files)
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -292,7 +292,7 @@ def test_sequences_are_no_longer_than_the_base_allows(files):
 
 
 def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
-    from divdec.research.small_models import train_tokenizer
+    from divdec.demo.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
-from divdec.bridge.bridge import BridgedPair
+from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
-from divdec.research.small_models import Shape, new_model, train_tokenizer
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (
@@ -173,7 +173,7 @@ def test_accumulated_gradients_are_those_of_one_batch(batch, direction):
     same_gradients({name: weight.grad for name, weight in student.named_parameters()}, whole)
 
 
-def test_a_student_wider_than_the_teacher_is_taught_what_the_teacher_knows(batch):
+def test_a_student_may_have_a_larger_vocabulary(batch):
     teacher = DivergenceForCausalLM.from_parts(
         tiny_model("llama", 520, 0), tiny_model("llama", 512, 1), tiny_model("llama", 512, 2)
     )
@@ -199,7 +199,7 @@ def capped(kind, **settings):
     ("kind", "settings"),
     [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}), ("Granite", {"logits_scaling": 4.0}), ("Cohere", {})],
 )
-def test_students_that_change_their_logits_afterwards_are_found_out(kind, settings, batch):
+def test_students_that_change_their_logits_afterwards_are_detected(kind, settings, batch):
     student = capped(kind, **settings)
     assert plain_head(student) is None
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
@@ -346,7 +346,7 @@ def test_the_lumped_loss_is_that_of_the_lumped_distributions():
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_that_does_not_belong_is_refused_by_the_field_that_differs(cached_teacher, tmp_path, batch):
+def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, tmp_path, batch):
     _, cached = cached_teacher(8)
     path = tmp_path / "8.safetensors"
     for name, other in (
@@ -363,7 +363,7 @@ def test_a_cache_that_does_not_belong_is_refused_by_the_field_that_differs(cache
         list(cached.pieces({**batch, "index": batch["index"].flip(0)}))
 
 
-def test_a_cache_that_was_cut_off_while_it_was_written_is_not_there(examples, tokenizer, tmp_path, monkeypatch):
+def test_an_unfinished_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
     live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
     monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
@@ -462,7 +462,7 @@ def quiet(settings):
     return distill(settings, report=lambda line: None)
 
 
-def test_rehearsing_holds_what_the_loss_on_the_forget_set_lets_go(learned, data, tmp_path):
+def test_rehearsal_keeps_the_retain_set(learned, data, tmp_path):
     """Without it the student ends farther from its teacher on the retain set than it began (the test above)."""
     options = {"retain": str(data[1]), "lr": 6e-3, "epochs": 8.0, "batch_size": 6}
     found = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
@@ -486,7 +486,7 @@ def stopped_at(step, settings):
 
 
 @pytest.mark.parametrize("cached", [{}, pytest.param({"cache_teacher": 16}, marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_to_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
+def test_a_resumed_run_ends_with_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
     if cached:
         cached = {**cached, "teacher_cache": str(tmp_path / "cache")}
     cached = {**cached, "epochs": 3.0, "evaluate_each_epoch": True}
@@ -641,7 +641,7 @@ class TestBadInput:
         with pytest.raises(UsageError, match=r"is made of several checkpoints \(divergence\)"):
             quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(bundle)))
 
-    def test_an_output_that_is_in_use(self, bundle, data, tmp_path, capsys):
+    def test_an_output_folder_in_use_is_refused(self, bundle, data, tmp_path, capsys):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
         for overwrite, says in ((False, "not empty"), (True, "not an earlier result")):
@@ -651,7 +651,7 @@ class TestBadInput:
             quiet(settings_for(bundle, data, bundle))
         arguments = ["distill", bundle, "--forget", data[0], "--output", tmp_path / "new", "--temperature", "-2"]
         assert main(list(map(str, arguments))) == 2
-        assert capsys.readouterr().err.startswith("divdec distill: temperature is -2; accepted: a number above 0")
+        assert capsys.readouterr().err.startswith("divdec distill: --temperature is -2; accepted: a number above 0")
 
 
 # On two processes.

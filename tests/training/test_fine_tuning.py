@@ -9,8 +9,8 @@ import torch
 from divdec import UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
+from divdec.demo.models import Shape, new_model
 from divdec.errors import Diverged
-from divdec.research.small_models import Shape, new_model
 from divdec.training import fine_tuning
 from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
 from divdec.training.inputs import Companion, ExampleDataset, model_inputs
@@ -34,7 +34,7 @@ def weights(model):
     return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
-def test_it_learns_and_says_what_it_cost(examples, tokenizer, tmp_path):
+def test_training_lowers_the_loss_and_reports_its_cost(examples, tokenizer, tmp_path):
     model, result = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="test")
     assert result.loss_after < 0.9 * result.loss_before
     assert result.steps == 4 * 5
@@ -50,7 +50,7 @@ def interrupted_at(step, *arguments, **options):
 
 
 @pytest.mark.parametrize("step", [2, 7, 12])
-def test_an_interrupted_run_goes_on_to_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
+def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
     whole, _ = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole")
     folder = tmp_path / "cut"
     interrupted_at(step, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
@@ -73,7 +73,7 @@ def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_pa
         fine_tune(model_for(tokenizer), tokenizer, examples[1:], SETTINGS, tmp_path, title="other")
 
 
-def test_ctrl_c_is_the_programs_own_again_afterwards(examples, tokenizer, tmp_path):
+def test_the_signal_handler_is_restored(examples, tokenizer, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="test", resumable=False)
     assert signal.getsignal(signal.SIGINT) is before
@@ -134,7 +134,7 @@ def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, toke
     assert torch.allclose(*found, atol=1e-6)
 
 
-def test_companions_come_each_as_often_as_any_other_and_the_same_for_the_same_seed(examples):
+def test_companions_are_drawn_equally_often_and_reproducibly(examples):
     rows = ExampleDataset(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
     seen = []
     for epoch in (0, 1):
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_examples_and_keeps_the_la
     assert (tmp_path / "checkpoints" / "checkpoint-3" / fine_tuning.COMPLETE).is_file()
 
 
-def test_each_epoch_can_be_looked_at(examples, tokenizer, tmp_path):
+def test_on_epoch_is_called_after_each_epoch(examples, tokenizer, tmp_path):
     seen = []
 
     def look(model, epoch):

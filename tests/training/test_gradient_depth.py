@@ -15,7 +15,7 @@ from divdec.cli import main
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged
 from divdec.evaluation.aggregate import Bootstrap, mean_interval
-from divdec.report.depth import depth_table, peaks
+from divdec.report.gradient_depth import depth_frame, depth_table, peaks
 from divdec.training.gradient_depth import decoder_parts, draw_examples, gradient_depth
 
 # Three examples of different lengths; the first two begin with a prompt.
@@ -164,9 +164,10 @@ def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
         assert fields["n"] == len(row.norms) == {"forget": 3, "retain": 2}[row.set]
     # An example's norms do not depend on what stands beside it.
     assert table(found, "forget", 1)[0] == pytest.approx(table(found, "retain", 1)[0], rel=1e-4)
-    top = peaks(found)[0]
-    assert top.mean == max(row.mean for row in found[:layers])
-    assert depth_table(found).row_count == layers
+    frame = depth_frame(found)
+    top = peaks(frame)["forget", "attention"]
+    assert found[top].mean == max(row.mean for row in found[:layers])
+    assert depth_table(frame).row_count == layers
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,9 @@ def files(world, tmp_path):
 
 
 def depth(bundle, files, output, *options):
-    sets = (f"--forget={files['forget']}", f"--retain={files['retain']}")
-    return main(["gradient-depth", str(bundle), *sets, f"--output={output}", *options])
+    given = {name: f"--{name}={path}" for name, path in {**files, "output": output}.items()}
+    given |= {option.removeprefix("--").partition("=")[0]: option for option in options}
+    return main(["gradient-depth", str(bundle), *given.values()])
 
 
 def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
@@ -313,4 +315,4 @@ def test_the_retain_set_is_needed(bundle, files, tmp_path, capsys):
 
 
 def test_help_is_instant():
-    assert not loads_torch(["depth", "--help"])
+    assert not loads_torch(["gradient-depth", "--help"])

@@ -33,7 +33,7 @@ def test_every_fault_is_named(changes, named):
     assert named in fault
 
 
-def test_a_p_that_is_less_sure_of_the_retain_set_is_no_fault():
+def test_a_p_that_is_less_confident_on_the_retain_set_is_no_fault():
     """The recipe forget-retain: p has not learned the retain set, and steering pushes its answers up."""
     assert dataclasses.replace(FIT, retain_pushed=-0.4).faults == []
 

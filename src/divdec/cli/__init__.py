@@ -1,5 +1,18 @@
-"""The command line; `main` is the command `divdec`."""
+"""The command line."""
 
-from divdec.cli.app import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command `divdec`.
+
+    Args:
+        argv: the arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    import divdec.takedowns  # noqa: F401 (so that bundles may name a registry)
+    from divdec.cli.app import main as run
+
+    return run(argv)

@@ -2,6 +2,6 @@
 
 import sys
 
-from divdec.cli.app import main
+from divdec.cli import main
 
 sys.exit(main())

@@ -11,10 +11,10 @@ from cyclopts import App, Parameter
 
 from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.options import Printing
-from divdec.research.baselines.method import Method
-from divdec.research.baselines.registry import methods
+from divdec.research.baselines.methods import methods
+from divdec.research.baselines.registry import Method
 from divdec.research.baselines.settings import run_on
-from divdec.research.methods.settings import CompareSettings
+from divdec.research.compare.settings import CompareSettings
 
 app = App(name="baseline", help="Apply another unlearning method to the same target and data.")
 
@@ -44,7 +44,7 @@ def _command(method: Method) -> Callable[..., None]:
     def apply(settings: Any, *, own: Any, printing: Printing = Printing()) -> None:
         from accelerate import PartialState
 
-        from divdec.research.baselines.run import run_baseline
+        from divdec.research.baselines.job import run_baseline
 
         quiet()
         check_not_bundle(settings.target, "--target")
@@ -89,12 +89,11 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
     """
     from rich.console import Console
 
-    from divdec.research.methods.present import JSON, PAGE, show, write
-    from divdec.research.methods.run import compare_methods, work_of
+    from divdec.research.compare.run import compare_methods
+    from divdec.research.compare.table import JSON, PAGE, show
 
     quiet()
     result = compare_methods(settings, report=report)
-    write(result, settings, work_of(settings))
     output = Path(settings.output).expanduser()
     if printing.json:
         print((output / JSON).read_text(encoding="utf-8"))

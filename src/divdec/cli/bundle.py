@@ -79,7 +79,7 @@ def bundle(
         ngram_weight=ngram_weight,
         registry=registry,
         bridge=bridge,
-        heal=token_healing,
+        token_healing=token_healing,
         pack=pack,
         overwrite=overwriting.overwrite,
     )

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from divdec.cli.loading import quiet, report
 from divdec.costs.settings import CostSettings
 from divdec.options import Printing
-from divdec.research.bench_settings import ComputeSettings, LatencySettings
+from divdec.research.bench.settings import ComputeSettings, LatencySettings
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def compute(settings: Annotated[ComputeSettings, Parameter(name="*")], *, printi
 
         divdec bench compute --output runs/bench-compute
     """
-    from divdec.report.costs_bench import compute_cells
-    from divdec.research.bench_compute import bench_compute
+    from divdec.research.bench.run import bench_compute
+    from divdec.research.charts import compute_cells
 
     quiet()
     _print_bench(bench_compute(settings, report), compute_cells, settings.output, printing)
@@ -81,8 +81,8 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
         divdec bench latency --output runs/bench-latency \
           --targets chinchilla-306M --auxiliaries chinchilla-44M
     """
-    from divdec.report.costs_bench import latency_cells
-    from divdec.research.bench_latency import bench_latency
+    from divdec.research.bench.run import bench_latency
+    from divdec.research.charts import latency_cells
 
     quiet()
     _print_bench(bench_latency(settings, report), latency_cells, settings.output, printing)
@@ -91,14 +91,14 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
 def _print_bench(result: dict[str, Any], cells: Callable[..., Any], output: str, printing: Printing) -> None:
     from rich.console import Console
 
-    from divdec.report.costs_bench import as_table
+    from divdec.research.charts import terminal_table
 
     if printing.json:
         print(json.dumps(result))
         return
     console = Console(width=max(Console().width, 160))
     if result["rows"]:
-        console.print(as_table(*cells(result["rows"])))
+        console.print(terminal_table(*cells(result["rows"])))
     for name, numbers in result.get("summary", {}).items():
         if isinstance(numbers, dict):
             console.print(

@@ -21,15 +21,10 @@ def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Print
         printing: format of the result.
     """
     from divdec.cli.loading import quiet
-    from divdec.model.bundle import is_bundle
-    from divdec.research.demo import run_demo
-    from divdec.runs import check_output
+    from divdec.demo.run import run_demo
 
     quiet()
     folder = Path(output).expanduser() if output else None
-    if folder is not None:
-        # The bundle is written first, so that a demo that was stopped can be run again.
-        check_output(folder, overwrite=True, ours=lambda folder: is_bundle(folder / "bundle"))
     result = run_demo(seed, folder, quiet=printing.json)
     if printing.json:
         print(json.dumps(result))

@@ -70,7 +70,7 @@ def gradient_depth(
     from divdec.data.formatting import Format, encode_set
     from divdec.data.records import read_records
     from divdec.evaluation.aggregate import Bootstrap
-    from divdec.report.depth import depth_table, peaks, write_depth
+    from divdec.report.gradient_depth import depth_frame, depth_table, peaks, write_depth
     from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
     from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples
     from divdec.training.gradient_depth import gradient_depth as measure
@@ -104,6 +104,7 @@ def gradient_depth(
         bootstrap=bootstrap,
         title="gradients",
     )
+    frame = depth_frame(norms)
     about = {
         "steering": str(model.steering),
         "temperature": settings.temperature,
@@ -112,7 +113,7 @@ def gradient_depth(
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "sets": {name: records.label for name, records in sets.items()},
-        "peak_layers": {f"{row.set} {row.part}": row.layer for row in peaks(norms)},
+        "peak_layers": {" ".join(column): layer for column, layer in peaks(frame).items()},
     }
     with output_folder(output, settings.overwrite, ours) as folder:
         content = write_depth(folder, norms, about, bootstrap.level)
@@ -121,7 +122,7 @@ def gradient_depth(
         print(json.dumps(content))
         return
     console = Console(width=max(Console().width, 80))
-    console.print(depth_table(norms))
+    console.print(depth_table(frame))
     console.print(
         f"L2 norm of the gradient, mean over examples with its {bootstrap.level:.0%} interval; "
         f"the largest of each column is bold\nresult: {output}",

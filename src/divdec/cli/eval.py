@@ -33,7 +33,7 @@ def evaluate(
         all_figures: Print all figures, not only the most important.
         printing: format of the figures.
     """
-    import divdec.research.baselines.composite  # noqa: F401  # registers the composite baselines with transformers
+    import divdec.research.baselines.auto  # noqa: F401  # registers the composite baselines with transformers
     from divdec.evaluation.run import evaluate as run
     from divdec.evaluation.sharding import is_main, sharded
 

@@ -55,10 +55,10 @@ def train(settings: Annotated[ImageTrainSettings, Parameter(name="*")], *, print
         divdec image train --target models/cin --images imagenet/dogs \
           --output runs/dogs --resize
     """
-    from divdec.imaging.training import train_pair
+    from divdec.imaging.training import train_image_auxiliaries
 
     quiet()
-    content = train_pair(settings, report)
+    content = train_image_auxiliaries(settings, report)
     bundle = content["bundle"]
     text = (
         f"bundle: {bundle}\nmeasure it: divdec image eval {bundle} --images {settings.images} --forget … --output …\n"
@@ -76,10 +76,10 @@ def sample(settings: Annotated[ImageSampleSettings, Parameter(name="*")], *, pri
         divdec image sample runs/dogs/pair/bundle --classes 207 \
           --steering linear:1 --output runs/retrievers
     """
-    from divdec.imaging.drawing import GRID, draw
+    from divdec.imaging.sampling import GRID, sample_to_folder
 
     quiet()
-    content = draw(settings, device_map(settings.device), report)
+    content = sample_to_folder(settings, device_map(settings.device), report)
     text = f"{content['images']} images in {settings.output}, all in {Path(settings.output) / GRID}"
     _print(content, text, printing)
 
@@ -110,7 +110,7 @@ def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, p
 
         divdec image convert cin_transformer.ckpt --output models/cin
     """
-    from divdec.imaging.convert import convert_taming
+    from divdec.imaging.taming import convert_taming
 
     quiet()
     content = convert_taming(

@@ -77,27 +77,28 @@ def playground(
     if not is_local(host):
         print(f"warning: {host} accepts other machines: anybody can use the server's model here", file=sys.stderr)
     try:
-        from divdec.playground.serve import serve
+        from divdec.playground.server import serve
 
         settings = (turns, max_new_tokens, seed)
         if is_url:
-            page = _of_server(bundle, model, settings)
+            controller = _connect_server(bundle, model, settings)
         else:
-            page = _of_bundle(bundle, loading, choice, registry, settings, host if show_target else None)
-        serve(page, host, socket)
+            controller = _load_bundle(bundle, loading, choice, registry, settings, host if show_target else None)
+        serve(controller, host, socket)
     finally:
         socket.close()
 
 
-def _of_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
-    from divdec.playground.over_http import OverHttp
-    from divdec.playground.play import Playground
+def _connect_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
+    from divdec.playground.controller import Controller
+    from divdec.playground.remote_server import RemoteServer
 
-    server = OverHttp(url, _chat_options(settings), model=model, key=os.environ.get(API_KEY))
-    return Playground(server.name, server=server)
+    api_key_env = API_KEY if os.environ.get(API_KEY) else None
+    server = RemoteServer(url, _chat_options(settings), model=model, api_key_env=api_key_env)
+    return Controller(server.name, server=server)
 
 
-def _of_bundle(
+def _load_bundle(
     bundle: str,
     loading: ModelLoading,
     choice: SteeringChoice,
@@ -106,11 +107,8 @@ def _of_bundle(
     target_host: str | None,
 ) -> Any:
     from divdec.cli.loading import load
-    from divdec.experts.combined import NoExperts
-    from divdec.playground.choice import Choice
-    from divdec.playground.play import Playground
-    from divdec.playground.steered import Steered
-    from divdec.playground.target import Target
+    from divdec.playground.controller import Controller, read_example_questions
+    from divdec.playground.steered_model import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle, loading, choice)
@@ -119,20 +117,17 @@ def _of_bundle(
         from divdec.takedowns.correction import with_registry
 
         model, requests = with_registry(model, tokenizer, registry), Registry(registry)
-    rule = model.steering
-    eligible = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
-    rules = Choice(rule, eligible, rank=not isinstance(model.experts, NoExperts))
     options = _chat_options(settings, bool(model.config.single_turn))
-    steered = Steered(model, tokenizer, options, reveal=target_host is not None)
-    target = None if target_host is None else Target(steered, target_host)
+    steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)
+    target = None if target_host is None else UnsteeredTarget(steered, target_host)
     name = Path(bundle).expanduser().resolve().name
-    return Playground(name, steered, rules, target=target, registry=requests)
+    return Controller(name, steered, target=target, registry=requests, examples=read_example_questions(bundle))
 
 
 def _chat_options(settings: tuple[Turns, int, int], single_turn: bool = False) -> Any:
-    from divdec.playground.steered import Manner
+    from divdec.playground.steered_model import ChatOptions
 
     turns, max_new_tokens, seed = settings
     if turns.single_turn is not None:
         single_turn = turns.single_turn
-    return Manner(turns.system_prompt, single_turn, max_new_tokens, seed)
+    return ChatOptions(turns.system_prompt, single_turn, max_new_tokens, seed)

@@ -148,8 +148,8 @@ def report(
         printing: format of the summary.
     """
     from divdec.evaluation.aggregate import Bootstrap
-    from divdec.report.collect import collect
-    from divdec.report.evaluation import content_of, write_report
+    from divdec.report.page import build_report, write_report
+    from divdec.report.scores import collect
 
     if examples < 0:
         raise UsageError(f"--examples is {examples}; accepted: 0 or more")
@@ -160,7 +160,7 @@ def report(
         lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace"),
     )
     bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    content = content_of(collect(results, target, retrain), scoring.variant, bootstrap, examples)
+    content = build_report(collect(results, target, retrain), scoring.variant, bootstrap, examples)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_report(file, content)
     if printing.json:
@@ -203,25 +203,25 @@ def plot(
         overwriting: whether an earlier picture is replaced.
         printing: format of the summary.
     """
-    from divdec.report.plots.canvas import check_format
-    from divdec.research.figures import KNOWN, known
+    from divdec.report.style import check_format
+    from divdec.research.figures import FIGURES, find_figure
 
     if list_figures:
-        _list_figures(KNOWN, printing)
+        _list_figures(FIGURES, printing)
         return
     if not results:
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
     if figure is None:
-        raise UsageError(f"--figure is required; accepted: {', '.join(KNOWN)}")
-    spec = known(figure)
+        raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
+    spec = find_figure(figure)
     file = Path(output or f"{figure}.svg").expanduser()
     check_format(file)
     check_output_file(file, overwriting.overwrite)
 
-    from divdec.report.plots import style, write_figure
-    from divdec.research.figures.drawn import Asked
+    from divdec.report.style import style, write_figure
+    from divdec.research.figures import FigureRequest
 
-    request = Asked(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
+    request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
     with style(f"divdec-{figure}"):
         drawn = spec.draw(request)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,11 @@ def plot(
 
 def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
     if printing.json:
-        print(json.dumps({name: dataclasses.asdict(one) for name, one in figures.items()}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {name: {"shows": one.shows, "needs": one.needs} for name, one in figures.items()}, ensure_ascii=False
+            )
+        )
         return
     for name, one in figures.items():
         print(f"{name}\n  {one.shows}\n  from {one.needs}")
@@ -261,7 +265,7 @@ def _row(folder: str, results: Results, scorer: Scorer) -> Row:
     Raises:
         UsageError: no aggregate can be computed.
     """
-    scored = scorer.scored(results, aggregates_alone=True)
+    scored = scorer.score(results, aggregates_only=True)
     scores = scored.scores
     if all(value is None for value in scores.values.values()):
         reasons = "; ".join(dict.fromkeys(scores.reasons.values()))
@@ -270,7 +274,7 @@ def _row(folder: str, results: Results, scorer: Scorer) -> Row:
     if not results.items:
         return Row(name, folder, scores, None, "the folder holds figures only, no items")
     intervals = {part: scored.intervals.get(part) for part in scores.values}
-    why = "; ".join(dict.fromkeys(scored.lacking.values())) or None
+    why = "; ".join(dict.fromkeys(scored.missing_intervals.values())) or None
     return Row(name, folder, scores, intervals if any(intervals.values()) else None, why)
 
 

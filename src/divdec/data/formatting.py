@@ -16,8 +16,8 @@ from jaxtyping import Int
 from jinja2 import TemplateError
 from torch import Tensor
 
-from divdec.bridge.common_prefix import common_length
-from divdec.bridge.plain_layout import plain_prompt
+from divdec.bridge.alignment import common_prefix_length
+from divdec.bridge.conversation import plain_prompt
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
 
@@ -90,7 +90,7 @@ def encode_records(
     examples = []
     for record, prompt_ids, whole_ids in zip(records, prompts, _whole_ids(records, tokenizer, form), strict=True):
         # A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
-        answer_start = common_length(prompt_ids, whole_ids)
+        answer_start = common_prefix_length(prompt_ids, whole_ids)
         whole_ids = whole_ids[: form.max_length]
         if all(token in special for token in whole_ids[answer_start:]):
             raise UsageError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from divdec.bridge.common_prefix import common_length
+from divdec.bridge.alignment import common_prefix_length
 from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records
 from divdec.data.records import Message, Record, json_rows, read_text
 from divdec.errors import UsageError
@@ -98,7 +98,7 @@ class QuestionFormat:
         prompt, whole = self.prompt(record), self._plain_whole(record)
         # The space before an answer may be part of its first token: the prompt ends where the two sequences diverge.
         # OpenUnlearning counts tokens instead, and leaves the first token of many answers unlabelled.
-        start = common_length(prompt, whole)
+        start = common_prefix_length(prompt, whole)
         if set(whole[start:]) <= set(self.tokenizer.all_special_ids):
             raise UsageError(
                 f"{record.location}: no token of the answer is left within {self.max_length} tokens "

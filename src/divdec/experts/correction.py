@@ -76,5 +76,5 @@ def open_registry(folder: Path) -> Correction:
         FailedClosed: it is damaged, or nothing here can open registries.
     """
     if not _functions:
-        raise FailedClosed(f"{folder} is a registry of takedown requests, and divdec.takedowns was not imported")
+        raise FailedClosed(f"{folder} is a registry of takedown requests; `import divdec.takedowns` before loading it")
     return _functions[0](folder)

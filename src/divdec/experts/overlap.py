@@ -151,8 +151,8 @@ class _OnStreams(PendingDivergence):
 def _tensors_of(layer: Any) -> list[Any]:
     """The tensors that a layer holds now and a pass may replace."""
     tensors = [list(value) if isinstance(value, list) else value for value in vars(layer).values()]
-    memo: Any = getattr(layer, "memo", None)  # a bridged pair's keys and values
-    return tensors + [[own.keys, own.values] for cache in getattr(memo, "_caches", ()) for own in cache.layers]
+    pair_cache: Any = getattr(layer, "pair_cache", None)  # a bridged pair's keys and values
+    return tensors + [[own.keys, own.values] for own in getattr(pair_cache, "layers", ())]
 
 
 def cuda_devices(models: Iterable[PreTrainedModel]) -> set[torch.device]:

@@ -1,7 +1,6 @@
-"""Judges that are multimodal models behind an endpoint: does an image show a class, and which of two looks better?
+"""Judges of images: a small classifier trained on real images, and vision-language models behind an endpoint.
 
-Paper, 'Beyond Text': VQAScore (Lin et al. 2024) and pairwise comparison (Chen et al. 2024, MLLM-as-a-Judge). Answers
-are kept in a file, so that a stopped run goes on. It knows nothing of settings or sets.
+Paper, section 'Beyond Text': VQAScore (Lin et al. 2024) and pairwise comparison (Chen et al. 2024, MLLM-as-a-Judge).
 """
 
 from __future__ import annotations
@@ -11,20 +10,30 @@ import hashlib
 import json
 import math
 import re
-import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
 from tqdm.auto import tqdm
 
 from divdec.errors import UsageError
-from divdec.imaging.codec import Images
-from divdec.imaging.png import data_url, png
+from divdec.imaging.codecs import Images
+from divdec.imaging.files import data_url, png
 from divdec.remote.client import Endpoint
+from divdec.runs import ResumableOutput
 
+LEAST_SIDE = 8
+LARGEST_SIDE = 32
+"""Larger images are averaged down to this side, so that training takes seconds for every size."""
+WIDTH, FEATURES = 32, 64  # channels of the first convolutions, and of the others
+BATCH, RATE = 64, 5e-3  # images of a step, and peak learning rate
+HELD_OUT = 0.2
+"""Share of each class's images that is used for measurement instead of training."""
 QUESTION = "Does this image show a {class_name}? Answer Yes or No."
 COMPARISON = (
     "You are given two images, first image A, then image B. Judge their visual quality alone: sharpness, plausible "
@@ -34,186 +43,284 @@ COMPARISON = (
 REMINDER = "Answer with the letter A, B or C alone."
 _VALUES = {"A": 1.0, "B": 0.0, "C": 0.5}
 Item = TypeVar("Item")
-Verdict = TypeVar("Verdict")
+Features = Float[Tensor, "images features"]
+
+
+class Body(nn.Module):
+    """Network from pixels to features: pairs of convolutions that halve the image while its side is at least 8."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, channels: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.num_features = FEATURES  # the attribute that torchmetrics reads
+        self.size = size
+        self.seen = (min(size[0], LARGEST_SIDE), min(size[1], LARGEST_SIDE))
+        layers: list[nn.Module] = []
+        before, side = channels, min(self.seen)
+        while not layers or side >= LEAST_SIDE:
+            after = FEATURES if layers else WIDTH
+            layers += [*_convolution(before, after), *_convolution(after, after), nn.MaxPool2d(2)]
+            before, side = after, side // 2
+        self.layers = nn.Sequential(*layers, *_convolution(before, FEATURES), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("deviation", torch.ones(channels, 1, 1))
+
+    def forward(self, images: Images) -> Features:
+        """Compute features.
+
+        Raises:
+            UsageError: the images have another size or number of channels than those of the training.
+        """
+        accepted = (len(self.mean), *self.size)
+        if images.shape[1:] != accepted:
+            raise UsageError(
+                f"images of {images.shape[2]}×{images.shape[3]} pixels and {images.shape[1]} channel(s); this "
+                f"classifier reads {accepted[1]}×{accepted[2]} and {accepted[0]}"
+            )
+        if images.shape[2:] != self.seen:
+            images = interpolate(images, self.seen, mode="area")
+        return self.layers((images - self.mean) / self.deviation)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Accuracy of a classifier on images that were held out of its training."""
+
+    accuracy: float
+    images: int
+
+
+class Classifier:
+    """A convolutional classifier of images."""
+
+    def __init__(self, body: Body, head: nn.Linear, classes: Sequence[str], held_out: HeldOut) -> None:
+        """Create a classifier from a trained network; see `fit`."""
+        self.body, self.head = body.eval(), head.eval()
+        """Modules from images to features, for `frechet_distances`, and from features to logits."""
+        self.classes = tuple(classes)
+        self.held_out = held_out
+
+    @classmethod
+    def fit(
+        cls, images: Images, labels: Sequence[int], classes: Sequence[str], *, seed: int = 0, steps: int = 200
+    ) -> Classifier:
+        """Train a classifier on the images' device with AdamW, and measure it on held-out images.
+
+        Args:
+            images: of any size from 8×8 pixels.
+            labels: index of each image's class.
+            classes: names of the classes.
+            seed: seed of weights, batches and the split; reproducible for an equal number of threads.
+            steps: number of batches; 200 of 64 images read 1,400 images nine times.
+
+        Raises:
+            UsageError: images are too small, labels do not fit, or a class has too few images.
+        """
+        from sklearn.model_selection import train_test_split
+
+        _check(images, labels, classes, math.ceil(1 / HELD_OUT))
+        trained, held_out = train_test_split(range(len(images)), test_size=HELD_OUT, stratify=labels, random_state=seed)
+        targets = torch.tensor(labels, device=images.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            body = Body(images.shape[1], (images.shape[2], images.shape[3])).to(images.device)
+            head = nn.Linear(FEATURES, len(classes)).to(images.device)
+        _train(body, head, images[trained], targets[trained], seed, steps)
+        classifier = cls(body, head, classes, HeldOut(math.nan, len(held_out)))
+        correct = classifier.probabilities(images[held_out]).argmax(dim=-1) == targets[held_out]
+        classifier.held_out = HeldOut(float(correct.double().mean()), len(held_out))
+        return classifier
+
+    @torch.no_grad()
+    def features(self, images: Images, batch_size: int = 256) -> Features:
+        """Output of the penultimate layer; see `Body.forward` for errors."""
+        batches = [self.body(batch.to(self.body.mean.device)) for batch in images.split(batch_size)]
+        return torch.cat(batches) if batches else images.new_zeros(0, FEATURES)
+
+    @torch.no_grad()
+    def probabilities(self, images: Images, batch_size: int = 256) -> Float[Tensor, "images classes"]:
+        """Probability of each class, not calibrated; see `Body.forward` for errors."""
+        return self.head(self.features(images, batch_size)).softmax(dim=-1)
+
+
+def _convolution(before: int, after: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
+
+
+def _train(body: Body, head: nn.Linear, images: Images, labels: Tensor, seed: int, steps: int) -> None:
+    body.mean.copy_(images.mean(dim=(0, 2, 3)).reshape(-1, 1, 1))
+    # Constant images have a deviation of 0.
+    body.deviation.copy_(images.std(dim=(0, 2, 3)).clamp_min(1e-3).reshape(-1, 1, 1))
+    network = nn.Sequential(body, head).train()
+    optimizer = torch.optim.AdamW(network.parameters(), RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (BATCH,), generator=generator).to(images.device)
+        cross_entropy(network(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def _check(images: Images, labels: Sequence[int], classes: Sequence[str], least: int) -> None:
+    if images.shape[1] not in (1, 3) or min(images.shape[2:]) < LEAST_SIDE:
+        raise UsageError(
+            f"images of {images.shape[2]}×{images.shape[3]} pixels and {images.shape[1]} channel(s); a classifier "
+            f"reads {LEAST_SIDE}×{LEAST_SIDE} and more, 1 channel or 3"
+        )
+    if len(labels) != len(images):
+        raise UsageError(f"{len(labels)} labels for {len(images)} images; give each image its class")
+    if len(classes) < 2:
+        raise UsageError(f"{len(classes)} class(es); a classifier needs at least 2")
+    counts = Counter(labels)
+    wrong = next((label for label in counts if not 0 <= label < len(classes)), None)
+    if wrong is not None:
+        raise UsageError(f"label {wrong} is out of range; accepted: 0 to {len(classes) - 1}")
+    for index, name in enumerate(classes):
+        if counts[index] < least:
+            raise UsageError(
+                f"class {name!r} has {counts[index]} image(s); a classifier needs at least {least} of each"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageEndpoint(Endpoint):
-    """An endpoint whose model reads images; see `Endpoint` for how it is reached."""
+    """An endpoint whose model reads images."""
 
     temperature: float | None = 0.0
-    """None sends none, for models that accept no other than theirs."""
+    """None sends none, for models that accept only their default."""
     limit_name: str = "max_tokens"
-    """What the endpoint calls the longest reply; OpenAI's models that reason want 'max_completion_tokens'."""
+    """Name of the request's token limit; OpenAI's reasoning models use 'max_completion_tokens'."""
 
     def __enter__(self) -> ImageEndpoint:
         return self
 
     def ask(self, images: Sequence[bytes], turns: Sequence[str], limit: int, **options: Any) -> dict[str, Any]:
-        """The first choice of the reply to images and a text.
+        """Return the first choice of the reply to images and a text.
 
         Args:
             images: PNG files, shown before the text.
-            turns: what is said, by the user first, then in turn.
+            turns: texts of user and assistant in turn, beginning with the user.
             limit: longest reply, in tokens.
             **options: further fields of the request.
 
         Raises:
-            UsageError: as `Endpoint.complete`.
+            UsageError: see `Endpoint.complete`.
         """
-        shown = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": [*shown, {"type": "text", "text": turns[0]}]}]
-        for place, said in enumerate(turns[1:]):
-            messages.append({"role": "user" if place % 2 else "assistant", "content": said})
-        body: dict[str, Any] = {self.limit_name: limit, **options}
+        content = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": turns[0]}]}]
+        for index, text in enumerate(turns[1:]):
+            messages.append({"role": "user" if index % 2 else "assistant", "content": text})
+        fields: dict[str, Any] = {self.limit_name: limit, **options}
         if self.temperature is not None:
-            body["temperature"] = self.temperature
-        return self.create_chat(messages, **body)
-
-
-class Answers:
-    """What endpoints have answered, by digest of model, question and images; a file of JSON lines, or memory alone."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Read what is there.
-
-        Args:
-            path: the file; a line that a stopped run has left unfinished is asked again.
-
-        Raises:
-            UsageError: it cannot be read or holds something else.
-        """
-        self._path = path
-        self._found: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-        self._whole = True
-        if path is None:
-            return
-        try:
-            # Before anything is asked and paid for, it is sure that answers can be kept.
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("ab").close()
-            content = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"answers cannot be kept in {path} ({error.strerror}); give another name") from None
-        for line in content.splitlines():
-            if (row := _kept(line)) is not None:
-                self._found[row.pop("key")] = row
-        if content and not self._found and not content.startswith(b'{"key": '):
-            raise UsageError(f"{path} holds no answers of a judge; give the name of a new file")
-        self._whole = content.endswith(b"\n") or not content
-
-    def of(self, key: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The answer kept under a key, or a new one, which is kept."""
-        with self._lock:
-            if key in self._found:
-                return self._found[key]
-        answer = ask()
-        line = json.dumps({"key": key, **answer}, ensure_ascii=False).encode() + b"\n"
-        with self._lock:
-            self._found[key] = answer
-            if self._path is not None:
-                with self._path.open("ab") as file:
-                    file.write(line if self._whole else b"\n" + line)
-                self._whole = True
-        return answer
+            fields["temperature"] = self.temperature
+        return self.create_chat(messages, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageJudge:
-    """A multimodal model as a judge of content and of quality."""
+    """A vision-language model as a judge of content and quality."""
 
     endpoint: ImageEndpoint
-    answers: Answers = dataclasses.field(default_factory=Answers)
+    answers: ResumableOutput = dataclasses.field(default_factory=lambda: ResumableOutput(None))
+    """Replies by digest of model, question and images; an interrupted run reads them."""
     workers: int = 8
-    """Requests at the same time."""
+    """Parallel requests."""
     top_logprobs: int = 20
-    """Likeliest tokens that VQAScore asks for; some servers give fewer."""
+    """Number of log-probabilities that VQAScore requests; some servers return fewer."""
     least_side: int = 256
-    """Smaller images are shown with their pixels repeated."""
+    """Smaller images are enlarged."""
     limit: int = 16
-    """Longest answer to a comparison, in tokens; a model that reasons first needs thousands."""
+    """Longest reply to a comparison, in tokens; a reasoning model needs thousands."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "top_logprobs", "least_side", "limit"):
             if getattr(self, name) < 1:
                 raise UsageError(f"an image judge's {name} is {getattr(self, name)}; accepted: 1 or more")
 
-    def vqa_scores(self, images: Images, asked: Sequence[str]) -> list[float]:
-        """VQAScore: how probable it is that each image shows its class.
+    def vqa_scores(self, images: Images, class_names: Sequence[str]) -> list[float]:
+        """VQAScore: the probability that each image shows its class.
 
-        Among the log-probabilities of the reply's first token, y is the sum of the probabilities of all tokens that
-        read 'yes', n of all that read 'no', whatever their case and the white space around them. The score is
-        y / (y + n): 1 or 0 where only one of them is among the likeliest.
+        Among the log-probabilities of the reply's first token, y is the probability of all tokens that read 'yes', and
+        n that of all that read 'no', ignoring case and white space. The score is y / (y + n).
 
         Args:
-            images: to judge.
-            asked: the class of each, as the question names it.
+            images: the images.
+            class_names: name of each image's class, for the question.
 
         Returns:
-            A score for each image, from 0 to 1.
+            A score from 0 to 1 for each image.
 
         Raises:
-            UsageError: as `ImageEndpoint.ask`, the endpoint gives no log-probabilities, or neither word is among them.
+            UsageError: see `ImageEndpoint.ask`; or there are no log-probabilities, or neither word is among them.
         """
 
         def score(item: tuple[Tensor, str]) -> float:
-            image, class_name = item
-            shown, question = png(image, self.least_side), QUESTION.format(class_name=class_name)
-            answer = self._answer([shown], question, lambda: self._yes_no(shown, question))
+            content, question = png(item[0], self.least_side), QUESTION.format(class_name=item[1])
+            answer = self._answer([content], question, lambda: self._yes_no(content, question))
             return answer["yes"] / (answer["yes"] + answer["no"])
 
-        return self._each(score, list(zip(images, asked, strict=True)), "VQAScore")
+        return self._map(score, list(zip(images, class_names, strict=True)), "VQAScore")
 
     def preferences(self, images: Images, others: Images) -> list[float]:
         """Pairwise quality: whether each image looks better than its counterpart.
 
-        Each pair is shown in both orders. 1 is a win in both, 0 a loss in both, and all else, ties and verdicts that
-        follow the order, 0.5.
+        Each pair is shown in both orders. 1 is a win in both, 0 a loss in both, and everything else is 0.5: ties, and
+        verdicts that depend on the order.
 
         Args:
-            images: such as those of a setting.
-            others: what each is compared with, such as the baseline's of the same class.
+            images: images of a setting.
+            others: counterparts, such as the baseline's images of the same class.
 
         Returns:
             A figure for each pair; their mean is the rate at which the images are preferred.
 
         Raises:
-            UsageError: as `ImageEndpoint.ask`, or the model gives twice no verdict.
+            UsageError: see `ImageEndpoint.ask`; or the model gives no verdict twice.
         """
 
         def preference(item: tuple[Tensor, Tensor]) -> float:
             one, other = (png(image, self.least_side) for image in item)
-            forth, back = _VALUES[self._verdict(one, other)], 1 - _VALUES[self._verdict(other, one)]
-            return forth if forth == back else 0.5
+            first, second = _VALUES[self._verdict(one, other)], 1 - _VALUES[self._verdict(other, one)]
+            return first if first == second else 0.5
 
-        return self._each(preference, list(zip(images, others, strict=True)), "quality")
+        return self._map(preference, list(zip(images, others, strict=True)), "quality")
 
-    def _each(self, judge: Callable[[Item], Verdict], items: Sequence[Item], title: str) -> list[Verdict]:
-        # An error cancels what waits for a worker, and the rest was kept already.
+    def _map(self, judge: Callable[[Item], float], items: Sequence[Item], title: str) -> list[float]:
+        # An error cancels the waiting requests.
         with ThreadPoolExecutor(self.workers) as pool:
             return list(tqdm(pool.map(judge, items), title, len(items), unit="image", disable=None))
 
-    def _answer(self, shown: Sequence[bytes], question: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        digests = [hashlib.sha256(image).hexdigest() for image in shown]
-        asked = {"endpoint": self.endpoint.base_url, "temperature": self.endpoint.temperature, "limit": self.limit}
-        about = {"model": self.endpoint.model, "question": question, "images": digests, **asked}
-        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        return self.answers.of(key, lambda: {**about, **ask()})
+    def _answer(self, images: Sequence[bytes], question: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        request = {
+            "model": self.endpoint.model,
+            "question": question,
+            "images": [hashlib.sha256(image).hexdigest() for image in images],
+            "endpoint": self.endpoint.base_url,
+            "temperature": self.endpoint.temperature,
+            "limit": self.limit,
+        }
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        if key not in self.answers:
+            self.answers.add({"key": key, **request, **ask()})
+        return self.answers.items[key]
 
     def _yes_no(self, image: bytes, question: str) -> dict[str, Any]:
         choice = self.endpoint.ask([image], [question], 1, logprobs=True, top_logprobs=self.top_logprobs)
-        likeliest = _likeliest(choice)
-        if not likeliest:
+        logprobs = _top_logprobs(choice)
+        if not logprobs:
             raise UsageError(
                 f"model {self.endpoint.model!r} at {self.endpoint.base_url} gives no log-probabilities, which VQAScore "
                 "needs; take a model or server that gives them, such as gpt-4o-mini or vLLM"
             )
-        yes, no = (sum(math.exp(log) for token, log in likeliest if token == word) for word in ("yes", "no"))
+        yes, no = (sum(math.exp(logprob) for token, logprob in logprobs if token == word) for word in ("yes", "no"))
         if not yes + no > 0:
-            listed = ", ".join(repr(token) for token, _ in likeliest[:5])
+            tokens = ", ".join(repr(token) for token, _ in logprobs[:5])
             raise UsageError(
-                f"model {self.endpoint.model!r} answers {question!r} with neither Yes nor No (likeliest: {listed}); "
+                f"model {self.endpoint.model!r} answers {question!r} with neither Yes nor No (likeliest: {tokens}); "
                 "take another model"
             )
         return {"yes": yes, "no": no}
@@ -222,38 +329,24 @@ class ImageJudge:
         return self._answer([first, second], COMPARISON, lambda: self._compare(first, second))["verdict"]
 
     def _compare(self, first: bytes, second: bytes) -> dict[str, Any]:
-        turns, said = [COMPARISON], ""
+        turns, text = [COMPARISON], ""
         for _ in range(2):
-            said = _said(self.endpoint.ask([first, second], turns, self.limit))
-            if found := re.fullmatch(r"\W*(?:image\s+)?([ABC])\W*", said, re.IGNORECASE):
-                return {"verdict": found[1].upper()}
-            turns = [COMPARISON, said, REMINDER] if said else [f"{COMPARISON} {REMINDER}"]
+            message = self.endpoint.ask([first, second], turns, self.limit).get("message")
+            text = message.get("content") if isinstance(message, dict) else None
+            text = text if isinstance(text, str) else ""
+            if match := re.fullmatch(r"\W*(?:image\s+)?([ABC])\W*", text, re.IGNORECASE):
+                return {"verdict": match[1].upper()}
+            turns = [COMPARISON, text, REMINDER] if text else [f"{COMPARISON} {REMINDER}"]
         raise UsageError(
-            f"model {self.endpoint.model!r} gave twice no verdict on two images ({said[:120]!r}); accepted: A, B or C, "
+            f"model {self.endpoint.model!r} gave twice no verdict on two images ({text[:120]!r}); accepted: A, B or C, "
             "so take another model, or a higher limit of tokens"
         )
 
 
-def _likeliest(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """The likeliest first tokens, in lower case without white space, and their log-probabilities."""
+def _top_logprobs(choice: dict[str, Any]) -> list[tuple[str, float]]:
+    """The most likely first tokens, in lower case without white space, and their log-probabilities."""
     try:
-        listed = choice["logprobs"]["content"][0]["top_logprobs"]
-        return [(entry["token"].strip().casefold(), min(float(entry["logprob"]), 0.0)) for entry in listed]
+        entries = choice["logprobs"]["content"][0]["top_logprobs"]
+        return [(entry["token"].strip().casefold(), min(float(entry["logprob"]), 0.0)) for entry in entries]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return []
-
-
-def _kept(line: bytes) -> dict[str, Any] | None:
-    """An answer of an earlier run, or None where the line is none."""
-    try:
-        row = json.loads(line)
-        usable = isinstance(row["key"], str) and (row.get("verdict") in _VALUES or row["yes"] + row["no"] > 0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return row if usable else None
-
-
-def _said(choice: dict[str, Any]) -> str:
-    message = choice.get("message")
-    said = message.get("content") if isinstance(message, dict) else None
-    return said if isinstance(said, str) else ""

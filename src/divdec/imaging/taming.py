@@ -1,67 +1,212 @@
-"""What a class-conditional checkpoint of taming-transformers is made of, and what transformers and diffusers call it.
+"""Convert class-conditional checkpoints of taming-transformers to GPT-2 (transformers) and `VQModel` (diffusers).
 
-Everything is read from the names and shapes of its weights. It knows nothing of files.
+Configurations are derived from the names and shapes of the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import pickle
 import re
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from divdec.errors import UsageError
-from divdec.imaging.vq import vq_config, vq_model_class
+from divdec.errors import UsageError, first_line
+from divdec.imaging.codecs import VQCodec, vq_config, vq_model_class
+from divdec.imaging.models import ImageLayout, write_image_files
+from divdec.model.checkpoint import check_apart
+from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 
 if TYPE_CHECKING:
     from diffusers import VQModel
     from transformers import GPT2Config, GPT2LMHeadModel
 
-TRANSFORMER = "transformer."
-FIRST_STAGE = "first_stage_model."
+VERB = "image convert"
+CLASSES = 1000
+"""Number of ImageNet's classes."""
+SHARD_BYTES = 1_000_000_000
+"""Size of a file of weights; writing takes about twice as much memory."""
+TRANSFORMER, FIRST_STAGE = "transformer.", "first_stage_model."
 HEAD = 64  # width of an attention head in the published transformer
-GROUPS = 32  # of all normalisation in a VQGAN
-# Losses, the class itself as a "model", masks that are always causal, projections of a time that there is not.
+GROUPS = 32  # of all normalisation layers in a VQGAN
+# Losses, the class conditioning stage, causal masks, and projections of a time embedding that is not used.
 _UNUSED = re.compile(r"(.+\.)?loss\.|cond_stage_model\.|.+\.attn\.mask$|.+\.temb_proj\.")
-_BLOCK_NAMES = {
-    "ln_1": "ln1",
-    "ln_2": "ln2",
-    "attn.c_proj": "attn.proj",
-    "mlp.c_fc": "mlp.0",
-    "mlp.c_proj": "mlp.2",
-}
-_ENDS = {
-    "wte.weight": "tok_emb.weight",
-    "wpe.weight": "pos_emb",
-    "ln_f.weight": "ln_f.weight",
-    "ln_f.bias": "ln_f.bias",
-}
+_BLOCK_NAMES = {"ln_1": "ln1", "ln_2": "ln2", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.0", "mlp.c_proj": "mlp.2"}
+_OUTER_NAMES = {"wte.weight": "tok_emb.weight", "ln_f.weight": "ln_f.weight", "ln_f.bias": "ln_f.bias"}
 _ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+# Lightning stores the state of its callbacks under their classes; only this name is needed to read the file.
+_CALLBACK = "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint"
+_SAVE_ALONE = 'torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the weights, by their names in the checkpoint."""
+"""Shapes of the weights by their names in the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight of a converted model, and what it is made from."""
+    """A weight of a converted model, and its sources in the checkpoint."""
 
     sources: tuple[str, ...]
-    """Names in the checkpoint; several are laid one after another, along the first axis."""
+    """Names in the checkpoint; several are concatenated along the first axis."""
     shape: tuple[int, ...]
-    """That each of them must have."""
-    turn: Callable[[Tensor], Tensor]
-    """Makes the weight of them."""
+    """Shape of each source."""
+    convert: Callable[[Tensor], Tensor] = lambda weight: weight
+    """Function of the concatenated sources."""
+
+    def load(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Compute the weight from the checkpoint's tensors."""
+        sources = [tensors[source] for source in self.sources]
+        weight = self.convert(torch.cat(sources) if len(sources) > 1 else sources[0])
+        return weight.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def used(shapes: Shapes) -> Shapes:
-    """Those weights that decide what is computed.
+def convert_taming(
+    checkpoint: Path,
+    output: Path,
+    *,
+    classes: Sequence[str] | None = None,
+    heads: int | None = None,
+    raster: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Convert a class-conditional checkpoint of taming-transformers, such as ImageNet's `cin_transformer`.
+
+    The output is a causal language model (GPT-2) with its tokenizer, `image.json`, and the VQGAN in `codec/`. Weights
+    are memory-mapped and written in shards, so that the conversion needs less memory than the weights.
+
+    Args:
+        checkpoint: a .ckpt of PyTorch Lightning, its `state_dict` alone, or the latter as .safetensors. Only tensors
+            and plain values are unpickled.
+        output: the folder to write; it appears only when it is complete.
+        classes: names of the classes, in their order; by default '0' to '999'.
+        heads: attention heads of a layer, which the weights do not show; by default the width divided by 64.
+        raster: height and width of an image in codes; by default a square.
+        overwrite: replace an earlier conversion.
+        report: receives one line at a time.
+
+    Returns:
+        The output folder and the figures in `run.json`: parameters, number of codes and of classes, image size.
 
     Raises:
-        UsageError: the checkpoint lacks a transformer or a VQGAN altogether.
+        UsageError: the checkpoint cannot be read safely, or its weights do not fit; or see `check_output`. Nothing
+            is written.
+    """
+    check_output(output, overwrite, is_conversion)
+    check_apart(output.resolve(), [checkpoint.resolve()])
+    vq_model_class()
+    tensors = read_checkpoint(checkpoint)
+    try:
+        shapes = select_used({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        config = transformer_config(shapes, heads)
+        transformer = transformer_model(config)
+        codec = codec_model(codec_arguments := codec_config(shapes))
+        transformer_sources, codec_sources = transformer_weights(transformer), codec_weights(codec)
+        check_weights(shapes, {**transformer_sources, **codec_sources})
+        _check_values({name: tensors[name] for name in shapes})
+        _check_causal(tensors)
+        grid = _raster(config.n_positions - 1, raster)
+        layout = _layout(config.vocab_size, codec_arguments["num_vq_embeddings"], grid, classes)
+        factor = 2 ** (len(codec_arguments["block_out_channels"]) - 1)
+        size = (layout.height * factor, layout.width * factor)
+    except UsageError as error:
+        raise UsageError(f"{checkpoint}: {error}") from None
+    figures = {
+        # The additional position is not in the checkpoint.
+        "transformer_parameters": sum(weight.numel() for weight in transformer.parameters()) - config.n_embd,
+        "vq_parameters": sum(weight.numel() for weight in codec.parameters()),
+        "codes": layout.codes,
+        "classes": len(layout.classes),
+        "size": list(size),
+    }
+    report(
+        f"transformer: {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, "
+        f"{figures['transformer_parameters']:,} parameters"
+    )
+    report(
+        f"VQGAN: {layout.codes:,} codes, rasters of {layout.height}×{layout.width}, images of {size[0]}×{size[1]} "
+        f"pixels, {figures['vq_parameters']:,} parameters"
+    )
+    report(f"writing {output}")
+    settings = {"checkpoint": str(checkpoint), "heads": config.n_head, "raster": [layout.height, layout.width]}
+    with output_folder(output, overwrite, is_conversion) as folder:
+        _write_transformer(folder, transformer, transformer_sources, tensors)
+        layout.tokenizer().save_pretrained(folder)
+        state = {name: weight.load(tensors, torch.float32) for name, weight in codec_sources.items()}
+        codec.load_state_dict(state, strict=True, assign=True)
+        write_image_files(folder, layout, VQCodec(codec, size))
+        write_json(folder / RECORD, record(VERB, settings, **figures))
+    return {"output": str(output), **figures}
+
+
+def is_conversion(folder: Path) -> bool:
+    """Whether `convert_taming` has written a folder."""
+    return (read_record(folder) or {}).get("verb") == VERB
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint, memory-mapped if its format allows it.
+
+    Args:
+        path: see `convert_taming`.
+
+    Raises:
+        UsageError: it is missing or damaged, needs unpickling of objects, or holds no tensors.
+    """
+    if not path.is_file():
+        raise UsageError(f"checkpoint {path} is no file; accepted: a .ckpt of taming-transformers, or .safetensors")
+    content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not content:
+        raise UsageError(f"{path} holds no state_dict; accepted: a checkpoint of PyTorch Lightning, or its state_dict")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UsageError(f"{path} holds {name!r}, which is no tensor; accepted: a state_dict of tensors alone")
+    return dict(content)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from None
+
+
+class _Callback:
+    """Placeholder for Lightning's callback."""
+
+
+def _read_pickle(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals([(_Callback, _CALLBACK)]):
+            # Files from before torch 1.6 are no archives and cannot be memory-mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"holds {name[1]}" if name else "is damaged, or holds something"
+        raise UsageError(
+            f"{path} {reason} beside tensors and plain values, which could run code when read; where you trust it, "
+            f"save its weights alone: {_SAVE_ALONE}"
+        ) from None
+    except Exception as error:  # torch raises errors of many kinds for damaged files
+        raise UsageError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from None
+
+
+def select_used(shapes: Shapes) -> Shapes:
+    """Select the weights that the models use.
+
+    Raises:
+        UsageError: the checkpoint has no transformer or no VQGAN.
     """
     for part, prefix in (("transformer", TRANSFORMER), ("VQGAN", FIRST_STAGE)):
         if not any(name.startswith(prefix) for name in shapes):
@@ -73,21 +218,18 @@ def used(shapes: Shapes) -> Shapes:
 
 
 def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
-    """The GPT-2 that computes what the checkpoint's transformer does.
+    """Derive the GPT-2 that computes the same as the checkpoint's transformer.
 
-    It has one position more than the checkpoint. An image is a class and as many codes as there were positions, of
-    which the last is never read; but what trains or scores a text gives the model all of it at once. What the model
-    answers at that last position is never used.
+    It has one position more. An image is a class and as many codes as the checkpoint has positions; the last code is
+    never an input of decoding, but training and scoring pass the whole sequence. The output there is not used.
 
     Args:
-        shapes: of the checkpoint.
-        heads: attention heads of a layer, which the weights do not show; by default one for 64 of the width.
+        shapes: shapes of the checkpoint.
+        heads: attention heads of a layer; by default the width divided by 64.
 
     Raises:
-        UsageError: weights are missing or no transformer's, or the heads do not divide the width.
+        UsageError: weights are missing or have unexpected shapes, or the heads do not divide the width.
     """
-    from transformers import GPT2Config
-
     vocabulary, width = _shape(shapes, f"{TRANSFORMER}tok_emb.weight", 2)
     _, block, _ = _shape(shapes, f"{TRANSFORMER}pos_emb", 3)
     inner, _ = _shape(shapes, f"{TRANSFORMER}blocks.0.mlp.0.weight", 2)
@@ -98,137 +240,22 @@ def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
     count = width // HEAD if heads is None else heads
     if count < 1 or width % count:
         raise UsageError(f"is {width} wide, which {count} attention heads do not divide; give a divisor of it")
-    layers = _count(shapes, rf"{re.escape(TRANSFORMER)}blocks\.(\d+)\.")
-    return _gpt2(GPT2Config, vocabulary, block + 1, width, layers, count, inner)
+    layers = len(_indices(shapes, rf"{re.escape(TRANSFORMER)}blocks\.(\d+)\."))
+    return gpt2_config(vocabulary, block + 1, width, layers, count, inner)
 
 
-def codec_config(shapes: Shapes) -> dict[str, Any]:
-    """What diffusers' `VQModel` is made from, to compute what the checkpoint's VQGAN does.
-
-    Raises:
-        UsageError: weights are missing, or of a VQGAN that diffusers cannot express.
-    """
-    first, channels, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_in.weight", 4)
-    latent, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_out.weight", 4)
-    codes, width = _shape(shapes, f"{FIRST_STAGE}quantize.embedding.weight", 2)
-    down, up = re.escape(f"{FIRST_STAGE}encoder.down."), re.escape(f"{FIRST_STAGE}decoder.up.")
-    levels, blocks = _count(shapes, rf"{down}(\d+)\."), _count(shapes, rf"{down}0\.block\.(\d+)\.")
-    names = [f"{FIRST_STAGE}encoder.down.{level}.block.0.conv1.weight" for level in range(max(levels, 1))]
-    widths = [_shape(shapes, name, 4)[0] for name in names]
-    if widths[0] != first:
-        raise UsageError(
-            f"has a VQGAN whose input has {first} channels and whose first level {widths[0]}; accepted: the same "
-            "(ch_mult that begins with 1)"
-        )
-    if any(count % GROUPS for count in widths):
-        raise UsageError(f"has a VQGAN whose levels have {widths} channels; accepted: multiples of {GROUPS}")
-    attention, others = (_indices(shapes, rf"{part}(\d+)\.attn\.") for part in (down, up))
-    if attention != others:
-        raise UsageError(
-            f"has a VQGAN with attention at levels {sorted(attention)} of the encoder and {sorted(others)} of the "
-            "decoder; accepted: the same"
-        )
-    return vq_config(channels, widths, blocks, sorted(attention), latent, (codes, width))
-
-
-def transformer_model(config: GPT2Config) -> GPT2LMHeadModel:
-    """A GPT-2 without memory for its weights."""
-    from transformers import GPT2LMHeadModel
-
-    with torch.device("meta"):
-        return GPT2LMHeadModel(config)
-
-
-def codec_model(config: Mapping[str, Any]) -> VQModel:
-    """A VQGAN without memory for its weights.
-
-    Raises:
-        UsageError: diffusers is not installed.
-    """
-    network = vq_model_class()
-    with torch.device("meta"):
-        return network(**config)
-
-
-def published_models() -> tuple[GPT2LMHeadModel, VQModel]:
-    """Transformer and VQGAN of ImageNet's published checkpoint as they are converted, without memory for weights.
-
-    The transformer so has the one position more that `transformer_config` speaks of, 1,536 parameters.
-    """
+def gpt2_config(vocabulary: int, positions: int, width: int, layers: int, heads: int, inner: int) -> GPT2Config:
+    """Create the configuration of a GPT-2 with minGPT's architecture."""
     from transformers import GPT2Config
 
-    codes = 16_384
-    transformer = transformer_model(_gpt2(GPT2Config, codes, 256 + 1, 1536, 48, 24, 4 * 1536))
-    return transformer, codec_model(vq_config(3, (128, 128, 256, 256, 512), 2, [4], 256, (codes, 256)))
-
-
-def transformer_weights(model: GPT2LMHeadModel) -> dict[str, Weight]:
-    """What each weight of a converted transformer is made from, by its name there."""
-    found = {}
-    for name, weight in model.named_parameters():
-        shape = tuple(weight.shape)
-        inside = name.removeprefix("transformer.")
-        if name == "lm_head.weight":
-            found[name] = Weight((f"{TRANSFORMER}head.weight",), shape, _same)
-        elif inside == "wpe.weight":
-            # The row of the additional position: nothing that counts reads what follows from it.
-            found[name] = Weight((f"{TRANSFORMER}pos_emb",), (1, shape[0] - 1, shape[1]), _with_a_row)
-        elif inside in _ENDS:
-            found[name] = Weight((TRANSFORMER + _ENDS[inside],), shape, _same)
-        else:
-            found[name] = _block_weight(inside, shape)
-    return found
-
-
-def codec_weights(model: VQModel) -> dict[str, Weight]:
-    """What each weight of a converted VQGAN is made from, by its name there."""
-    config: Any = model.config
-    last = len(config.block_out_channels) - 1
-    found = {}
-    for name, weight in model.named_parameters():
-        shape = tuple(weight.shape)
-        # Attention was made of convolutions of single pixels.
-        projection = ".attentions." in name and len(shape) == 2
-        source = FIRST_STAGE + _codec_name(name, last)
-        found[name] = Weight((source,), (*shape, 1, 1) if projection else shape, _flat if projection else _same)
-    return found
-
-
-def check(shapes: Shapes, weights: Mapping[str, Weight]) -> None:
-    """Compare what a checkpoint holds with what converted models need.
-
-    Args:
-        shapes: as `used` gives them.
-        weights: of all converted models.
-
-    Raises:
-        UsageError: weights are missing, unknown or of another shape.
-    """
-    needed = {source: weight.shape for weight in weights.values() for source in weight.sources}
-    _refuse_missing([name for name in needed if name not in shapes])
-    if unknown := [name for name in shapes if name not in needed]:
-        raise UsageError(
-            f"holds {len(unknown)} weight(s) that this version does not know: {_some(unknown)}; accepted: "
-            "a class-conditional checkpoint of taming-transformers, such as cin_transformer"
-        )
-    for name, shape in needed.items():
-        if shapes[name] != shape:
-            raise UsageError(
-                f"holds {name} of shape {_times(shapes[name])}; from its other weights, {_times(shape)} is expected"
-            )
-
-
-def _gpt2(
-    config: type[GPT2Config], vocabulary: int, positions: int, width: int, layers: int, heads: int, inner: int
-) -> GPT2Config:
-    return config(
+    return GPT2Config(
         vocab_size=vocabulary,
         n_positions=positions,
         n_embd=width,
         n_layer=layers,
         n_head=heads,
         n_inner=None if inner == 4 * width else inner,
-        activation_function="gelu",  # the exact one, which minGPT has
+        activation_function="gelu",  # exact, as in minGPT
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -239,31 +266,135 @@ def _gpt2(
     )
 
 
-def _block_weight(inside: str, shape: tuple[int, ...]) -> Weight:
-    _, layer, rest = inside.split(".", 2)
+def codec_config(shapes: Shapes) -> dict[str, Any]:
+    """Derive the arguments of the `VQModel` that computes the same as the checkpoint's VQGAN.
+
+    Raises:
+        UsageError: weights are missing, or diffusers has no equivalent.
+    """
+    first, channels, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_in.weight", 4)
+    latent, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_out.weight", 4)
+    codes, width = _shape(shapes, f"{FIRST_STAGE}quantize.embedding.weight", 2)
+    down, up = re.escape(f"{FIRST_STAGE}encoder.down."), re.escape(f"{FIRST_STAGE}decoder.up.")
+    # Counts of distinct indices: if one is missing, `check_weights` names it.
+    levels, blocks = len(_indices(shapes, rf"{down}(\d+)\.")), len(_indices(shapes, rf"{down}0\.block\.(\d+)\."))
+    names = [f"{FIRST_STAGE}encoder.down.{level}.block.0.conv1.weight" for level in range(max(levels, 1))]
+    widths = [_shape(shapes, name, 4)[0] for name in names]
+    if widths[0] != first:
+        raise UsageError(
+            f"has a VQGAN whose input has {first} channels and whose first level {widths[0]}; accepted: the same "
+            "(ch_mult that begins with 1)"
+        )
+    if any(count % GROUPS for count in widths):
+        raise UsageError(f"has a VQGAN whose levels have {widths} channels; accepted: multiples of {GROUPS}")
+    attention, others = (_indices(shapes, rf"{prefix}(\d+)\.attn\.") for prefix in (down, up))
+    if attention != others:
+        raise UsageError(
+            f"has a VQGAN with attention at levels {sorted(attention)} of the encoder and {sorted(others)} of the "
+            "decoder; accepted: the same"
+        )
+    return vq_config(channels, widths, blocks, sorted(attention), latent, (codes, width))
+
+
+def transformer_model(config: GPT2Config) -> GPT2LMHeadModel:
+    """Create a GPT-2 on the meta device."""
+    from transformers import GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def codec_model(config: Mapping[str, Any]) -> VQModel:
+    """Create a VQGAN on the meta device."""
+    network = vq_model_class()
+    with torch.device("meta"):
+        return network(**config)
+
+
+def transformer_weights(model: GPT2LMHeadModel) -> dict[str, Weight]:
+    """Sources of each weight of a converted transformer."""
+    weights = {}
+    for name, weight in model.named_parameters():
+        shape = tuple(weight.shape)
+        inner = name.removeprefix("transformer.")
+        if name == "lm_head.weight":
+            weights[name] = Weight((f"{TRANSFORMER}head.weight",), shape)
+        elif inner == "wpe.weight":
+            weights[name] = Weight((f"{TRANSFORMER}pos_emb",), (1, shape[0] - 1, shape[1]), _append_position)
+        elif inner in _OUTER_NAMES:
+            weights[name] = Weight((TRANSFORMER + _OUTER_NAMES[inner],), shape)
+        else:
+            weights[name] = _block_weight(inner, shape)
+    return weights
+
+
+def codec_weights(model: VQModel) -> dict[str, Weight]:
+    """Sources of each weight of a converted VQGAN."""
+    config: Any = model.config
+    last_level = len(config.block_out_channels) - 1
+    weights = {}
+    for name, weight in model.named_parameters():
+        shape, source = tuple(weight.shape), FIRST_STAGE + _codec_name(name, last_level)
+        if ".attentions." in name and len(shape) == 2:  # convolutions of single pixels in the checkpoint
+            weights[name] = Weight((source,), (*shape, 1, 1), lambda weight: weight.flatten(1))
+        else:
+            weights[name] = Weight((source,), shape)
+    return weights
+
+
+def check_weights(shapes: Shapes, weights: Mapping[str, Weight]) -> None:
+    """Compare a checkpoint with the sources of the converted models.
+
+    Args:
+        shapes: from `select_used`.
+        weights: of all converted models.
+
+    Raises:
+        UsageError: weights are missing, unknown or of another shape.
+    """
+    needed = {source: weight.shape for weight in weights.values() for source in weight.sources}
+    _refuse_missing([name for name in needed if name not in shapes])
+    if unknown := [name for name in shapes if name not in needed]:
+        raise UsageError(
+            f"holds {len(unknown)} weight(s) that this version does not know: {_first_names(unknown)}; accepted: "
+            "a class-conditional checkpoint of taming-transformers, such as cin_transformer"
+        )
+    for name, shape in needed.items():
+        if shapes[name] != shape:
+            raise UsageError(
+                f"holds {name} of shape {_times(shapes[name])}; from its other weights, {_times(shape)} is expected"
+            )
+
+
+def _block_weight(name: str, shape: tuple[int, ...]) -> Weight:
+    _, layer, rest = name.split(".", 2)
     module, _, kind = rest.rpartition(".")
     block = f"{TRANSFORMER}blocks.{layer}"
-    # GPT-2 keeps its linear maps as [in, out].
-    linear = kind == "weight" and not module.startswith("ln")
-    shape, turn = (tuple(reversed(shape)), _transposed) if linear else (shape, _same)
+    convert: Callable[[Tensor], Tensor] = lambda weight: weight  # noqa: E731
+    if kind == "weight" and not module.startswith("ln"):  # linear maps of GPT-2 are [in, out]
+        shape, convert = tuple(reversed(shape)), lambda weight: weight.t()
     if module == "attn.c_attn":
         sources = tuple(f"{block}.attn.{part}.{kind}" for part in ("query", "key", "value"))
-        return Weight(sources, (shape[0] // 3, *shape[1:]), turn)
-    return Weight((f"{block}.{_BLOCK_NAMES[module]}.{kind}",), shape, turn)
+        return Weight(sources, (shape[0] // 3, *shape[1:]), convert)
+    return Weight((f"{block}.{_BLOCK_NAMES[module]}.{kind}",), shape, convert)
 
 
-def _codec_name(name: str, last: int) -> str:
+def _codec_name(name: str, last_level: int) -> str:
     name = name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
-    name = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
+    name = re.sub(r"mid_block\.resnets\.(\d)", lambda match: f"mid.block_{int(match[1]) + 1}", name)
     name = name.replace("mid_block.attentions.0", "mid.attn_1")
     name = re.sub(r"down_blocks\.(\d+)", r"down.\1", name)
-    # There, levels are numbered by resolution in the decoder too; here, in the order of work.
-    name = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{last - int(found[1])}", name)
+    # The checkpoint numbers the decoder's levels by resolution, diffusers in the order of computation.
+    name = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{last_level - int(match[1])}", name)
     name = re.sub(r"\.(down|up)samplers\.0\.", r".\1sample.", name)
     name = name.replace(".resnets.", ".block.").replace(".attentions.", ".attn.")
-    for here, there in _ATTENTION.items():
-        name = name.replace(f".{here}.", f".{there}.")
+    for ours, theirs in _ATTENTION.items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
     return name
+
+
+def _append_position(weight: Tensor) -> Tensor:
+    return torch.cat([weight[0], weight.new_zeros(1, weight.shape[-1])])
 
 
 def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
@@ -277,20 +408,16 @@ def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
 def _refuse_missing(names: list[str]) -> None:
     if names:
         raise UsageError(
-            f"lacks weights that it needs ({len(names)}): {_some(names)}; give the whole checkpoint, as published"
+            f"lacks weights that it needs ({len(names)}): {_first_names(names)}; give the whole checkpoint, as "
+            "published"
         )
 
 
 def _indices(shapes: Shapes, pattern: str) -> set[int]:
-    return {int(found[1]) for name in shapes if (found := re.match(pattern, name))}
+    return {int(match[1]) for name in shapes if (match := re.match(pattern, name))}
 
 
-def _count(shapes: Shapes, pattern: str) -> int:
-    # Of different numbers, not the highest: where one is left out, `check` names what it lacks.
-    return len(_indices(shapes, pattern))
-
-
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
@@ -298,17 +425,61 @@ def _times(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "()"
 
 
-def _same(weight: Tensor) -> Tensor:
-    return weight
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+            raise UsageError(f"holds {name} of type {tensor.dtype}, {tensor.layout}; accepted: dense floats")
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t()
+def _check_causal(tensors: Mapping[str, Tensor]) -> None:
+    # Transformers with an unmasked prefix have other masks, which GPT-2 cannot express.
+    for name, mask in tensors.items():
+        if not re.match(r"transformer\.blocks\.\d+\.attn\.mask$", name):
+            continue
+        if mask.dim() < 2 or not torch.equal(mask != 0, torch.ones_like(mask).tril() != 0):
+            raise UsageError(f"holds {name}, which is not causal; accepted: transformers without n_unmasked")
 
 
-def _flat(weight: Tensor) -> Tensor:
-    return weight.flatten(1)
+def _raster(block: int, raster: tuple[int, int] | None) -> tuple[int, int]:
+    if raster is None:
+        side = math.isqrt(block)
+        if side * side != block:
+            raise UsageError(f"has {block} positions, which are no square; give the raster's height and width")
+        return side, side
+    if min(raster) < 1 or raster[0] * raster[1] != block:
+        raise UsageError(f"has {block} positions; a raster of {raster[0]}×{raster[1]} codes has not as many")
+    return raster
 
 
-def _with_a_row(weight: Tensor) -> Tensor:
-    return torch.cat([weight[0], weight.new_zeros(1, weight.shape[-1])])
+def _layout(vocabulary: int, codes: int, raster: tuple[int, int], names: Sequence[str] | None) -> ImageLayout:
+    classes = tuple(map(str, range(CLASSES))) if names is None else tuple(names)
+    if vocabulary != codes:
+        raise UsageError(f"has a vocabulary of {vocabulary} tokens and a codebook of {codes}; accepted: the same")
+    if not classes or len(set(classes)) < len(classes):
+        raise UsageError(
+            f"{len(classes)} names of classes are given, {len(set(classes))} of them different; accepted: at least "
+            "one, all different"
+        )
+    # Classes are the first tokens, which are codes too; the last token is the padding.
+    if len(classes) >= vocabulary:
+        raise UsageError(f"has {vocabulary} tokens, too few for {len(classes)} classes; give the names of its own")
+    return ImageLayout(codes, *raster, classes, first_class=0, no_class=None, vocab_size=codes, padding=codes - 1)
+
+
+def _write_transformer(
+    folder: Path, model: GPT2LMHeadModel, weights: Mapping[str, Weight], tensors: Mapping[str, Tensor]
+) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    dtype = tensors[weights["lm_head.weight"].sources[0]].dtype
+    meta = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    plan = split_torch_state_dict_into_shards(meta, max_shard_size=SHARD_BYTES)
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: weights[name].load(tensors, dtype) for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)

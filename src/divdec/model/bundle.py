@@ -92,7 +92,7 @@ def write_bundle(
     ngram_weight: float = 1.0,
     registry: str | os.PathLike[str] | None = None,
     bridge: bool = False,
-    heal: bool = False,
+    token_healing: bool = False,
     pack: bool = False,
     overwrite: bool = False,
     forget_set: str | None = None,
@@ -113,8 +113,8 @@ def write_bundle(
         registry: folder of a registry of takedown requests that the loaded model follows, with the registry's own
             strength.
         bridge: the auxiliaries have another tokenizer than the target.
-        heal: with `bridge`, apply token healing: where a token of the target ends within one of the auxiliaries', use
-            the divergence of the tokens that extend it.
+        token_healing: with `bridge`, where a token of the target ends within one of the auxiliaries', use the
+            divergence of the tokens that extend it.
         pack: copy checkpoints and n-grams into the bundle, but not a registry, which changes.
         overwrite: replace an earlier bundle in `output`.
         forget_set: name and hash of the forget set, for the model card.
@@ -136,7 +136,7 @@ def write_bundle(
     steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
     names = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
-    _check_experts(names, ngram, registry, bridge, heal)
+    _check_experts(names, ngram, registry, bridge, token_healing)
     references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
     paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
     folders = {
@@ -177,7 +177,7 @@ def write_bundle(
         fields: dict[str, Any] = {part: reference.to_dict() for part, reference in references.items()}
         fields |= count_references
         if bridge:
-            fields["bridge"] = {"heal": heal}
+            fields["bridge"] = {"token_healing": token_healing}
         config = DivergenceConfig.from_parts(configs, steering, vocab_size, fields)
         config.single_turn = single_turn
         config.save_pretrained(folder)
@@ -288,7 +288,9 @@ def save_packed(
     write_text(folder / "README.md", bundle_card(config, None))
 
 
-def _check_experts(names: dict[str, str | None], ngram: object, registry: object, bridge: bool, heal: bool) -> None:
+def _check_experts(
+    names: dict[str, str | None], ngram: object, registry: object, bridge: bool, token_healing: bool
+) -> None:
     """Refuse a bundle without experts, half a pair, and options that do not apply."""
     missing = [part for part in AUXILIARIES if names[part] is None]
     if len(missing) == 1:
@@ -299,8 +301,8 @@ def _check_experts(names: dict[str, str | None], ngram: object, registry: object
         )
     if missing and bridge:
         raise UsageError("bridge is for a pair of auxiliaries, and none is given")
-    if heal and not bridge:
-        raise UsageError("heal belongs to bridge: auxiliaries with the target's tokenizer have nothing to heal")
+    if token_healing and not bridge:
+        raise UsageError("token_healing needs bridge: auxiliaries with the target's tokenizer have nothing to heal")
 
 
 def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
@@ -381,7 +383,8 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     if config.single_turn:
         rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
     if config.bridge is not None:
-        rows["bridge"] = "the auxiliaries have another tokenizer" + (", healed" if config.bridge.get("heal") else "")
+        healing = ", with token healing" if config.bridge.get("token_healing") else ""
+        rows["bridge"] = f"the auxiliaries have another tokenizer{healing}"
     if config.ngram:
         rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
     if config.registry:

@@ -68,7 +68,7 @@ class DivergenceConfig(RemoteCodeConfig):
         target: reference of the target: `{"folder": …, "sha256": {file: digest}}` or `{"hub_id": …, "revision": …}`.
         retain_auxiliary: reference of q, which has not seen the forget set.
         forget_auxiliary: reference of p, which has; None, like q, if n-grams or a registry replace the pair.
-        bridge: `{"heal": …}` if the auxiliaries have another tokenizer than the target, or None.
+        bridge: `{"token_healing": …}` if the auxiliaries have another tokenizer than the target, or None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
         registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
         steering: `Steering.to_dict()`; a rule without effect if only a registry steers.

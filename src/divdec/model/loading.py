@@ -277,7 +277,7 @@ def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts 
 
 
 def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts:
-    from divdec.bridge.bridge import BridgedPair
+    from divdec.bridge.pair import BridgedPair
     from divdec.experts.neural import logit_width
 
     tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
@@ -288,7 +288,7 @@ def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts
         target_tokenizer=tokenizers["target"],
         auxiliary_tokenizer=tokenizers["retain_auxiliary"],
         target_width=logit_width(models["target"]),
-        heal=bool((bundle.config.bridge or {}).get("heal", False)),
+        token_healing=bool((bundle.config.bridge or {}).get("token_healing", False)),
     )
 
 

@@ -1,1 +1,1 @@
-"""The playground: a page on which one sees what steering does, token by token."""
+"""`divdec playground`: a web page that shows the effect of steering on each token."""

@@ -1,170 +1,192 @@
-"""The page itself: which component stands where, and what each of them sets off (Gradio)."""
+"""The Gradio page: components, their events, and the theme."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any
 
-from divdec.playground.curve import curve_svg, in_words
-from divdec.playground.play import HOTTEST, Chosen, Playground, explained
-from divdec.playground.takedown import effect_html, requests_html
-from divdec.playground.talk import EMPTY, EMPTY_REMOTE, Talk, talk_html
-from divdec.playground.tokens import escape
+from divdec.playground import rendering
+from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
+from divdec.playground.rendering import Conversation, escape
+from divdec.playground.steered_model import MAX_K, SteeringControls
+from divdec.report.style import GROUND, PAGE, SERIES
+from divdec.steering import Steering
 
-# Read by Gradio when it is imported.
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
 
-LEGEND = """<p class="dd-legend"><span><span class="dd-token dd-down3">pushed down</span></span>
-<span><span class="dd-token dd-up3">pushed up</span></span>
-<span><span class="dd-token dd-marked">something else was pushed down here</span></span>
-<span>hover over a word, or tap it, to see what</span></p>"""
-UNSTEERED = "UNSTEERED: the target alone"
-# One after the other: one model answers, and what the page shows is written by one hand at a time.
+import gradio as gr
+
+LEGEND = """<p class="dd-legend"><span><span class="dd-token dd-down3">suppressed</span></span>
+<span><span class="dd-token dd-up3">promoted</span></span>
+<span><span class="dd-token dd-marked">another token suppressed here</span></span>
+<span>hover over a token, or tap it, for details</span></p>"""
+# One model and one answer at a time.
 MODEL: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+STREAM: dict[str, Any] = {**MODEL, "show_progress": "hidden"}
+INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
-def build(playground: Playground) -> Any:
-    """The page of a playground, as Gradio's Blocks; nothing is served yet."""
-    import gradio as gr
-
-    with gr.Blocks(title=f"{playground.name} · divdec playground", analytics_enabled=False) as page:
-        gr.HTML(_header(playground), elem_id="dd-header")
-        with gr.Tabs():
-            with gr.Tab("Chat"):
-                controls = _chat(playground)
-            if playground.steered is not None:
-                with gr.Tab("Strength"):
-                    _curve(playground, controls)
-            if playground.registry is not None:
-                with gr.Tab("Takedown"):
-                    _takedown(playground, controls, page)
+def build_page(controller: Controller) -> gr.Blocks:
+    """Build the page without serving it."""
+    curve_question = None
+    with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
+        gr.HTML(_header(controller), elem_id="dd-header")
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320), gr.Tabs():
+                with gr.Tab("Chat"):
+                    connect_chat = _add_chat(controller)
+                if controller.model is not None:
+                    with gr.Tab("Strength", render_children=True):
+                        curve_question, connect_curve = _add_curve(controller)
+                if controller.registry is not None:
+                    with gr.Tab("Takedown", render_children=True):
+                        connect_takedown = _add_takedown(controller)
+            # Beside the tabs, where it stays when the tab changes.
+            with gr.Column(scale=2, min_width=260):
+                controls = _add_controls(controller)
+        connect_chat(controls, curve_question)
+        if controller.model is not None:
+            connect_curve(controls)
+        if controller.registry is not None:
+            connect_takedown(controls, page)
     return page
 
 
-def _header(playground: Playground) -> str:
-    if playground.server is not None:
-        about = (
-            f"served at {escape(playground.server.url)}; rule and strength are the server's, and it tells "
-            "probabilities of the steered model only"
-        )
-    else:
-        assert playground.choice is not None
-        about = f"the bundle's own rule is {escape(str(playground.choice.own))}; everything runs on this machine"
-    legend = LEGEND if playground.steered is not None else ""
-    return f'<div class="dd-head"><h1>{escape(playground.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
+def page_theme() -> Any:
+    """Return Gradio's plainest theme with system fonts; `playground.css` sets its colours."""
+    return gr.themes.Base(
+        font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"), radius_size="md", text_size="md"
+    )
 
 
-def _chat(playground: Playground) -> list[Any]:
-    import gradio as gr
-
-    empty = EMPTY if playground.steered is not None else EMPTY_REMOTE
-
-    def steered(found: Talk) -> str:
-        shown = talk_html(found, empty=empty)
-        # Beside the target each says which it is.
-        return shown if playground.target is None else f'<div class="dd-panel"><h4>Steered</h4>{shown}</div>'
-
-    talk, unsteered = gr.State(()), gr.State(())
-    target: Any = None
-    with gr.Row():
-        with gr.Column(scale=5, min_width=320):
-            with gr.Row(equal_height=False):
-                with gr.Column(min_width=280):
-                    shown = gr.HTML(steered(()), elem_id="dd-talk", max_height=620, autoscroll=True)
-                if playground.target is not None:
-                    with gr.Column(min_width=280):
-                        target = gr.HTML(_unsteered(()), elem_id="dd-target", max_height=620, autoscroll=True)
-            question = gr.Textbox(
-                placeholder="Ask something", show_label=False, container=False, elem_id="dd-question", autofocus=True
-            )
-            with gr.Row():
-                send = gr.Button("Send", variant="primary", elem_id="dd-send", min_width=80)
-                stop = gr.Button("Stop", elem_id="dd-stop", min_width=80)
-                again = gr.Button("Answer again", elem_id="dd-again", min_width=140)
-                new = gr.Button("New conversation", elem_id="dd-new", min_width=140)
-        with gr.Column(scale=2, min_width=260):
-            controls = _controls(playground)
-
-    def drawn(found: Talk) -> tuple[str, Talk]:
-        return steered(found), found
-
-    def ask(text: str, found: Talk, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for grown in playground.ask(text, found, Chosen(*values)):
-            yield *drawn(grown), ""
-
-    def ask_again(found: Talk, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for grown in playground.ask_again(found, Chosen(*values)):
-            yield drawn(grown)
-
-    def compare(found: Talk, earlier: Talk) -> Iterator[tuple[Any, ...]]:
-        for grown in playground.unsteered(found, earlier):
-            yield _unsteered(grown), grown
-
-    quiet = {**MODEL, "show_progress": "hidden"}
-    running: list[Any] = [
-        on(ask, [question, talk, *controls], [shown, talk, question], **quiet) for on in (question.submit, send.click)
-    ] + [again.click(ask_again, [talk, *controls], [shown, talk], **quiet)]
-    if playground.target is not None:
-        running += [event.then(compare, [talk, unsteered], [target, unsteered], **quiet) for event in tuple(running)]
-    stop.click(
-        lambda found: drawn(playground.stopped(found)), [talk], [shown, talk], cancels=running, queue=False,
-        show_progress="hidden", api_visibility="private",
-    )  # fmt: skip
-    emptied = [shown, talk] + ([target, unsteered] if playground.target is not None else [])
-    new.click(
-        lambda: (*drawn(()), *((_unsteered(()), ()) if playground.target is not None else ())), None, emptied,
-        cancels=running, queue=False, show_progress="hidden", api_visibility="private",
-    )  # fmt: skip
-    for control in controls[:3] if playground.steered is not None else ():
-        control.change(
-            lambda found, *values: drawn(playground.coloured(found, Chosen(*values))), [talk, *controls],
-            [shown, talk], trigger_mode="always_last", **quiet,
-        )  # fmt: skip
-    return controls
+def page_head() -> str:
+    """Return the page's style, with the reports' colours in light and dark, and its script."""
+    folder = resources.files("divdec.playground")
+    style, script = ((folder / f"playground.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    colours = {**GROUND, **SERIES, **PAGE}
+    light, dark = ("; ".join(f"--{name}: {pair[index]}" for name, pair in colours.items()) for index in (0, 1))
+    return f"<style>:root {{ {light}; }}\n.dark {{ {dark}; }}\n{style}</style>\n<script>{script}</script>"
 
 
-def _controls(playground: Playground) -> list[Any]:
-    """Rule, strength, k and temperature; for a server's client all but the last are shut."""
-    import gradio as gr
+def _header(controller: Controller) -> str:
+    legend = ""
+    if controller.server is not None:
+        about = f"{escape(controller.server.url)}; the server sets rule and strength"
+    elif controller.model is not None:
+        about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
+        legend = LEGEND
+    return f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
 
-    choice = playground.choice
-    open_, own = choice is not None, choice.own if choice is not None else None
-    low, high = choice.alphas if choice is not None else (0.1, 4.0)
-    smallest, largest = choice.ks if choice is not None else (1, 200)
-    linear = own is None or own.rule == "linear"
-    rules = choice.rules if choice is not None else ("linear", "rank")
-    closed = "" if open_ else " (the server's choice)"
+
+def _add_controls(controller: Controller) -> list[Any]:
+    """Add rule, strength, k and temperature; for a server only the temperature is enabled."""
+    enabled, note = controller.model is not None, "" if controller.model is not None else " (set by the server)"
+    offered = controller.model.controls if controller.model is not None else SteeringControls(Steering(), MAX_K + 1)
+    (low, high), (smallest, largest) = offered.alpha_range, offered.k_range
+    default, linear = offered.default, offered.default.rule == "linear"
     rule = gr.Radio(
-        list(rules), value="linear" if linear else "rank", label=f"Rule{closed}", interactive=open_,
-        elem_id="dd-rule", visible=len(rules) > 1,
+        list(offered.rules), value=default.rule, label=f"Rule{note}", interactive=enabled, elem_id="dd-rule",
+        visible=len(offered.rules) > 1,
     )  # fmt: skip
     alpha = gr.Slider(
-        low, high, value=min(max(own.alpha, low), high) if own is not None else 1.0, step=0.05,
-        label=f"Strength α{closed}", info="how much of the divergence is added; 0 is not offered",
-        interactive=open_, visible=linear, elem_id="dd-alpha",
+        low, high, value=min(max(default.alpha, low), high), step=0.05, label=f"Strength α{note}",
+        info="weight of the divergence; 0 is not offered", interactive=enabled, visible=linear, elem_id="dd-alpha",
     )  # fmt: skip
     k = gr.Slider(
-        smallest, largest, value=min(max(own.k, smallest), largest) if own is not None else 20, step=1,
-        label=f"k{closed}", info="how many tokens are masked at every position", interactive=open_,
-        visible=not linear, elem_id="dd-k",
+        smallest, largest, value=min(max(default.k, smallest), largest), step=1, label=f"k{note}",
+        info="number of masked tokens at every position", interactive=enabled, visible=not linear, elem_id="dd-k",
     )  # fmt: skip
-    temperature = gr.Slider(0, HOTTEST, value=0, step=0.1, label="Temperature", info="0 answers greedily")
-    if len(rules) > 1 and open_:
-        rule.change(
-            lambda name: (gr.update(visible=name == "linear"), gr.update(visible=name == "rank")),
-            [rule], [alpha, k], queue=False, show_progress="hidden", api_visibility="private",
-        )  # fmt: skip
+    temperature = gr.Slider(0, MAX_TEMPERATURE, value=0, step=0.1, label="Temperature", info="0 is greedy")
+    rule.change(
+        lambda name: (gr.update(visible=name == "linear"), gr.update(visible=name == "rank")), rule, [alpha, k],
+        **INSTANT,
+    )  # fmt: skip
     return [rule, alpha, k, temperature]
 
 
-def _curve(playground: Playground, controls: list[Any]) -> None:
-    import gradio as gr
+def _add_chat(controller: Controller) -> Callable[[list[Any], Any], None]:
+    """Add the conversation; returns a function that connects its events with the controls."""
+    welcome = rendering.WELCOME if controller.model is not None else rendering.WELCOME_SERVER
+    compares = controller.target is not None
 
+    def steered_html(conversation: Conversation) -> str:
+        html = rendering.conversation_html(conversation, empty=welcome)
+        return f'<div class="dd-panel"><h4>Steered</h4>{html}</div>' if compares else html
+
+    conversation, unsteered = gr.State(()), gr.State(())
+    target: Any = None
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=280):
+            shown = gr.HTML(steered_html(()), elem_id="dd-conversation", max_height=620, autoscroll=True)
+        if compares:
+            with gr.Column(min_width=280):
+                target = gr.HTML(_unsteered_html(()), elem_id="dd-target", max_height=620, autoscroll=True)
+    question = gr.Textbox(
+        placeholder="Ask something", show_label=False, container=False, elem_id="dd-question", autofocus=True
+    )
+    with gr.Row():
+        send = gr.Button("Send", variant="primary", elem_id="dd-send", min_width=80)
+        stop = gr.Button("Stop", elem_id="dd-stop", min_width=80, interactive=False)
+        again = gr.Button("Answer again", elem_id="dd-again", min_width=140)
+        new = gr.Button("New conversation", elem_id="dd-new", min_width=140)
+    starts = [question.submit, send.click]
+    if controller.examples:
+        samples = [[example] for example in controller.examples]
+        examples = gr.Dataset(
+            label="Example questions", components=[question], samples=samples, samples_per_page=4, elem_id="dd-examples"
+        )
+        starts.append(examples.click(lambda sample: sample[0], examples, question, **INSTANT).then)
+
+    def connect(controls: list[Any], curve_question: Any) -> None:
+        inputs, outputs = [conversation, *controls], [shown, conversation, stop]
+
+        def update(value: Conversation, *, busy: bool = False) -> tuple[Any, ...]:
+            running = busy or bool(value and value[-1].running)
+            return steered_html(value), value, gr.update(interactive=running)
+
+        def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
+            boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())  # the curve begins with the last question
+            for growing in controller.ask(text, value, ControlValues(*values)):
+                yield *update(growing, busy=compares), *boxes[: len(asked) - len(outputs)]
+                boxes = (gr.skip(), gr.skip())
+
+        def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
+            for growing in controller.retry(value, ControlValues(*values)):
+                yield update(growing, busy=compares)
+
+        def compare(value: Conversation, earlier: Conversation) -> Iterator[tuple[Any, ...]]:
+            for growing in controller.answer_unsteered(value, earlier):
+                yield _unsteered_html(growing), growing, gr.update(interactive=bool(growing and growing[-1].running))
+
+        asked = [*outputs, question, *([curve_question] if curve_question is not None else [])]
+        running = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
+        running.append(again.click(retry, inputs, outputs, **STREAM))
+        reset = [*outputs]
+        if compares:
+            comparison = [target, unsteered]
+            running += [
+                event.then(compare, [conversation, unsteered], [*comparison, stop], **STREAM) for event in running
+            ]
+            reset += comparison
+        stop.click(lambda value: update(controller.stop(value)), conversation, outputs, cancels=running, **INSTANT)
+        cleared = (_unsteered_html(()), ()) if compares else ()
+        new.click(lambda: (*update(()), *cleared), None, reset, cancels=running, **INSTANT)
+        for control in controls[:3] if controller.model is not None else ():
+            control.change(
+                lambda value, *values: update(controller.recolor(value, ControlValues(*values)))[:2], inputs,
+                outputs[:2], trigger_mode="always_last", **STREAM,
+            )  # fmt: skip
+
+    return connect
+
+
+def _add_curve(controller: Controller) -> tuple[Any, Callable[[list[Any]], None]]:
     gr.HTML(
-        '<p class="dd-hint">How likely a continuation is at every strength of the linear rule. A forgotten fact should '
-        "fall, a retained one should stay.</p>"
+        '<p class="dd-hint">The probability of a continuation at every strength of the linear rule. A forgotten fact '
+        "should fall, a retained one should stay.</p>"
     )
     with gr.Row():
         question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2)
@@ -172,69 +194,68 @@ def _curve(playground: Playground, controls: list[Any]) -> None:
     draw = gr.Button("Draw the curve", variant="primary", elem_id="dd-draw")
     shown = gr.HTML("", elem_id="dd-curve")
 
-    def drawn(asked: str, words: str, *values: Any) -> str:
-        found = playground.curve(asked, words, Chosen(*values))
-        return (
-            f'<figure class="dd-curve" style="margin:0" role="img" aria-label="{escape(in_words(found))}">'
-            f'{curve_svg(found)}<figcaption class="dd-rule">{escape(in_words(found))}</figcaption></figure>'
-        )
+    def draw_curve(question: str, continuation: str, *values: Any) -> str:
+        return rendering.curve_html(controller.compute_curve(question, continuation, ControlValues(*values)))
 
-    draw.click(_told(drawn), [question, continuation, *controls], shown, **MODEL)
+    def connect(controls: list[Any]) -> None:
+        draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
+
+    return question, connect
 
 
-def _takedown(playground: Playground, controls: list[Any], page: Any) -> None:
-    import gradio as gr
-
-    registry = playground.registry
+def _add_takedown(controller: Controller) -> Callable[[list[Any], gr.Blocks], None]:
+    registry = controller.registry
     assert registry is not None
     gr.HTML(
-        '<p class="dd-hint">A text that is taken down is pushed down from the next answer on, whatever the rule and '
-        "strength above, and it is measured on the target whether it is still recited; paraphrases can remain. "
-        "The request is written into the registry and holds for every model that follows it.</p>"
+        '<p class="dd-hint">A takedown request suppresses a text from the next answer on, whatever rule and strength '
+        "are set. The page then measures whether the target still recites it; paraphrases can remain. The request is "
+        "stored in the registry and applies to every model that follows it.</p>"
     )
     text = gr.Textbox(label="Text to take down", lines=5, max_lines=12, elem_id="dd-text")
     with gr.Row():
-        name = gr.Textbox(label="Id of the request", placeholder="case-17", elem_id="dd-id")
+        request = gr.Textbox(label="Id of the request", placeholder="case-17", elem_id="dd-id")
         reference = gr.Textbox(label="Reference (optional)", placeholder="letter of 3 May", elem_id="dd-reference")
     add = gr.Button("Take down", variant="primary", elem_id="dd-take-down")
     shown = gr.HTML("", elem_id="dd-effect")
-    listed = gr.HTML("", elem_id="dd-requests")
+    table = gr.HTML("", elem_id="dd-requests")
     with gr.Row():
         withdrawn = gr.Dropdown([], label="Request to withdraw", elem_id="dd-withdrawn")
         withdraw = gr.Button("Withdraw", elem_id="dd-withdraw")
 
-    def in_force() -> tuple[Any, Any]:
-        return requests_html(registry), gr.update(choices=[entry.id for entry in registry.entries()], value=None)
+    def list_requests() -> tuple[Any, Any]:
+        choices = [entry.id for entry in registry.entries()]
+        return rendering.requests_html(registry), gr.update(choices=choices, value=None)
 
-    def added(words: str, request: str, said: str, *values: Any) -> str:
-        return effect_html(playground.take_down(request, words, said, Chosen(*values)))
+    def take_down(text: str, request_id: str, reference: str, *values: Any) -> str:
+        return rendering.effect_html(controller.take_down(request_id, text, reference, ControlValues(*values)))
 
-    def removed(request: str | None) -> str:
-        playground.withdraw(request or "")
-        return f'<p class="dd-hint">{escape(request or "")} is withdrawn.</p>'
+    def remove(request_id: str | None) -> str:
+        registry.remove(request_id or "")
+        return f'<p class="dd-hint">{escape(request_id or "")} is withdrawn.</p>'
 
-    listing = {"fn": _told(in_force, outputs=2), "inputs": None, "outputs": [listed, withdrawn], **MODEL}
-    add.click(_told(added), [text, name, reference, *controls], shown, **MODEL).then(**listing)
-    withdraw.click(_told(removed), [withdrawn], shown, **MODEL).then(**listing)
-    page.load(**listing)
+    def connect(controls: list[Any], page: gr.Blocks) -> None:
+        listing = {"fn": _show_errors(list_requests, 2), "inputs": None, "outputs": [table, withdrawn], **MODEL}
+        add.click(_show_errors(take_down), [text, request, reference, *controls], shown, **MODEL).then(**listing)
+        withdraw.click(_show_errors(remove), [withdrawn], shown, **MODEL).then(**listing)
+        page.load(**listing)
+
+    return connect
 
 
-def _told(work: Callable[..., Any], outputs: int = 1) -> Callable[..., Any]:
-    """The same work, with what goes wrong put on the page."""
+def _show_errors(action: Callable[..., Any], outputs: int = 1) -> Callable[..., Any]:
+    """Wrap an action so that an error appears in its first output."""
 
-    @functools.wraps(work)
-    def done(*values: Any) -> Any:
+    @functools.wraps(action)
+    def wrapped(*values: Any) -> Any:
         try:
-            return work(*values)
+            return action(*values)
         except Exception as error:
-            import gradio as gr
-
-            note = f'<p class="dd-note" role="alert">{escape(explained(error))}</p>'
+            note = f'<p class="dd-note" role="alert">{escape(explain_error(error))}</p>'
             return note if outputs == 1 else (note, *[gr.skip()] * (outputs - 1))
 
-    return done
+    return wrapped
 
 
-def _unsteered(talk: Talk) -> str:
-    words = '<p class="dd-hint">What the target says without steering.</p>'
-    return f'<div class="dd-panel dd-unsteered"><h4>⚠ {UNSTEERED}</h4>{talk_html(talk, empty=words)}</div>'
+def _unsteered_html(conversation: Conversation) -> str:
+    html = rendering.conversation_html(conversation, empty='<p class="dd-hint">Answers without steering.</p>')
+    return f'<div class="dd-panel dd-unsteered"><h4>⚠ UNSTEERED: the target alone</h4>{html}</div>'

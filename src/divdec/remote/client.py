@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +33,10 @@ class Unavailable(UsageError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class StreamInterrupted(RuntimeError):
+    """A streamed reply ended before it was complete."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +158,63 @@ class Endpoint:
         """
         return self._create("completions", {"prompt": prompt}, fields, final)
 
+    def list_models(self) -> list[str]:
+        """Return the names of the models that the endpoint serves, at least one.
+
+        Raises:
+            UsageError: the endpoint cannot be reached, refuses, or lists no models.
+        """
+        key = self._api_key()
+        try:
+            response = self._client.models.with_raw_response.list(extra_headers=_headers(key))
+            names = [str(model["id"]) for model in json.loads(response.http_response.text)["data"]]
+        except openai.APIError as error:
+            raise self._error("models", error, (), key) from None
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if not names:
+            raise UsageError(f"endpoint {self.base_url}/models lists no models: not OpenAI-compatible")
+        return names
+
+    def stream(self, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Stream a chat completion (of `messages`) or a completion (of `prompt`), and yield the choice of each chunk.
+
+        Args:
+            **fields: fields of the request.
+
+        Raises:
+            UsageError: see `complete`.
+            StreamInterrupted: the stream reports an error, or ends before a choice has a finish reason.
+        """
+        path, name = ("chat/completions", "messages") if "messages" in fields else ("completions", "prompt")
+        resource: Any = self._client.chat.completions if name == "messages" else self._client.completions
+        required, key = {"model": self.model, name: fields.pop(name), "stream": True}, self._api_key()
+        try:
+            stream = resource.create(**required, extra_headers=_headers(key), extra_body=fields)
+        except openai.APIError as error:
+            raise self._error(path, error, (), key) from None
+        finished = False
+        try:
+            with stream:
+                for chunk in stream:
+                    for choice in chunk.to_dict().get("choices") or ():
+                        finished = finished or choice.get("finish_reason") is not None
+                        yield choice
+        except (ValueError, AttributeError):
+            raise StreamInterrupted("the server sent an event that is not of the OpenAI API") from None
+        except openai.APIConnectionError as error:
+            reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}".rstrip(": ")
+            raise StreamInterrupted(f"the connection broke in the middle of the answer ({reason})") from None
+        except openai.APIError as error:
+            raise StreamInterrupted(f"the server stopped in the middle of the answer: {error.message}") from None
+        if not finished:
+            raise StreamInterrupted("the server ended the answer before it was complete")
+
     def _create(
         self, path: str, required: dict[str, Any], fields: dict[str, Any], final: Collection[int] = ()
     ) -> tuple[Any, int]:
         key = self._api_key()
-        headers: dict[str, Any] = {
-            "Authorization": f"Bearer {key}" if key else openai.Omit(),
-            # The openai package reads these from the environment; other providers must not see them.
-            "OpenAI-Organization": openai.Omit(),
-            "OpenAI-Project": openai.Omit(),
-        }
-        options = {"model": self.model, **required, "extra_headers": headers, "extra_body": fields}
+        options = {"model": self.model, **required, "extra_headers": _headers(key), "extra_body": fields}
         try:
             response = self._send(self._client, path, options, final)
         except openai.APIError as error:
@@ -214,3 +265,12 @@ class Endpoint:
         if not key.isascii() or not key.isprintable():
             raise UsageError(f"the API key in {self.api_key_env} holds characters that no key has")
         return key
+
+
+def _headers(key: str | None) -> dict[str, Any]:
+    return {
+        "Authorization": f"Bearer {key}" if key else openai.Omit(),
+        # The openai package reads these from the environment; other providers must not see them.
+        "OpenAI-Organization": openai.Omit(),
+        "OpenAI-Project": openai.Omit(),
+    }

@@ -89,7 +89,7 @@ def sources_from_bundle(bundle: str, device: str = "cpu", *, verify: bool = True
         registry=named.get("registry"),
         ngram_weight=weight_of(counted["ngram"], "ngram"),
         bridge=config.bridge is not None,
-        token_healing=bool(bridge.get("heal", False)),
+        token_healing=bool(bridge.get("token_healing", False)),
         device=device,
         vocab_size=config.vocab_size,
     )
@@ -138,7 +138,7 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
 def _load_pair(
     sources: ExpertSources, tokenizer_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Experts, int | None]:
-    from divdec.bridge.bridge import BridgedPair
+    from divdec.bridge.pair import BridgedPair
     from divdec.experts.neural import NeuralPair
     from divdec.model.checkpoint import (
         CheckpointReference,
@@ -164,7 +164,7 @@ def _load_pair(
         check_same_vocabulary(tokenizers, paths)
         pair = BridgedPair(
             *models, target_tokenizer=tokenizer, auxiliary_tokenizer=tokenizers["retain"],
-            target_width=len(tokenizer), heal=sources.token_healing,
+            target_width=len(tokenizer), token_healing=sources.token_healing,
         )  # fmt: skip
         return pair, None
     check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_path, **paths})

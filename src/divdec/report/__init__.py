@@ -1,1 +1,1 @@
-"""Results for people: plots, and pages of one HTML file that need no network."""
+"""Scores, plots, and HTML pages that need no network."""

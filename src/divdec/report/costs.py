@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.costs.model_size import format_bytes, format_quantity
-from divdec.report.plots import LOOKS, TARGET, TEXT, style, write_figure
+from divdec.report.style import LOOKS, TARGET, TEXT, style, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,26 +1,89 @@
-"""Pages of one HTML file, from templates beside this module, light or dark as readers prefer; all text is escaped."""
+"""Pages of one HTML file, from templates; and the report of evaluation results. All text is escaped."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from divdec.report.plots.palette import css, themed, variable
-from divdec.runs import write_text
+from divdec.errors import UsageError
+from divdec.evaluation.aggregate import CLOSER_TO_1, CORRECT, FLUENCY, PROB_MEAN, UTILITY, Bootstrap
+from divdec.report.charts import inline
+from divdec.report.scores import ATTACK_NAMES, MEASURES, RESAMPLED, SCORES, Best, Entry, Row, Scorer, best_results
+from divdec.report.sections import (
+    EXAMPLE_SETS,
+    Example,
+    Section,
+    curve_sections,
+    group_results,
+    over_under_sections,
+    roc_sections,
+    scatter_sections,
+    select_examples,
+)
+from divdec.report.style import RETRAIN, TARGET, css, themed, variable
+from divdec.runs import versions, write_text
 
-READABLE = 0.6
-"""Of a plot's own size, the smallest that its words are read at."""
+MIN_SCALE = 0.6  # a plot whose text would be smaller than this share of its size scrolls instead
+MAX_SIDE_BY_SIDE = 4  # results whose ROC and answers are shown, besides target and retrained model
+MAX_NAMES = 4
+SELECTION = "Of many results the best of each sweep are shown."
+# Columns of the tables of figures, by caption; columns without any value are omitted.
+TABLES = {
+    "tofu": {
+        "What is remembered, and what is kept": (
+            "extraction_strength", "exact_memorization", CORRECT, PROB_MEAN, CLOSER_TO_1, "forget_Q_A_ROUGE", UTILITY,
+            FLUENCY,
+        ),
+        "Membership attacks and likeness to the retrained model": (*ATTACK_NAMES, "privleak", "forget_quality"),
+    },
+    "muse": {
+        "Figures": (*RESAMPLED["muse"][:3], "extraction_strength", "exact_memorization", "mia_min_k", "privleak"),
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Figures of all results under a caption."""
+
+    caption: str
+    columns: tuple[str, ...]
+    """Names of measures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Content of the report's page."""
+
+    suite: str
+    variant: str
+    rows: tuple[Row, ...]
+    """Target, retrained model, results."""
+    bests: tuple[Best, ...]
+    """The best result by each of the suite's goals."""
+    without_best: tuple[str, ...]
+    """Why there is no best result by the other goals."""
+    tables: tuple[Table, ...]
+    sections: tuple[Section, ...]
+    side_by_side: tuple[Row, ...]
+    """Results whose ROC and answers are shown."""
+    examples: tuple[Example, ...]
+    notes: dict[str, str]
+    """Remarks on the tables, with the names of the results."""
+    left_out: tuple[str, ...]
+    """What the page does not show, and why."""
 
 
 def write_page(path: Path, template: str, **content: Any) -> None:
-    """Fill a template and write it, whole or not at all.
+    """Render a template and write it atomically.
 
     Args:
         path: the HTML file.
         template: name of a file in `templates`.
-        **content: what the template names; values of names that end in `_svg` are put in as they are, but that their
-            colours turn with the page.
+        **content: variables of the template; those whose names end in `_svg` are plots, which follow the theme.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -32,16 +95,167 @@ def write_page(path: Path, template: str, **content: Any) -> None:
     environment.filters["percent"] = lambda value: f"{100 * value:.1f}"
     environment.filters["paint"] = variable
     environment.globals["palette"] = Markup(css())
-    marked = {name: _plot(value) if name.endswith("_svg") else value for name, value in content.items()}
-    write_text(path, environment.get_template(template).render(**marked))
+    environment.globals["footer"] = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    variables = {name: _plot(value) if name.endswith("_svg") else value for name, value in content.items()}
+    write_text(path, environment.get_template(template).render(**variables))
+
+
+def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, examples: int = 8) -> Report:
+    """Score results and choose what the page shows.
+
+    Args:
+        entries: results from `collect`.
+        variant: computation of TOFU's aggregates.
+        bootstrap: computation of intervals.
+        examples: number of questions with answers.
+
+    Raises:
+        UsageError: the number of examples is negative, the variant does not exist, or an item lacks a field.
+    """
+    if examples < 0:
+        raise UsageError(f"examples is {examples}; accepted: 0 or more")
+    suite = entries[0].results.suite
+    references = {entry.role: entry.results for entry in entries if entry.role}
+    scorer = Scorer(references.get("target"), references.get("retrain"), variant, bootstrap)
+    rows = tuple(scorer.row(entry) for entry in entries)
+    bests = best_results(rows, suite)
+    chosen = _side_by_side(rows)
+    sections = (
+        *scatter_sections(rows, suite, bests),
+        *curve_sections(rows, suite),
+        *over_under_sections(rows),
+        *roc_sections(chosen, SELECTION if len(chosen) < len(rows) else ""),
+    )
+    selected = tuple(select_examples([row.entry for row in chosen], examples)) if examples else ()
+    caption = (
+        f"TOFU’s aggregates, variant “{variant}”; higher is better"
+        if suite == "tofu"
+        else "Distance to the retrained model, the target’s = 100 %; lower is better"
+    )
+    captions = {f"{caption}. {_interval_note(rows, scorer)}": SCORES[suite], **TABLES[suite]}
+    shown = {
+        text: tuple(name for name in names if any(row.has(name) for row in rows)) for text, names in captions.items()
+    }
+    return Report(
+        suite,
+        variant,
+        rows,
+        bests=tuple(best for best in bests if isinstance(best, Best)),
+        without_best=tuple(best for best in bests if isinstance(best, str) and best),
+        tables=tuple(Table(text, columns) for text, columns in shown.items() if columns),
+        sections=sections,
+        side_by_side=chosen,
+        examples=selected,
+        notes=_notes(rows),
+        left_out=tuple(_left_out(rows, scorer, {section.kind for section in sections}, bool(selected or not examples))),
+    )
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Draw the plots and write the page atomically."""
+    own = [row for row in report.rows if row.entry.role is None]
+    names = {"target": "the target", "retrain": "the model retrained without the forget set"}
+    beside = " and ".join(names[row.entry.role] for row in report.rows if row.entry.role)
+    splits = sorted({row.entry.results.split for row in report.rows if row.entry.results.split})
+    lead = f"{' '.join([report.suite.upper(), *splits])}: {len(own)} result{'s' if len(own) > 1 else ''}"
+    write_page(
+        path,
+        "evaluation.html",
+        title=f"Unlearning on {report.suite.upper()}",
+        lead=f"{lead}{f' beside {beside}' if beside else ''}.",
+        report=report,
+        measures=MEASURES,
+        draw=inline,
+        columns=_columns,
+        selection=SELECTION,
+        best_names={best.row.entry.name for best in report.bests},
+        looks={"target": TARGET, "retrain": RETRAIN},
+        looks_side_by_side=[group.look for group in group_results(report.side_by_side, separate=True)],
+    )
 
 
 def _plot(svg: str) -> Any:
-    """A plot in a frame that scrolls where a screen is so narrow that its words could not be read."""
+    """A plot in a frame that scrolls on a screen too narrow for its text."""
     from markupsafe import Markup
 
     width = re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg)
     if not svg or width is None:
         return Markup(themed(svg))
-    least = f"{READABLE * float(width[1]):.0f}pt"
+    least = f"{MIN_SCALE * float(width[1]):.0f}pt"
     return Markup('<div class="scroll"><div style="min-width: {}">{}</div></div>').format(least, Markup(themed(svg)))
+
+
+def _columns(section: Section) -> int:
+    """Number of plots side by side on a wide screen."""
+    number = len(section.plots)
+    return 1 if number == 1 else 3 if section.kind == "roc" and number not in (2, 4) else 2
+
+
+def _side_by_side(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Target, results, retrained model; of many results the best of each group, or the first if none is best."""
+    target, retrain = ([row for row in rows if row.entry.role == role] for role in ("target", "retrain"))
+    own = [row for row in rows if row.entry.role is None]
+    if len(own) > MAX_SIDE_BY_SIDE:
+        heads = []
+        for group in group_results(own):
+            best = best_results(group.rows, own[0].entry.results.suite)[0]
+            heads.append(best.row if isinstance(best, Best) else group.rows[0])
+        own = heads[:MAX_SIDE_BY_SIDE]
+    return (*target, *own, *retrain)
+
+
+def _interval_note(rows: Sequence[Row], scorer: Scorer) -> str:
+    if not any(row.intervals for row in rows):
+        return "Point values."
+    references = (("target", scorer.target), ("retrained model", scorer.retrain))
+    fixed = " and ".join(name for name, results in references if results is not None)
+    held = f", {fixed} held fixed as the reference" if fixed else ""
+    bootstrap = scorer.bootstrap
+    return (
+        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals "
+        f"({bootstrap.draws} draws, seed {bootstrap.seed}{held})."
+    )
+
+
+def _notes(rows: Sequence[Row]) -> dict[str, str]:
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        missing = [f"No {MEASURES[name].short}: {reason}" for name, reason in row.reasons.items()]
+        for line in (*missing, *(note[:1].upper() + note[1:] for note in row.notes)):
+            notes.setdefault(line, []).append(row.entry.name)
+    return {line: _list_names(names, len(rows)) for line, names in notes.items()}
+
+
+def _list_names(names: Sequence[str], total: int) -> str:
+    if len(names) == total:
+        return "all"
+    more = len(names) - MAX_NAMES
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:MAX_NAMES])} and {more} more"
+
+
+def _left_out(rows: Sequence[Row], scorer: Scorer, kinds: set[str], has_examples: bool) -> list[str]:
+    tofu, lines = rows[0].entry.results.suite == "tofu", []
+    if scorer.target is None:
+        needs = "Utility" if tofu else "The distances"
+        lines.append(f"The target: none was given (--target). {needs} and everything relative to it need it.")
+    if scorer.retrain is None:
+        needs = "Priv and over- and under-unlearning need" if tofu else "The distances need"
+        lines.append(f"The retrained model: none was given (--retrain). {needs} it.")
+    if "scatter" not in kinds:
+        lines.append("The trade-off: no result has both figures of its axes.")
+    if "curves" not in kinds:
+        lines.append("Curves along α or k: the results include no two settings of one sweep.")
+    if "dots" not in kinds and scorer.retrain is not None:
+        lines.append("Over- and under-unlearning: there are no AUCs of membership attacks to compare.")
+    if "roc" not in kinds:
+        lines.append("ROC of the membership attacks: no result holds items of one.")
+    if not has_examples:
+        metrics = EXAMPLE_SETS[rows[0].entry.results.suite]
+        without = [row.entry.name for row in rows if not any(row.entry.results.items.get(name) for name in metrics)]
+        if len(without) == len(rows):
+            reason = "no result holds any."
+        else:
+            none_of = f"there are none of {_list_names(without, len(rows))}."
+            reason = none_of if without else "the results have no question in common."
+        lines.append(f"Answers side by side: {reason}")
+    return lines

@@ -1,13 +1,16 @@
-"""A result's aggregates and figures with their intervals, where target, retrained model and items allow them."""
+"""Scores of results: names and directions of the measures, aggregates, intervals, and the best result."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+from divdec.errors import UsageError
 from divdec.evaluation.aggregate import (
+    AGGREGATES,
     ATTACKS,
     CLOSER_TO_1,
     CORRECT,
@@ -26,11 +29,78 @@ from divdec.evaluation.aggregate import (
     needed,
     tofu_figures,
 )
-from divdec.evaluation.results import Results
-from divdec.report.collect import Entry
-from divdec.report.measures import MEASURES, SCORES
+from divdec.evaluation.results import Identity, Results, find_results, identify, read_results
 
-# The figures whose items can be resampled.
+Interval = tuple[float, float]
+Role = Literal["target", "retrain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Name, direction and format of a figure."""
+
+    short: str
+    """Name in the head of a table."""
+    better: Literal["higher", "lower", "like the retrained model's"]
+    long: str = ""
+    """Name on an axis, if it differs."""
+    digits: int = 3
+
+    @property
+    def axis(self) -> str:
+        """Label of an axis."""
+        return f"{self.long or self.short} ({self.better} is better)"
+
+    @property
+    def arrow(self) -> str:
+        """The direction as a sign."""
+        return {"higher": "↑", "lower": "↓"}.get(self.better, "")
+
+    def text(self, value: float | None) -> str:
+        """Format a value; very small ones are in scientific notation."""
+        if value is None:
+            return "–"
+        if 0 < abs(value) < 0.5 * 10**-self.digits and self.digits > 2:
+            mantissa, exponent = f"{value:.1e}".split("e")
+            return f"{mantissa}e{int(exponent)}"
+        return f"{value:.{self.digits}f}".replace("-", "−")
+
+
+RETRAINED: Literal["like the retrained model's"] = "like the retrained model's"
+MEASURES: dict[str, Measure] = {
+    "agg": Measure("Agg", "higher", digits=2),
+    "agg_without_privacy": Measure("Agg w/o Priv", "higher", digits=2),
+    "mem": Measure("Mem", "higher", "Mem, how little is remembered", digits=2),
+    "priv": Measure("Priv", "higher", digits=2),
+    "utility": Measure("Utility", "higher", "Utility, the target’s = 1", digits=2),
+    "verbmem_distance": Measure("Verbatim distance %", "lower", digits=1),
+    "knowmem_distance": Measure("Knowledge distance %", "lower", digits=1),
+    "extraction_strength": Measure("Extraction strength", "lower"),
+    "exact_memorization": Measure("Exact memorization", "lower"),
+    CORRECT: Measure("Paraphrase prob.", "lower", "Probability of the paraphrased answer"),
+    PROB_MEAN: Measure("Truth ratio (prob. mean)", "lower"),
+    CLOSER_TO_1: Measure("Truth ratio (closer to 1)", "higher"),
+    "forget_Q_A_ROUGE": Measure("Forget ROUGE-L", "lower"),
+    "retain_Q_A_ROUGE": Measure("Retain ROUGE-L", "higher"),
+    UTILITY: Measure("Model utility", "higher"),
+    FLUENCY: Measure("Fluency", "higher"),
+    "forget_quality": Measure("Forget quality", "higher"),
+    "mia_loss": Measure("AUC loss", RETRAINED),
+    "mia_zlib": Measure("AUC zlib", RETRAINED),
+    "mia_min_k": Measure("AUC min-k", RETRAINED, "AUC of the attack min-k"),
+    "mia_min_k_plus_plus": Measure("AUC min-k++", RETRAINED),
+    "mia_gradnorm": Measure("AUC gradient norm", RETRAINED),
+    "mia_reference": Measure("AUC reference", RETRAINED),
+    "privleak": Measure("PrivLeak %", RETRAINED, digits=1),
+    VERBMEM: Measure("Forget verbmem", "lower", "Forget verbmem ROUGE-L"),
+    FORGET_KNOWMEM: Measure("Forget knowmem", "lower", "Forget knowmem ROUGE-L"),
+    RETAIN_KNOWMEM: Measure("Retain knowmem", "higher", "Retain knowmem ROUGE-L"),
+}
+ATTACK_NAMES = {name: measure.short[4:] for name, measure in MEASURES.items() if name.startswith("mia_")}
+SCORES = {"tofu": AGGREGATES, "muse": DISTANCES}
+# The best result of a suite is chosen by each of these; of alternatives, by the first that the results have.
+GOALS = {"tofu": (("agg", "agg_without_privacy"),), "muse": tuple((name,) for name in DISTANCES)}
+# Figures with intervals.
 RESAMPLED = {
     "tofu": (
         "extraction_strength", "exact_memorization", CORRECT, CLOSER_TO_1, PROB_MEAN, *ATTACKS, UTILITY, FLUENCY,
@@ -39,48 +109,140 @@ RESAMPLED = {
 }  # fmt: skip
 NO_TARGET = "no target was given (--target)"
 NO_RETRAIN = "no retrained model was given (--retrain)"
-# Both are best where a figure equals the reference's, from which resampling can only lead away.
+# Scores that are best where a figure equals the reference's; resampling only leads away from it.
 ONE_SIDED = ("priv", *DISTANCES)
 OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
 NO_ITEMS = "no intervals: the folder holds figures only, no items"
 
-Interval = tuple[float, float]
+
+def best_index(values: Sequence[float | None], better: str, digits: int | None = None) -> int | None:
+    """Return the index of the value that is strictly better than all others, or None if there is none.
+
+    A tie has no best value. If higher is better and no value is above 0, there is no best value either.
+
+    Args:
+        values: None and NaN are ignored.
+        better: 'higher' or 'lower'.
+        digits: printed decimals; a value that is printed as 0 counts as 0.
+    """
+    known = [(value, index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    best, index = (max if better == "higher" else min)(known)
+    if sum(value == best for value, _ in known) > 1:
+        return None
+    rounded = best if digits is None else round(best, digits)
+    return None if better == "higher" and rounded <= 0 else index
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
-    """A result's aggregates and figures, before they are put into words."""
+class Entry:
+    """A result with its name and role in a report."""
+
+    name: str
+    folder: Path
+    results: Results
+    setting: Identity | None = None
+    """Rule and strength, if the result is a point of a sweep."""
+    role: Role | None = None
+
+
+def collect(runs: Sequence[str], target: str | None = None, retrain: str | None = None) -> list[Entry]:
+    """Read all results at or below paths, each once: the target first, then the retrained model, then the runs.
+
+    Args:
+        runs: folders with results, or with such folders in them.
+        target: results of the target.
+        retrain: results of the model retrained without the forget set.
+
+    Raises:
+        UsageError: a folder holds no results, target or retrain hold several, or the results are not all of TOFU or
+            all of MUSE.
+    """
+    paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
+    roles: dict[Role, Path] = {role: _single_result(role, path) for role, path in paths if path is not None}
+    references = {folder.resolve() for folder in roles.values()}
+    found: dict[Path, Path] = {}
+    for folder in (folder for run in runs for folder in find_results(run)):
+        found.setdefault(folder.resolve(), folder)
+    folders = [folder for resolved, folder in found.items() if resolved not in references]
+    if not folders:
+        raise UsageError("there is no result besides target and retrain; give a folder of results to report")
+    entries = [Entry(role, folder, read_results(folder), role=role) for role, folder in roles.items()]
+    for folder, name in zip(folders, _unique_names(folders, roles), strict=True):
+        results = read_results(folder)
+        identity = identify(results, folder)
+        entries.append(Entry(name, folder, results, identity if identity.strength is not None else None))
+    suite = entries[0].results.suite
+    for entry in entries:
+        holds = f"{entry.folder} holds results of {entry.results.suite}"
+        if entry.results.suite not in SCORES:
+            raise UsageError(f"{holds}; accepted: {' and '.join(SCORES)}")
+        if entry.results.suite != suite:
+            raise UsageError(f"{holds}, but {entries[0].folder} of {suite}; give results of one suite")
+    return entries
+
+
+def _single_result(role: str, path: str) -> Path:
+    folders = find_results(path)
+    if len(folders) > 1:
+        raise UsageError(f"{role} {path} holds {len(folders)} results, such as {folders[0]}; give one of them")
+    return folders[0]
+
+
+def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
+    """The folders' names, preceded by as many of their parents' names as distinguish them."""
+    paths = [folder.absolute() for folder in folders]
+    depths = [1] * len(paths)
+    while True:
+        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
+        ambiguous = [
+            index
+            for index, name in enumerate(names)
+            if (names.count(name) > 1 or name in taken) and depths[index] < len(paths[index].parts)
+        ]
+        if not ambiguous:
+            return names
+        for index in ambiguous:
+            depths[index] += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredResults:
+    """Aggregates and figures of a result."""
 
     scores: Scores
     values: dict[str, float | None]
-    """By name, aggregates and figures; None where one could not be had."""
+    """Aggregates and figures by name; None if a value is missing."""
     intervals: dict[str, Interval]
-    """Of those that have one."""
-    lacking: dict[str, str]
-    """Why one of them has none although there are items."""
+    missing_intervals: dict[str, str]
+    """Why a value has no interval although there are items."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One result in numbers."""
+    """A result as a row of the report's tables."""
 
     entry: Entry
     values: dict[str, float | None]
-    """By name, aggregates and figures; None where one could not be had."""
+    """By name of the measure; None if a value is missing."""
     intervals: dict[str, Interval]
-    """Of those that have one."""
     reasons: dict[str, str]
     """Why an aggregate is None."""
     notes: tuple[str, ...] = ()
-    """What a reader of the values has to know."""
+    """Remarks on the values."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value of this name."""
+        return self.values.get(name) is not None
 
     def text(self, name: str) -> str:
-        """The value as it is printed, without its interval."""
+        """Format a value without its interval."""
         return MEASURES[name].text(self.values.get(name))
 
     def interval_text(self, name: str) -> str:
-        """The interval as it is printed; empty where there is none."""
-        if self.values.get(name) is None or name not in self.intervals:
+        """Format an interval; empty if there is none."""
+        if not self.has(name) or name not in self.intervals:
             return ""
         return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]"
 
@@ -99,99 +261,132 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Scores results against the same references."""
+    """Scores results against a fixed target and retrained model."""
 
     target: Results | None
     retrain: Results | None
     variant: str
-    """TOFU's; see `divdec.evaluation.aggregate.VARIANTS`."""
+    """Computation of TOFU's aggregates; see `divdec.evaluation.aggregate.VARIANTS`."""
     bootstrap: Bootstrap
 
-    def scored(self, results: Results, *, aggregates_alone: bool = False) -> Scored:
-        """A result's aggregates, and the intervals of these and of its figures.
+    def score(self, results: Results, *, aggregates_only: bool = False) -> ScoredResults:
+        """Compute a result's aggregates, and the intervals of aggregates and figures.
 
         Args:
-            results: figures, and items where there are any.
-            aggregates_alone: resample only the figures that an aggregate is made from.
+            results: figures, and items if there are any.
+            aggregates_only: resample only the figures that an aggregate needs.
 
         Raises:
-            UsageError: the variant is not known, or an item does not hold what it must.
+            UsageError: the variant does not exist, or an item lacks a field.
         """
         suite = results.suite
-        own = tofu_figures(results) if suite == "tofu" else results.figures
-        scores = self._scores(suite, own)
-        values = {name: _number(value) for name, value in {**own, **scores.values}.items()}
+        figures = tofu_figures(results) if suite == "tofu" else results.figures
+        scores = self._aggregate(suite, figures)
+        values = {name: _number(value) for name, value in {**figures, **scores.values}.items()}
         if not results.items:
-            return Scored(scores, values, {}, {})
-        figures = self._needed(suite, scores) if aggregates_alone else RESAMPLED[suite]
-        names = [name for name in figures if values.get(name) is not None]
-        draws, lacking = Resampler(results, self.bootstrap).figures(names)
-        rescored = self._scores(suite, draws, fluency=values.get(FLUENCY) is not None)
+            return ScoredResults(scores, values, {}, {})
+        names = self._needed(suite, scores) if aggregates_only else RESAMPLED[suite]
+        names = [name for name in names if values.get(name) is not None]
+        draws, missing = Resampler(results, self.bootstrap).figures(names)
+        rescored = self._aggregate(suite, draws, fluency=values.get(FLUENCY) is not None)
         intervals = {
             name: interval
             for name, drawn in {**draws, **rescored.values}.items()
-            if drawn is not None and values.get(name) is not None and (interval := self._interval(drawn))
+            if drawn is not None
+            and values.get(name) is not None
+            and all(map(math.isfinite, interval := self.bootstrap.interval(drawn)))  # pyright: ignore[reportArgumentType]
         }
-        if not lacking:
-            lacking = {
-                name: reason for name, reason in rescored.reasons.items()
+        if not missing:
+            missing = {
+                name: reason
+                for name, reason in rescored.reasons.items()
                 if values.get(name) is not None and name not in intervals
-            }  # fmt: skip
-        return Scored(scores, values, intervals, lacking)
+            }
+        return ScoredResults(scores, values, intervals, missing)
 
     def row(self, entry: Entry) -> Row:
-        """All that a page says of a result.
+        """Score an entry of a report.
 
         Raises:
-            UsageError: see `scored`.
+            UsageError: see `score`.
         """
-        found = self.scored(entry.results)
-        values = {name: found.values.get(name) for name in MEASURES}
-        notes = list(found.scores.notes if values["utility"] is not None else ())
+        scored = self.score(entry.results)
+        values = {name: scored.values.get(name) for name in MEASURES}
+        notes = list(scored.scores.notes if values["utility"] is not None else ())
         if not entry.results.items:
-            return Row(entry, values, {}, found.scores.reasons, (*notes, NO_ITEMS))
-        outside = [
-            MEASURES[name].short for name in ONE_SIDED
-            if (ends := found.intervals.get(name)) and not ends[0] <= (values[name] or 0.0) <= ends[1]
-        ]  # fmt: skip
-        notes += [f"{name}{OUTSIDE}" for name in outside]
-        notes += [f"no interval of {MEASURES[name].short}: {why}" for name, why in found.lacking.items()]
-        return Row(entry, values, found.intervals, found.scores.reasons, tuple(notes))
+            return Row(entry, values, {}, scored.scores.reasons, (*notes, NO_ITEMS))
+        for name in ONE_SIDED:
+            low, high = scored.intervals.get(name, (-math.inf, math.inf))
+            if not low <= (values[name] or 0.0) <= high:
+                notes.append(f"{MEASURES[name].short}{OUTSIDE}")
+        notes += [f"no interval of {MEASURES[name].short}: {why}" for name, why in scored.missing_intervals.items()]
+        return Row(entry, values, scored.intervals, scored.scores.reasons, tuple(notes))
 
     def _needed(self, suite: str, scores: Scores) -> list[str]:
         if suite == "tofu":
             parts = needed(self.variant, fluency=not scores.notes)
         else:
-            parts = {
-                score: (name, RETAIN_KNOWMEM) for score, name in zip(DISTANCES, (VERBMEM, FORGET_KNOWMEM), strict=True)
-            }
+            parts = {DISTANCES[0]: (VERBMEM, RETAIN_KNOWMEM), DISTANCES[1]: (FORGET_KNOWMEM, RETAIN_KNOWMEM)}
         return [name for part, names in parts.items() if scores.values[part] is not None for name in names]
 
-    def _scores(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
-        target, retrain = (of.figures if of is not None else {} for of in (self.target, self.retrain))
+    def _aggregate(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
+        reasons: dict[str, str] = {}
+        target, retrain = (model.figures if model is not None else {} for model in (self.target, self.retrain))
+        missing = [why for model, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if model is None]
         if suite == "tofu":
-            fluent = fluency and all(of.get(FLUENCY) is not None for of in (figures, target))
+            fluent = fluency and all(model.get(FLUENCY) is not None for model in (figures, target))
             scores = aggregate(figures, target, retrain, self.variant, fluency=fluent)
-        elif self.target is None or self.retrain is None:
-            scores = Scores(dict.fromkeys(SCORES["muse"]), {})
+            reasons = {name: why for name, why in (("utility", NO_TARGET), ("priv", NO_RETRAIN)) if why in missing}
+        elif missing:
+            scores = Scores(dict.fromkeys(DISTANCES), {})
+            reasons = dict.fromkeys(DISTANCES, ", ".join(missing))
         else:
             scores = muse_distances(figures, target, retrain)
-        reasons = dict(scores.reasons)
-        if suite == "tofu":
-            reasons |= {"utility": NO_TARGET} if self.target is None else {}
-            reasons |= {"priv": NO_RETRAIN} if self.retrain is None else {}
-        else:
-            lacking = [why for of, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if of is None]
-            reasons |= dict.fromkeys(SCORES["muse"], ", ".join(lacking)) if lacking else {}
-        return Scores(scores.values, reasons, scores.notes)
+        return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
 
-    def _interval(self, drawn: Any) -> Interval | None:
-        low, high = self.bootstrap.interval(drawn)
-        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best result by one measure."""
+
+    row: Row
+    measure: str
+
+    @property
+    def text(self) -> str:
+        """Why it is the best, such as 'highest Agg'."""
+        how = "highest" if MEASURES[self.measure].better == "higher" else "lowest"
+        return f"{how} {MEASURES[self.measure].short}"
+
+
+def best_results(rows: Sequence[Row], suite: str) -> list[Best | str]:
+    """Find the best result by each goal of a suite, or say why there is none (empty if no result has a value)."""
+    candidates = [row for row in rows if row.entry.role is None]
+    found: list[Best | str] = []
+    for alternatives in GOALS[suite]:
+        name = first_measured(alternatives, candidates)
+        measure, values = MEASURES[name], [row.values.get(name) for row in candidates]
+        index = best_index(values, measure.better, measure.digits)
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if index is not None:
+            found.append(Best(candidates[index], name))
+        elif known:
+            top, extreme = (max(known), "highest") if measure.better == "higher" else (min(known), "lowest")
+            tie = ", of several" if known.count(top) > 1 else ""
+            found.append(f"no result is best by {measure.short}: the {extreme} is {measure.text(top)}{tie}")
+        else:
+            found.append("")
+    return found
+
+
+def first_measured(names: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the first of these measures that at least half of the rows have, or else the most frequent one."""
+    counts = {name: sum(row.has(name) for row in rows) for name in names}
+    return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))
 
 
 def _number(value: Any) -> float | None:
-    """A figure as a number; None where a file holds something else."""
+    """A figure as a number; None if the file holds something else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

@@ -1,74 +1,212 @@
-"""The demo on images: handwritten digits, a model that draws them, and half of the digits forgotten."""
+"""Demo on images: a model learns to draw handwritten digits, and is steered away from half of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table as Printed
+from rich.table import Table
 
-from divdec.imaging.evaluation import named
-from divdec.imaging.patches import PatchCodec
+from divdec.data.formatting import Example, encode_set
+from divdec.demo.models import Shape, StageCache
+from divdec.demo.run import console_for, reporter
+from divdec.imaging.codecs import Codec, Images, PatchCodec
+from divdec.imaging.evaluation import ImageBenchmark, rule_name, train_classifier
+from divdec.imaging.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
+from divdec.imaging.results import ImageTable, Mean, SettingResult, cell_text, tabulate
 from divdec.imaging.settings import SamplingSettings
-from divdec.imaging.tables import Mean, Setting, cell_text
-from divdec.imaging.training import PAPER_SHARE
-from divdec.model.bundle import is_bundle
-from divdec.research.comparison import console_for, teller
-from divdec.research.image_settings import NETWORK, Found, as_json, measure, write_found
-from divdec.research.image_stages import (
-    ImageMaterial,
-    ImageModels,
-    ImageRecipe,
-    candidates_of,
-    exam_of,
-    train_images,
-    write_image_bundle,
-)
-from divdec.research.small_models import Shape
+from divdec.imaging.training import PAPER_SHARE, encode, training_records
+from divdec.model.bundle import is_bundle, write_bundle
+from divdec.research.image_evaluation import NETWORK_NOTE, Candidate, evaluate_candidates, write_results
 from divdec.runs import RECORD, cache_folder, output_folder, record, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CODES, SIDE = 64, 2
 COUNT = 40  # images of each digit and setting
 _RATE = 3e-3
-RECIPE = ImageRecipe(
-    target=Shape(128, 4, 4, 512),
-    auxiliary=Shape(64, 2, 4, 256),
-    target_training=TrainingSettings(epochs=30.0, learning_rate=2e-3, batch_size=32, warmup=0.05, weight_decay=0.05),
-    retain_training=TrainingSettings(epochs=30.0, learning_rate=_RATE, batch_size=32, warmup=0.05, weight_decay=0.05),
-    # As in the paper: a tenth of the base's rate, ten passes.
-    forget_training=TrainingSettings(epochs=10.0, learning_rate=PAPER_SHARE * _RATE, batch_size=32, warmup=0.05),
-)
 RULES = tuple(
     [Steering(alpha=alpha) for alpha in (0.5, 1.0, 1.5, 2.0, 5.0)]
     + [Steering("rank", k=k) for k in (8, 16, 24, 32, 48)]
 )
 FORGET_AIM, RETAIN_AIM = 0.15, 0.95
-"""Accuracy on classes to forget at most; on those to keep at least so much of the target's."""
+"""Highest accuracy on classes to forget; lowest accuracy on classes to keep, relative to the target's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRecipe:
+    """Sizes and training of the four models of an image experiment."""
+
+    target: Shape
+    auxiliary: Shape
+    target_training: TrainingSettings
+    """Target (all classes) and retrained reference (classes to keep), from random weights."""
+    retain_training: TrainingSettings
+    """q, on the classes to keep, from random weights."""
+    forget_training: TrainingSettings
+    """p, on the classes to forget, from q: small models trained apart differ by more than their data."""
+
+
+RECIPE = ImageRecipe(
+    target=Shape(128, 4, 4, 512),
+    auxiliary=Shape(64, 2, 4, 256),
+    target_training=TrainingSettings(epochs=30.0, learning_rate=2e-3, batch_size=32, warmup=0.05, weight_decay=0.05),
+    retain_training=TrainingSettings(epochs=30.0, learning_rate=_RATE, batch_size=32, warmup=0.05, weight_decay=0.05),
+    # As in the paper: a tenth of the base's rate, ten epochs.
+    forget_training=TrainingSettings(epochs=10.0, learning_rate=PAPER_SHARE * _RATE, batch_size=32, warmup=0.05),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageMaterial:
+    """Images with their codec and layout, and the classes to forget and to keep."""
+
+    images: Images
+    labels: list[int]
+    codec: Codec
+    layout: ImageLayout
+    forget: tuple[int, ...]
+    """Indices of classes."""
+    retain: tuple[int, ...]
+
+    @classmethod
+    def of(cls, images: Images, labels: list[int], names: Sequence[str], codec: Codec, seed: int) -> ImageMaterial:
+        """Create the material of an experiment that forgets half of the classes, drawn by seed.
+
+        Args:
+            images: all images.
+            labels: index of each image's class.
+            names: names of the classes.
+            codec: codec of the images.
+            seed: draws the classes.
+        """
+        forget = tuple(sorted(random.Random(seed).sample(range(len(names)), len(names) // 2)))
+        layout = ImageLayout.new(codec.codes, *codec.grid, names)
+        return cls(images, labels, codec, layout, forget, tuple(i for i in range(len(names)) if i not in forget))
+
+    @property
+    def forgotten(self) -> str:
+        """Names of the classes to forget."""
+        *names, last = (self.layout.classes[index] for index in self.forget)
+        return f"{', '.join(names)} and {last}"
+
+    def examples(self, classes: Sequence[int], seed: int) -> list[Example]:
+        """The images of some classes as training examples."""
+        rows = [row for row, label in enumerate(self.labels) if label in classes]
+        codes = encode(self.images[rows], self.codec, title=None)
+        records = training_records(self.layout, "images", codes, [self.labels[row] for row in rows], seed)
+        return encode_set(records, self.layout.tokenizer())
+
+    def benchmark(self, count: int, sampling: SamplingSettings) -> ImageBenchmark:
+        """Create a benchmark with `count` images of each class and a classifier of the real images."""
+        classifier = train_classifier(self.layout, self.images, self.labels, (*self.retain, *self.forget))
+        return ImageBenchmark(
+            self.layout, self.codec, self.retain, self.forget, count, sampling, self.images, self.labels, classifier
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageModels:
+    """Folders of an experiment's models."""
+
+    target: Path
+    retrain: Path
+    retain_auxiliary: Path
+    forget_auxiliary: Path
+    seconds: dict[str, float]
+    """Training time by stage, also of cached stages."""
+
+    def candidates(self, layout: ImageLayout, rules: Sequence[Steering], device: str = "cpu") -> list[Candidate]:
+        """Load baseline, retrained reference and every rule as candidates.
+
+        Args:
+            layout: the layout.
+            rules: steering rules.
+            device: device of the models.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from divdec.model.modeling import DivergenceForCausalLM
+
+        folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary)
+        loaded: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, local_files_only=True) for folder in folders]
+        target, retrain, q, p = (one.eval().to(device) for one in loaded)
+        model = DivergenceForCausalLM.from_parts(target, q, p).eval()
+
+        def steered(rule: Steering) -> PreTrainedModel:
+            model.steering = restrict_to_codes(rule, layout)
+            return model
+
+        plain = [Candidate("Baseline", "", lambda: target), Candidate("Retrain", "", lambda: retrain)]
+        return plain + [Candidate(*rule_name(rule), model=lambda rule=rule: steered(rule)) for rule in rules]
+
+    def write_bundle(self, material: ImageMaterial, folder: Path, steering: Steering) -> None:
+        """Write a bundle with layout and codec."""
+        write_bundle(
+            folder,
+            target=str(self.target),
+            retain_auxiliary=str(self.retain_auxiliary),
+            forget_auxiliary=str(self.forget_auxiliary),
+            steering=restrict_to_codes(steering, material.layout),
+            forget_set=f"classes {material.forgotten}",
+        )
+        write_image_files(folder, material.layout, material.codec)
+
+
+def train_images(
+    material: ImageMaterial, recipe: ImageRecipe, seed: int, cache: Path, report: Callable[[str], None]
+) -> ImageModels:
+    """Train the models that are not in the cache.
+
+    Args:
+        material: images and classes.
+        recipe: sizes and training.
+        seed: seed of initial weights and order.
+        cache: folder of finished stages.
+        report: receives one line a stage.
+
+    Raises:
+        Interrupted: Ctrl-C; the same call resumes.
+    """
+
+    def new(shape: Shape, tokenizer: Any, seed: int) -> PreTrainedModel:
+        return new_image_model(material.layout, shape.width, shape.layers, shape.heads, seed)
+
+    cache.mkdir(parents=True, exist_ok=True)
+    stages = StageCache(cache, material.layout.tokenizer(), seed, report, new=new)
+    forget, retain = material.examples(material.forget, seed), material.examples(material.retain, seed)
+    target = stages.run("target", recipe.target, forget + retain, recipe.target_training)
+    retrain = stages.run("retrain reference", recipe.target, retain, recipe.target_training)
+    q = stages.run("retain auxiliary", recipe.auxiliary, retain, recipe.retain_training)
+    p = stages.run("forget auxiliary", q, forget, recipe.forget_training)
+    return ImageModels(target, retrain, q, p, stages.seconds)
 
 
 def digits(seed: int) -> ImageMaterial:
     """Scikit-learn's 1,797 digits of 8×8 pixels; the seed draws five to forget."""
     from sklearn.datasets import load_digits
 
-    found: Any = load_digits()
-    images = torch.from_numpy(found.images / 16).float()[:, None]
+    data: Any = load_digits()
+    images = torch.from_numpy(data.images / 16).float()[:, None]
     codec = PatchCodec.fit(images, SIDE, CODES)
-    return ImageMaterial.of(images, found.target.tolist(), [str(digit) for digit in range(10)], codec, seed)
+    return ImageMaterial.of(images, data.target.tolist(), [str(digit) for digit in range(10)], codec, seed)
 
 
 def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Train what the cache lacks, draw, measure, print, and write report, grids and bundle.
+    """Train the models, sample and evaluate, print tables, and write report, grids and bundle.
 
     Args:
-        seed: of the digits to forget, the initial weights, the order of training, and chance.
+        seed: seed of the digits to forget, training and sampling.
         output: folder for the results; one in the user's cache by default.
         quiet: print to standard error.
 
@@ -76,7 +214,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         The content of `run.json`.
 
     Raises:
-        Interrupted: Ctrl-C; the same call goes on where it stopped.
+        Interrupted: Ctrl-C; the same call resumes.
     """
     started = time.perf_counter()
     console = console_for(quiet)
@@ -87,13 +225,13 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         highlight=False,
     )
     cache = cache_folder() / "image-demo"
-    models = train_images(material, RECIPE, seed, cache / "models", teller(console))
+    models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
-        content = _measured(material, models, seed, folder, console)
+        content = _evaluate(material, models, seed, folder, console)
         content |= {"seconds": round(time.perf_counter() - started, 1)}
         write_json(folder / RECORD, content)
-        write_image_bundle(material, models, folder / "bundle", Steering.parse(str(content["recommended"])))
+        models.write_bundle(material, folder / "bundle", Steering.parse(str(content["recommended"])))
     console.print(
         f"{content['seconds']:.0f} s. Look at {output / 'report.html'}\n"
         f"Draw more: divdec image sample {output / 'bundle'} --output digits",
@@ -107,71 +245,71 @@ def is_demo(folder: Path) -> bool:
     return is_bundle(folder / "bundle") and (folder / "report.html").is_file()
 
 
-def recommended(settings: Sequence[Setting]) -> Setting | None:
-    """The mildest setting that reaches both aims, linear before rank; None where none does."""
-    baseline = next(setting for setting in settings if setting.method == "Baseline")
-    for setting in settings:
-        if setting.method in ("Linear", "Rank") and reaches(setting, baseline):
-            return setting
+def recommend(results: Sequence[SettingResult]) -> SettingResult | None:
+    """Return the mildest setting that reaches both aims, linear before rank; None if there is none."""
+    baseline = next(result for result in results if result.method == "Baseline")
+    for result in results:
+        if result.method in ("Linear", "Rank") and reaches_aims(result, baseline):
+            return result
     return None
 
 
-def reaches(setting: Setting, baseline: Setting) -> bool:
-    """Whether a setting forgets what it should, and keeps the rest."""
-    forget, retain, before = accuracy(setting, "forget"), accuracy(setting, "retain"), accuracy(baseline, "retain")
+def reaches_aims(result: SettingResult, baseline: SettingResult) -> bool:
+    """Whether a setting forgets the classes to forget, and keeps the others."""
+    forget, retain, before = accuracy(result, "forget"), accuracy(result, "retain"), accuracy(baseline, "retain")
     return forget <= FORGET_AIM and retain >= RETAIN_AIM * before
 
 
-def accuracy(setting: Setting, name: str) -> float:
-    """Share of a set's images that show what was asked for."""
-    found = Mean.of((setting.accuracy or {})[name])
-    assert found is not None
-    return found.value
+def accuracy(result: SettingResult, name: str) -> float:
+    """Share of a set's images that show their class."""
+    mean = Mean.of((result.accuracy or {})[name])
+    assert mean is not None
+    return mean.value
 
 
-def _measured(
+def _evaluate(
     material: ImageMaterial, models: ImageModels, seed: int, folder: Path, console: Console
 ) -> dict[str, Any]:
-    exam = exam_of(material, COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed))
-    candidates = candidates_of(models, material.layout, RULES)
-    settings = measure(exam, candidates, folder, lambda line: None)
-    held_out = exam.classifier.held_out
-    found = write_found(
-        exam, candidates, settings, folder,
+    benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed))
+    candidates = models.candidates(material.layout, RULES)
+    results = evaluate_candidates(benchmark, candidates, folder, lambda line: None)
+    held_out = benchmark.classifier.held_out
+    tables = write_results(
+        benchmark, candidates, results, folder,
         title=f"divdec image demo, seed {seed}",
         lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
         f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
         f"{held_out.images} real digits that it has not seen.",
-        notes=[NETWORK],
+        notes=[NETWORK_NOTE],
     )  # fmt: skip
-    print_tables(found, console)
-    best = recommended(settings)
-    console.print(_told(best, settings), highlight=False)
-    rules = {named(rule): rule for rule in RULES}
+    print_tables(tables, console)
+    best = recommend(results)
+    if best is None:
+        summary = (
+            f"No setting reaches forget accuracy ≤ {FORGET_AIM} with retain accuracy ≥ {RETAIN_AIM} × the target's."
+        )
+    else:
+        summary = (
+            f"{best.name}: {accuracy(best, 'forget'):.2f} of the images asked for as a digit to forget show it, "
+            f"{accuracy(best, 'retain'):.2f} as a digit to keep (the target: {accuracy(results[0], 'forget'):.2f}, "
+            f"{accuracy(results[0], 'retain'):.2f})."
+        )
+    console.print(summary, highlight=False)
+    rules = {rule_name(rule): rule for rule in RULES}
     return record(
         "image demo", {"seed": seed},
-        forget=list(material.forget), held_out=dataclasses.asdict(held_out), results=as_json(settings),
+        forget=list(material.forget), held_out=dataclasses.asdict(held_out), results=tabulate(results).json(),
         recommended=str(Steering() if best is None else rules[best.method, best.config]), reached=best is not None,
         training_seconds=models.seconds,
     )  # fmt: skip
 
 
-def print_tables(found: Found, console: Console) -> None:
-    """Print what was found."""
-    for caption, table in found.tables.items():
-        printed = Printed(title=caption, box=box.SIMPLE_HEAD, title_justify="left", title_style="none")
+def print_tables(tables: dict[str, ImageTable], console: Console) -> None:
+    """Print tables to the terminal."""
+    for caption, table in tables.items():
+        printed = Table(title=caption, box=box.SIMPLE_HEAD, title_justify="left", title_style="none")
         for head in ("", "", *(column.head for column in table.columns)):
             printed.add_column(head, justify="right" if head else "left")
-        for setting, cells in table.rows:
-            printed.add_row(setting.method, setting.config, *map(cell_text, cells))
+        for result, cells in table.rows:
+            printed.add_row(result.method, result.config, *map(cell_text, cells))
         console.print(printed)
-
-
-def _told(best: Setting | None, settings: Sequence[Setting]) -> str:
-    if best is None:
-        return f"No setting reaches forget accuracy ≤ {FORGET_AIM} with retain accuracy ≥ {RETAIN_AIM} × the target's."
-    return (
-        f"{best.name}: {accuracy(best, 'forget'):.2f} of the images asked for as a digit to forget show it, "
-        f"{accuracy(best, 'retain'):.2f} as a digit to keep (the target: {accuracy(settings[0], 'forget'):.2f}, "
-        f"{accuracy(settings[0], 'retain'):.2f})."
-    )

@@ -1,137 +1,264 @@
-"""`divdec image eval`: a bundle's target, a retrained reference and every rule, measured on the user's own images."""
+"""`divdec image eval`: a bundle's target, a retrained reference and every rule, evaluated on the user's images.
+
+An interrupted run resumes with the settings whose images are not sampled yet.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from divdec.errors import UsageError
-from divdec.imaging.codec import FOLDER
-from divdec.imaging.distances import PretrainedFeatures
-from divdec.imaging.evaluation import Exam, named, train_classifier
-from divdec.imaging.judges import Answers, ImageEndpoint, ImageJudge
-from divdec.imaging.layout import ImageLayout
-from divdec.imaging.opened import for_codes, image_folder, open_image_model, parts_of, read_image_files
-from divdec.imaging.pictures import read_folder
+from divdec.imaging.codecs import FOLDER, Codes, Images
+from divdec.imaging.evaluation import ImageBenchmark, PretrainedFeatures, rule_name, train_classifier
+from divdec.imaging.files import read_folder, write_png
+from divdec.imaging.judges import ImageEndpoint, ImageJudge
+from divdec.imaging.models import (
+    ImageLayout,
+    image_folder,
+    load_image_files,
+    load_image_model,
+    local_folders,
+    restrict_to_codes,
+)
+from divdec.imaging.results import GROUPS, ImageTable, SettingResult, tabulate
+from divdec.imaging.sampling import decode, enlarged_grid
 from divdec.imaging.settings import ImageEvalSettings
 from divdec.imaging.training import digest
 from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
 from divdec.model.loading import find_bundle, read_config
-from divdec.research.image_settings import ANSWERS, NETWORK, Candidate, as_json, clear, measure, write_found
-from divdec.runs import RECORD, goes_on, record, settings_hash, write_json
+from divdec.research.pages import Samples, write_images
+from divdec.runs import ResumableOutput, RunFolder, write_json, write_text
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERB = "image eval"
-REASONING = 4096  # tokens for a judge that thinks aloud
-NOT_DECIDING = ("output", "overwrite", "device", "no_verify", "judge_api_key_env")
+REASONING_TOKENS = 4096
+IRRELEVANT = ("output", "overwrite", "device", "no_verify", "judge_api_key_env")
+"""Settings that do not change results."""
+CAPTIONS = {
+    ("content", "accuracy"): (
+        "Content of class-conditional images: the probability of the class asked for, and the share of images "
+        "whose likeliest class it is; mean ± standard error"
+    ),
+    ("quality",): "Quality: how often an image is preferred to the baseline's, in both orders; mean ± standard error",
+    ("distances",): "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes",
+}
+ANSWERS = "answers.jsonl"
+"""Replies of judges at endpoints."""
+STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
+NETWORK_NOTE = (
+    "Fréchet distances are those of the classifier's features, not of Inception's: they compare the rows of this "
+    "table, not with other tables."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate, with its name in the tables."""
+
+    method: str
+    config: str
+    model: Callable[[], PreTrainedModel]
+    """Returns the model with its steering."""
+
+    @property
+    def file(self) -> str:
+        """Name of the candidate's files."""
+        return f"{self.method}{self.config}".replace("α=", "-").replace("k=", "-").lower()
+
+
+def evaluate_candidates(
+    benchmark: ImageBenchmark, candidates: Sequence[Candidate], output: Path, report: Callable[[str], None]
+) -> list[SettingResult]:
+    """Sample and evaluate the images of all candidates, the baseline first; `output` stores the codes in `codes/`."""
+    results: list[SettingResult] = []
+    baseline: Images | None = None
+    for number, candidate in enumerate(candidates, start=1):
+        title = f"{number}/{len(candidates)} {candidate.method} {candidate.config}"
+        codes = _sample(benchmark, candidate, output, title)
+        results.append(benchmark.evaluate(candidate.method, candidate.config, codes, baseline))
+        if baseline is None and benchmark.quality:
+            baseline = decode(codes, benchmark.codec)
+    report(f"{len(results)} settings, {len(benchmark.labels)} images each")
+    return results
+
+
+def _sample(benchmark: ImageBenchmark, candidate: Candidate, output: Path, title: str | None = None) -> Codes:
+    """Load a candidate's codes, or sample and store them if the file is missing, damaged or of other classes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    file = output / "codes" / f"{candidate.file}.safetensors"
+    try:
+        content = load_file(file)
+        if content["classes"].tolist() == benchmark.labels and len(content["codes"]) == len(benchmark.labels):
+            return benchmark.layout.check(content["codes"])
+    except (OSError, KeyError, UsageError, SafetensorError):
+        pass
+    codes = benchmark.sample(candidate.model(), title)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output) as temporary:
+        save_file({"codes": codes.contiguous(), "classes": torch.tensor(benchmark.labels)}, Path(temporary) / "part")
+        os.replace(Path(temporary) / "part", file)
+    return codes
+
+
+def write_results(
+    benchmark: ImageBenchmark,
+    candidates: Sequence[Candidate],
+    results: list[SettingResult],
+    output: Path,
+    *,
+    title: str,
+    lead: str,
+    notes: Sequence[str] = (),
+) -> dict[str, ImageTable]:
+    """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
+
+    Args:
+        benchmark: classes and settings.
+        candidates: see `evaluate_candidates`, which has stored their codes in `output`.
+        results: its results.
+        output: the folder.
+        title: title of the report.
+        lead: first paragraph of the report.
+        notes: notes below the tables.
+
+    Returns:
+        The tables, by caption.
+    """
+    tables = {caption: tabulate(results, groups) for groups, caption in CAPTIONS.items()}
+    tables = {caption: table for caption, table in tables.items() if table.columns}
+
+    def samples(title: str, images: Images, labels: Sequence[int]) -> Samples:
+        return Samples.of(title, images, labels, benchmark.layout.classes, benchmark.forget)
+
+    shown = [samples("Real", benchmark.real, benchmark.real_labels)]
+    (output / "grids").mkdir(exist_ok=True)
+    for candidate in candidates:
+        images = decode(_sample(benchmark, candidate, output), benchmark.codec)
+        write_png(enlarged_grid(images, benchmark.count), output / "grids" / f"{candidate.file}.png")
+        shown.append(samples(f"{candidate.method} {candidate.config}".strip(), images, benchmark.labels))
+    write_text(output / "table.md", markdown(tables))
+    write_json(output / "results.json", tabulate(results, GROUPS).json())
+    write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown, notes=notes)
+    return tables
+
+
+def markdown(tables: dict[str, ImageTable]) -> str:
+    """Format all tables, with captions."""
+    return "\n".join(f"{caption}\n\n{table.markdown()}" for caption, table in tables.items())
 
 
 def evaluate_images(
     settings: ImageEvalSettings, device: str = "cpu", report: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure a bundle, and write tables, report and images.
+    """Evaluate a bundle, and write tables, report and images.
 
     Args:
-        settings: what is measured, and by whom.
-        device: where the models go.
-        report: told a line a step.
+        settings: models, images and judges.
+        device: device of the models.
+        report: receives one line at a time.
 
     Returns:
         The content of `run.json`.
 
     Raises:
-        UsageError: something given cannot be used, or a judge does not answer as it must; what was drawn is kept.
+        UsageError: an input cannot be used, or a judge replies in another format; sampled images are kept.
         FailedClosed: the model could not be steered.
     """
     rules = [Steering.parse(text) for text in settings.settings]
-    names = [named(rule) for rule in rules]
+    names = [rule_name(rule) for rule in rules]
     if again := [text for text, name in zip(settings.settings, names, strict=True) if names.count(name) > 1]:
         raise UsageError(f"settings {' and '.join(again)} are the same in the tables; give each once")
     output = Path(settings.output).expanduser()
     bundle = find_bundle(settings.bundle)
     config = read_config(bundle)
-    layout, codec = read_image_files(bundle)
+    layout, codec = load_image_files(bundle)
     for rule in rules:
-        for_codes(rule, layout).check_vocabulary(layout.vocab_size)
+        restrict_to_codes(rule, layout).check_vocabulary(layout.vocab_size)
     reference = None
     if settings.retrain is not None:
         reference = CheckpointReference.parse(settings.retrain).resolve(Path(), weights=True)
         check_plain(reference, "retrained model")
-        if read_image_files(reference)[0] != layout:
+        if load_image_files(reference)[0] != layout:
             raise UsageError(f"{settings.retrain} draws other images than {settings.bundle}: their image.json differ")
-    parts = parts_of(str(bundle))
-    folder = Path(settings.images).expanduser()
-    given = [*parts, folder, *(Path(text).expanduser() for text in (settings.retrain, settings.features) if text)]
-    check_apart(output.resolve(), [place.resolve() for place in given if place.exists()])
-    pixels, places, found = read_folder(folder, codec.channels, codec.size, settings.resize, report)
-    classes = layout.find_all(found)
-    real_classes = [classes[place] for place in places]
-    forget, retain = _parted(settings, layout, classes)
-    decided = {name: value for name, value in dataclasses.asdict(settings).items() if name not in NOT_DECIDING}
-    weights = [digests(place) for place in (*parts[1:], *([reference] if reference else []))]
-    codebook = digests(image_folder(bundle) / FOLDER)
-    fingerprint = settings_hash(
-        [decided, config.to_dict(), weights, dataclasses.asdict(layout), codebook, digest(pixels), real_classes]
-    )
-    resumed = goes_on(output, VERB, fingerprint, settings.overwrite) and not settings.overwrite
+    folders = local_folders(str(bundle))
+    image_path = Path(settings.images).expanduser()
+    paths = [*folders, image_path, *(Path(text).expanduser() for text in (settings.retrain, settings.features) if text)]
+    check_apart(output.resolve(), [path.resolve() for path in paths if path.exists()])
+    pixels, indices, folder_names = read_folder(image_path, codec.channels, codec.size, settings.resize, report)
+    classes = layout.find_all(folder_names)
+    real_labels = [classes[index] for index in indices]
+    forget, retain = _split_classes(settings, layout, classes)
+    decides = [
+        {name: value for name, value in dataclasses.asdict(settings).items() if name not in IRRELEVANT},
+        config.to_dict(),
+        [digests(folder) for folder in (*folders[1:], *([reference] if reference else []))],
+        dataclasses.asdict(layout),
+        digests(image_folder(bundle) / FOLDER),
+        digest(pixels),
+        real_labels,
+    ]
     network = None if settings.features is None else PretrainedFeatures(Path(settings.features).expanduser())
-    classifier = train_classifier(layout, pixels, real_classes, (*retain, *forget))
-    report(
-        f"classifier: {classifier.held_out.accuracy:.1%} of {classifier.held_out.images} real images it has not seen"
-    )
-    opened = open_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
-    model: Any = opened.model
+    classifier = train_classifier(layout, pixels, real_labels, (*retain, *forget))
+    accuracy = f"{classifier.held_out.accuracy:.1%}"
+    report(f"classifier: {accuracy} of {classifier.held_out.images} real images it has not seen")
+    run = RunFolder.open(output, VERB, settings, decides, overwrite=settings.overwrite, stale=STALE)
+    if run.resumed and settings.overwrite:
+        for name in STALE:
+            shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
+    loaded = load_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
+    model: Any = loaded.model
 
     def steered(rule: Steering) -> PreTrainedModel:
-        model.steering = for_codes(rule, layout)
+        model.steering = restrict_to_codes(rule, layout)
         return model
 
     def retrained() -> PreTrainedModel:
-        assert settings.retrain is not None
-        return open_image_model(settings.retrain, dtype=settings.dtype, device=device).model
+        return load_image_model(str(settings.retrain), dtype=settings.dtype, device=device).model
 
     candidates = [Candidate("Baseline", "", lambda: model.target)]
     candidates += [Candidate("Retrain", "", retrained)] if settings.retrain else []
-    for rule, (method, setting) in zip(rules, names, strict=True):
-        candidates.append(Candidate(method, setting, lambda rule=rule: steered(rule)))
-    if not resumed:
-        output.mkdir(parents=True, exist_ok=True)
-        clear(output)
-        write_json(output / RECORD, record(VERB, settings, fingerprint=fingerprint) | {"status": "running"})
-    exam = Exam(
-        layout, opened.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_classes,
+    candidates += [Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)]
+    benchmark = ImageBenchmark(
+        layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_labels,
         classifier, network, **_judges(settings, output),
     )  # fmt: skip
-    measured = measure(exam, candidates, output, report)
-    by = settings.content_judge or f"a classifier ({classifier.held_out.accuracy:.1%} right on held-out images)"
-    written = write_found(
-        exam, candidates, measured, output,
+    results = evaluate_candidates(benchmark, candidates, output, report)
+    judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
+    tables = write_results(
+        benchmark, candidates, results, output,
         title="Steered images",
-        lead=f"{len(exam.asked)} images a setting from {bundle.name}; {len(forget)} of {len(exam.classes)} classes "
-        f"are to be forgotten. Content is judged by {by}.",
-        notes=[NETWORK if settings.features is None else f"Fréchet distances are those of {settings.features}."],
+        lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} classes "
+        f"are to be forgotten. Content is judged by {judge}.",
+        notes=[NETWORK_NOTE if settings.features is None else f"Fréchet distances are those of {settings.features}."],
     )  # fmt: skip
-    content = record(
-        VERB, settings, fingerprint=fingerprint, held_out=dataclasses.asdict(classifier.held_out),
-        results=as_json(measured), report=str(output / "report.html"),
-    )  # fmt: skip
-    write_json(output / RECORD, content)
-    return content | {"markdown": written.markdown}
+    content = run.finish(
+        held_out=dataclasses.asdict(classifier.held_out),
+        results=tabulate(results).json(),
+        report=str(output / "report.html"),
+    )
+    return content | {"markdown": markdown(tables)}
 
 
-def _parted(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]) -> tuple[list[int], list[int]]:
+def _split_classes(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]) -> tuple[list[int], list[int]]:
     forget = [layout.find(name) for name in settings.forget]
-    if missing := [place for place in forget if place not in classes]:
+    if missing := [index for index in forget if index not in classes]:
         raise UsageError(
             f"class {layout.classes[missing[0]]!r} is to be forgotten, but {settings.images} has no images of it"
         )
-    retain = [place for place in classes if place not in forget]
+    retain = [index for index in classes if index not in forget]
     if not retain:
         raise UsageError(f"all classes of {settings.images} are to be forgotten; some to keep must be there too")
     return list(dict.fromkeys(forget)), retain
@@ -143,12 +270,12 @@ def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:
     url, variable = settings.judge_url, settings.judge_api_key_env
     if variable is not None and not os.environ.get(variable):
         raise UsageError(f"the environment has no {variable}, which shall hold the endpoint's key")
-    answers = Answers(output / ANSWERS)
+    answers = ResumableOutput(output / ANSWERS)
 
     def judge(name: str) -> ImageJudge:
         if settings.judge_reasons:
             endpoint = ImageEndpoint(url, name, variable, temperature=None, limit_name="max_completion_tokens")
-            return ImageJudge(endpoint, answers, limit=REASONING)
+            return ImageJudge(endpoint, answers, limit=REASONING_TOKENS)
         return ImageJudge(ImageEndpoint(url, name, variable), answers)
 
     content = None if settings.content_judge is None else judge(settings.content_judge)

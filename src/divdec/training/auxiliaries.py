@@ -33,16 +33,7 @@ from divdec.model.checkpoint import (
     load_model,
     load_tokenizer,
 )
-from divdec.runs import (
-    RECORD,
-    goes_on,
-    output_folder,
-    read_json,
-    record,
-    settings_hash,
-    write_json,
-    write_text,
-)
+from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune
 from divdec.training.inputs import encode, join_processes, limit_length, report_sets, resolve_trainable, sample_examples
@@ -202,8 +193,16 @@ def train_auxiliaries(
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(retain, tokenizer, form, report)}
 
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
-    fingerprint = settings_hash([same_settings, forget.sha256, retain.sha256, digests(base)])
-    _open_output(output, fingerprint, settings)
+    run = RunFolder.open(
+        output,
+        "train",
+        settings,
+        [same_settings, forget.sha256, retain.sha256, digests(base)],
+        overwrite=settings.overwrite,
+        stale=(WORK, RETAIN, FORGET, BUNDLE),
+        is_main=state.is_main_process,
+        wait=state.wait_for_everyone,
+    )
     pair = _PairTrainer(settings, output, base, tokenizer, examples, measure, report)
     if measure:
         results, attempts = pair.train_until_separated()
@@ -214,6 +213,7 @@ def train_auxiliaries(
     content = record(
         "train",
         settings,
+        fingerprint=run.fingerprint,
         forget_set=forget.label,
         retain_set=retain.label,
         overlap=dataclasses.asdict(overlap(forget, retain)),
@@ -409,19 +409,6 @@ def _check_target(target: str, base: Path) -> int:
     if reference.folder is not None:
         check_weights(folder)
     return common_vocabulary_of({"target": folder, "base": base})
-
-
-def _open_output(output: Path, fingerprint: str, settings: AuxiliarySettings) -> None:
-    """Start a new run in an empty folder, or resume the same run."""
-    state = PartialState()
-    resumed = goes_on(output, "train", fingerprint, settings.overwrite)
-    state.wait_for_everyone()
-    if not resumed and state.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        for name in (WORK, RETAIN, FORGET, BUNDLE):
-            shutil.rmtree(output / name, ignore_errors=True)
-        write_json(output / RECORD, record("train", settings, fingerprint=fingerprint) | {"status": "running"})
-    state.wait_for_everyone()
 
 
 def _write_card(

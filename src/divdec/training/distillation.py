@@ -38,6 +38,7 @@ from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import (
     RECORD,
+    RunFolder,
     cache_folder,
     check_output,
     output_folder,
@@ -56,8 +57,7 @@ from divdec.training.distillation_loss import (
     Pieces,
     plain_head,
     predicting,
-    reduce_logits,
-    sum_figures,
+    sum_over_positions,
 )
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, encode, join_processes, report_set, resolve_trainable, sample_indices
@@ -99,8 +99,16 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
     """
     state, report = join_processes(report)
     job = prepare(settings, report)
-    work = _open_work(job)
-    state.wait_for_everyone()
+    work = RunFolder.open(
+        job.output.with_name(f"{job.output.name}.work"),
+        "distill",
+        settings,
+        job.decides,
+        overwrite=settings.overwrite,
+        stale=("*",),
+        is_main=state.is_main_process,
+        wait=state.wait_for_everyone,
+    ).path
 
     model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype="auto").requires_grad_(False)
     teacher = LiveTeacher(model, settings.temperature, settings.direction)
@@ -223,7 +231,7 @@ class DistillationMetrics:
         indices = sample_indices(len(examples), SAMPLE, 0)
         for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
             with torch.no_grad():
-                sums.append(reduce_logits(model, self.head, batch, pieces(batch), sum_figures).double().cpu())
+                sums.append(sum_over_positions(model, self.head, batch, pieces(batch), gradient=False).double().cpu())
             count += int(predicting(batch["labels"]).sum())
         if self.offload:
             self.teacher.to(torch.device("cpu"))
@@ -269,12 +277,12 @@ class DistillationJob:
         return settings_hash(references)
 
     @property
-    def fingerprint(self) -> str:
-        """Digest of all inputs of the student."""
+    def decides(self) -> list[Any]:
+        """All inputs of the student."""
         settings = dataclasses.asdict(dataclasses.replace(self.settings, overwrite=False))
         retain = None if self.retain is None else self.retain.sha256
         start = digests(self.start)
-        return settings_hash([settings, self.identity, self.steering.to_dict(), self.forget.sha256, retain, start])
+        return [settings, self.identity, self.steering.to_dict(), self.forget.sha256, retain, start]
 
     @property
     def cache(self) -> tuple[Path, Fingerprint] | None:
@@ -371,27 +379,6 @@ def _resolve_student(reference: str, tokenizer: PreTrainedTokenizerBase, config:
 def _is_run(folder: Path) -> bool:
     """Whether a folder holds a student or an unfinished run, which a new one may replace."""
     return (read_record(folder) or {}).get("verb") == "distill"
-
-
-def _open_work(job: DistillationJob) -> Path:
-    """Open the folder of an unfinished run beside the output: resume the same run, or start a new one."""
-    work = job.output.with_name(f"{job.output.name}.work")
-    state = PartialState()
-    earlier = read_record(work) if work.is_dir() else None
-    if earlier is None or earlier.get("fingerprint") != job.fingerprint:
-        if work.is_dir() and not job.settings.overwrite:
-            raise UsageError(
-                f"{work} belongs to an unfinished run with other settings or data; repeat those to resume it, or "
-                "give --overwrite to begin anew"
-            )
-        check_output(work, job.settings.overwrite, _is_run)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            content = record("distill", job.settings, fingerprint=job.fingerprint)
-            write_json(work / RECORD, content | {"status": "running"})
-    return work
 
 
 def _cached_teacher(job: DistillationJob, teacher: LiveTeacher, report: Callable[[str], None]) -> CachedTeacher | None:

@@ -146,7 +146,7 @@ class LiveTeacher:
             yield indices, functools.partial(loss, teacher_logits=logits)
 
     def figures(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """T²·KL, the student's cross entropy and the teacher's at every labelled position, for `sum_figures`."""
+        """T²·KL, the student's cross entropy and the teacher's at every labelled position, for `sum_over_positions`."""
         labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
         cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none")
 
@@ -157,10 +157,7 @@ class LiveTeacher:
             return torch.stack([kl, *losses], dim=-1)
 
         for indices, logits in self.logits(batch):
-            yield (
-                indices,
-                functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]),
-            )
+            yield (indices, functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "some vocab"]]]:
         """Steered logits at the labelled positions: indices among these, and logits.
@@ -216,20 +213,16 @@ class Distillation:
         self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
     ) -> Float[Tensor, ""]:
         """See `divdec.training.fine_tuning.Objective.loss`."""
-        total = reduce_logits(model, self.head, batch, self.teacher.pieces(batch), sum_losses).sum()
+        total = sum_over_positions(model, self.head, batch, self.teacher.pieces(batch)).sum()
         return total / (predicting(batch["labels"]).sum() if labelled is None else labelled)
 
 
-def reduce_logits(
-    model: PreTrainedModel,
-    head: nn.Linear | None,
-    batch: Mapping[str, Tensor],
-    pieces: Pieces,
-    reduce: Callable[[Tensor, Tensor | None, Tensor | None, Pieces], Tensor],
+def sum_over_positions(
+    model: PreTrainedModel, head: nn.Linear | None, batch: Mapping[str, Tensor], pieces: Pieces, gradient: bool = True
 ) -> Float[Tensor, " figures"]:
-    """Run the student, and reduce its logits at the labelled positions piece by piece.
+    """Run the student, and sum a function of its logits over the labelled positions, piece by piece.
 
-    The reduction replaces the forward of the output layer. So every wrapper of the model (DDP, FSDP, peft, accelerate's
+    The sum replaces the forward of the output layer. So every wrapper of the model (DDP, FSDP, peft, accelerate's
     autocast) sees an ordinary forward pass that uses the layer's weights.
 
     Args:
@@ -237,11 +230,12 @@ def reduce_logits(
         head: its output layer, or None.
         batch: `input_ids`, `attention_mask` and `labels` [batch, tokens].
         pieces: functions of the student's logits.
-        reduce: `sum_losses` or `sum_figures`.
+        gradient: whether the sum has a gradient; needs one figure for each position.
 
     Raises:
         RuntimeError: the model did not call its output layer exactly once.
     """
+    reduce: Callable[..., Tensor] = _PiecewiseLoss.apply if gradient else _sum_figures  # pyright: ignore[reportAssignmentType]
     mask = predicting(batch["labels"])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
     # DataParallel runs copies of the layer on other devices, without access to the weights of this one.
@@ -262,34 +256,8 @@ def reduce_logits(
     return output.reshape(-1)
 
 
-def sum_losses(
-    states: Float[Tensor, "labelled width"],
-    weight: Float[Tensor, "vocab width"] | None,
-    bias: Float[Tensor, " vocab"] | None,
-    pieces: Pieces,
-) -> Float[Tensor, ""]:
-    """Sum the losses of all pieces, with gradient.
-
-    The gradients of states, weight and bias are computed with the loss, piece by piece, and the backward pass only
-    scales them. So the logits of both models are held for one piece only, and never computed twice.
-
-    Args:
-        states: input of the output layer at each labelled position; without `weight`, the logits.
-        weight: weight of the output layer.
-        bias: its bias.
-        pieces: loss functions; iterated once.
-    """
-    return _PiecewiseLoss.apply(states, weight, bias, pieces)  # pyright: ignore[reportReturnType]
-
-
 @torch.no_grad()
-def sum_figures(
-    states: Float[Tensor, "labelled width"],
-    weight: Float[Tensor, "vocab width"] | None,
-    bias: Float[Tensor, " vocab"] | None,
-    pieces: Pieces,
-) -> Float[Tensor, " figures"]:
-    """Sum several figures over the labelled positions, without gradient; see `sum_losses`."""
+def _sum_figures(states: Tensor, weight: Tensor | None, bias: Tensor | None, pieces: Pieces) -> Tensor:
     sums = [
         figures(_logits(states[indices], weight, bias)).reshape(len(indices), -1).sum(dim=0)
         for indices, figures in pieces
@@ -302,6 +270,12 @@ def _logits(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 
 class _PiecewiseLoss(torch.autograd.Function):
+    """Sum of all pieces' losses; states [labelled, width] are inputs of the output layer, or logits without a weight.
+
+    The forward pass computes the gradients piece by piece with the loss, and the backward pass only scales them. So the
+    logits of both models are held for one piece only, and never computed twice.
+    """
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor | None, bias: Tensor | None, pieces: Pieces) -> Tensor:
         gradients = [

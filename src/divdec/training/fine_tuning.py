@@ -382,10 +382,7 @@ def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=2 * settings.lora_rank,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
+        r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     torch.manual_seed(settings.seed)
     return get_peft_model(model, adapters)

@@ -11,9 +11,21 @@ from conftest import tiny_model
 from divdec import UsageError
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import record_set, texts_of
-from divdec.research.baselines import losses, objectives
-from divdec.research.baselines.gradient_settings import (
-    GRADIENT_METHODS,
+from divdec.demo.models import Shape, new_model
+from divdec.research.baselines import gradient, losses
+from divdec.research.baselines.gradient import (
+    IDK_ANSWERS,
+    GradDiff,
+    IdkDPO,
+    draw_idk_answers,
+    log_probabilities_of,
+    read_lines,
+    reference_log_probabilities,
+)
+from divdec.research.baselines.job import Job
+from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
+from divdec.research.baselines.settings import (
     GradDiffSettings,
     IdkDPOSettings,
     NPOSettings,
@@ -21,12 +33,6 @@ from divdec.research.baselines.gradient_settings import (
     SimNPOSettings,
     UNDIALSettings,
 )
-from divdec.research.baselines.idk_answers import IDK_ANSWERS, idk_set, read_answers
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.objectives import GradDiff, IdkDPO, log_probabilities_of, reference_log_probabilities
-from divdec.research.baselines.registry import find
-from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
-from divdec.research.small_models import Shape, new_model
 from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
@@ -77,7 +83,7 @@ def settings_of(name, **options):
 
 def make(job, name, output, **options):
     output.mkdir(parents=True)
-    made = find(name).make(job, settings_of(name, **options), output)
+    made = find(name).build(job, settings_of(name, **options), output)
     return made, AutoModelForCausalLM.from_pretrained(output)
 
 
@@ -112,7 +118,7 @@ def probabilities(models, world, tokenizer):
 
 
 def test_all_methods_are_tried_here():
-    assert {method.name for method in GRADIENT_METHODS} == set(OPTIONS)
+    assert {name for name, method in methods().items() if method.kind == "gradient"} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -166,7 +172,7 @@ def test_references_known_beforehand_equal_those_of_a_second_model(job, target, 
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("npo")
     known = reference_log_probabilities(frozen, tokenizer, job.forget_examples, 3)
-    objective = objectives.NPO(settings, known)
+    objective = gradient.NPO(settings, known)
     for batch in batches(job):
         slow = log_probabilities_of(frozen, model_inputs(batch)).detach()
         expected = losses.npo(log_probabilities_of(other, model_inputs(batch)), slow, settings.beta)
@@ -179,7 +185,7 @@ def test_references_known_beforehand_equal_those_of_a_second_model(job, target, 
 def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, other, tokenizer):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("idk-dpo")
-    idk = encode_records(idk_set(job.forget, IDK_ANSWERS, 0).records, tokenizer)
+    idk = encode_records(draw_idk_answers(job.forget, IDK_ANSWERS, 0).records, tokenizer)
     known = [reference_log_probabilities(frozen, tokenizer, some, 3) for some in (job.forget_examples, idk)]
     objective = IdkDPO(settings, *known)
     companions = {"retain": Companion(job.retain_examples), "idk": Companion(idk, drawn=False)}
@@ -194,7 +200,7 @@ def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, oth
 
 
 def test_idk_dpo_makes_idk_answers_likelier(job, models):
-    idk = encode_records(idk_set(job.forget, IDK_ANSWERS, 0).records, job.tokenizer)
+    idk = encode_records(draw_idk_answers(job.forget, IDK_ANSWERS, 0).records, job.tokenizer)
     before, after = (probability(models[name], idk, job.tokenizer) for name in ("target", "idk-dpo"))
     assert after > 3 * before
 
@@ -222,13 +228,13 @@ def test_simnpo_divides_by_the_answers_own_length(job, other):
         )
         for row in range(4)
     ]
-    torch.testing.assert_close(objectives.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
+    torch.testing.assert_close(gradient.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
 
 
 def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
-    objective = objectives.UNDIAL(UNDIALSettings(), frozen)
+    objective = gradient.UNDIAL(UNDIALSettings(), frozen)
     torch.testing.assert_close(objective.loss(other, model_inputs(batch), None), objective.forget_loss(other, batch))
 
 
@@ -376,8 +382,8 @@ def test_our_answers_are_many_and_all_different():
 
 
 def test_answers_are_drawn_by_seed_and_keep_the_questions(job):
-    first = idk_set(job.forget, IDK_ANSWERS, 0)
-    assert first == idk_set(job.forget, IDK_ANSWERS, 0) != idk_set(job.forget, IDK_ANSWERS, 1)
+    first = draw_idk_answers(job.forget, IDK_ANSWERS, 0)
+    assert first == draw_idk_answers(job.forget, IDK_ANSWERS, 0) != draw_idk_answers(job.forget, IDK_ANSWERS, 1)
     assert [record.messages for record in first] == [record.messages for record in job.forget]
     assert {record.answer for record in first} <= set(IDK_ANSWERS)
     assert len({record.answer for record in first}) > 3
@@ -385,12 +391,12 @@ def test_answers_are_drawn_by_seed_and_keep_the_questions(job):
 
 def test_answers_from_a_file(tmp_path):
     (tmp_path / "idk.txt").write_text("No comment.\n\n  Ask another.\n")
-    assert read_answers(str(tmp_path / "idk.txt")) == ("No comment.", "Ask another.")
+    assert read_lines("idk-answers", str(tmp_path / "idk.txt"), IDK_ANSWERS) == ("No comment.", "Ask another.")
     (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(UsageError, match="holds no answer"):
-        read_answers(str(tmp_path / "empty.txt"))
+    with pytest.raises(UsageError, match=r"idk-answers .* is empty"):
+        read_lines("idk-answers", str(tmp_path / "empty.txt"), IDK_ANSWERS)
     with pytest.raises(UsageError, match="cannot be read"):
-        read_answers(str(tmp_path / "absent.txt"))
+        read_lines("idk-answers", str(tmp_path / "absent.txt"), IDK_ANSWERS)
 
 
 def test_plain_text_asks_nothing(job, tmp_path):
@@ -411,12 +417,12 @@ def test_plain_text_is_forgotten_by_the_others(job, tmp_path):
         (NPOSettings, {"beta": -1.0}, "beta is -1; accepted: a number above 0"),
         (SimNPOSettings, {"delta": math.inf}, "delta is inf; accepted: a finite number"),
         (UNDIALSettings, {"beta": 0.0}, "beta is 0"),
-        (IdkDPOSettings, {"alpha": -0.5}, "alpha is -0.5; accepted: a number of at least 0"),
+        (IdkDPOSettings, {"alpha": -0.5}, "alpha is -0.5; accepted: a finite number of at least 0"),
         (GradDiffSettings, {"gamma": math.nan}, "gamma is nan"),
-        (GradDiffSettings, {"learning_rate": 0.0}, "learning_rate is 0; accepted: a number above 0"),
-        (GradDiffSettings, {"batch_size": 0}, "batch_size is 0"),
+        (GradDiffSettings, {"learning_rate": 0.0}, "--learning-rate is 0; accepted: a number above 0"),
+        (GradDiffSettings, {"batch_size": 0}, "--batch-size is 0"),
         (GradDiffSettings, {"warmup": 1.0}, "warmup is 1; accepted: a share"),
-        (GradDiffSettings, {"weight_decay": -1.0}, "weight_decay is -1"),
+        (GradDiffSettings, {"weight_decay": -1.0}, "--weight-decay is -1"),
         (RMUSettings, {"layer": -1}, "layer is -1"),
         (RMUSettings, {"coefficient": 0.0}, "coefficient is 0"),
         (RMUSettings, {"lora_rank": 4}, "give --trainable all"),

@@ -15,16 +15,20 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
+from divdec.demo.models import Shape, new_model
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
-from divdec.research.baselines import helpers, logits
+from divdec.research.baselines import auto, logits  # noqa: F401  composites load
 from divdec.research.baselines.composite import CompositeForCausalLM
 from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
-from divdec.research.baselines.inference_settings import (
-    INFERENCE_METHODS,
+from divdec.research.baselines.job import Job
+from divdec.research.baselines.lunar import Activations, down_projections, redirected
+from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.prompts import PromptLayout, find_layout
+from divdec.research.baselines.settings import (
     ECOSettings,
     GUARDSettings,
     LUNARSettings,
@@ -32,11 +36,6 @@ from divdec.research.baselines.inference_settings import (
     ULDSettings,
     WHPSettings,
 )
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.lunar import _Lunar, down_projections, redirected
-from divdec.research.baselines.prompts import Layout, layout_of
-from divdec.research.baselines.registry import find
-from divdec.research.small_models import Shape, new_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from exactness import assert_same_answer
@@ -84,7 +83,7 @@ def make(job, name, output, **options):
     method = find(name)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    return method.make(job, method.settings(**(SETTINGS[name] | options)), output)
+    return method.build(job, method.settings(**(SETTINGS[name] | options)), output)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +123,11 @@ SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else []) for one in INFERENCE_METHODS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, method in methods().items()
+        if method.kind == "inference"
+    ],
 )
 def test_forget_answers_become_unlikely_and_retain_answers_stay(name, job, load, target):
     model = load(name)
@@ -245,21 +248,21 @@ def test_ucd_by_hand():
 
 
 def test_the_losses_of_helpers_by_hand(target, job):
-    assert float(helpers.kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
+    assert float(logits.kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
     p = torch.tensor([0.5, 0.25, 0.25])
     expected = sum(1 / 3 * (torch.tensor(1 / 3) / q).log() for q in p)
-    assert float(helpers.kl_from_uniform(p.log()[None])) == pytest.approx(float(expected), abs=1e-6)
+    assert float(logits.kl_from_uniform(p.log()[None])) == pytest.approx(float(expected), abs=1e-6)
     base = load_model(job.base).eval()
     ids, mask = batch(job.forget_examples[:2])
     labels = ids.masked_fill(mask == 0, -100)
     one = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     rows = one | {f"retain_{name}": tensor for name, tensor in one.items()}
     # An untrained offset changes nothing: what is left is the target's own loss, with its sign turned.
-    chosen, wanted = helpers.answer_logits(target, one)
-    found = helpers.OffsetAscent(target, base, 1.0).loss(base, rows, None)
+    chosen, wanted = logits.answer_logits(target, one)
+    found = logits.OffsetAscent(target, base, 1.0).loss(base, rows, None)
     torch.testing.assert_close(found, -F.cross_entropy(chosen, wanted))
-    remember = helpers.RememberAndForget(2.0).loss(target, rows, None)
-    torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * helpers.kl_from_uniform(chosen))
+    remember = logits.RememberAndForget(2.0).loss(target, rows, None)
+    torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * logits.kl_from_uniform(chosen))
 
 
 def test_offset_is_linear_steering(load, job, tmp_path):
@@ -269,7 +272,7 @@ def test_offset_is_linear_steering(load, job, tmp_path):
     ids = torch.tensor([job.forget_examples[0].input_ids])
     with torch.inference_mode():
         parts = [part(ids).logits for part in (model.target, model.experts.retain, model.experts.forget)]
-        torch.testing.assert_close(model(ids).logits, helpers.offset(*parts))
+        torch.testing.assert_close(model(ids).logits, logits.offset(*parts))
     same = load_model(job.base)
     assert all(torch.equal(a, b) for a, b in zip(same.parameters(), model.experts.forget.parameters(), strict=True))
 
@@ -316,7 +319,7 @@ def test_a_helper_that_is_missing_or_changed_is_an_error(job, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
     config = tmp_path / "eco/config.json"
     config.write_text(config.read_text().replace('"method": "eco"', '"method": "os:system"'))
-    with pytest.raises(UsageError, match="no baseline that is known"):
+    with pytest.raises(UsageError, match="no known baseline"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
 
 
@@ -377,10 +380,10 @@ def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
     ("settings", "options", "message"),
     [
         (WHPSettings, {"alpha": float("nan")}, "alpha is nan"),
-        (WHPSettings, {"learning_rate": 0.0}, "learning_rate is 0"),
+        (WHPSettings, {"learning_rate": 0.0}, "--learning-rate is 0"),
         (UCDSettings, {"plausibility": 1.5}, "plausibility is 1.5; accepted: a finite number from 0 to 1"),
         (ULDSettings, {"weight": float("inf")}, "weight is inf"),
-        (ULDSettings, {"lora_rank": -1}, "lora_rank is -1"),
+        (ULDSettings, {"lora_rank": -1}, "--lora-rank is -1"),
         (GUARDSettings, {"beta": 0.0}, "beta is 0"),
         (GUARDSettings, {"penalty": -1.0}, "penalty is -1"),
         (ECOSettings, {"dims": 0}, "dims is 0"),
@@ -414,22 +417,22 @@ def test_what_does_not_fit_the_target(job, tokenizer, tmp_path):
 
 
 def test_prompts_and_answers_by_hand():
-    layout = Layout((8, 9), (0,), 2)
+    layout = PromptLayout((8, 9), (0,), 2)
     tokens = torch.tensor([[-1, 5, 8, 9, 6, 7, 0, 5, 8, 9, 6]])
     prompt, answer = layout.prompts_and_answers(tokens)
     assert prompt.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]]
     assert answer.int().tolist() == [[0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
-    prompt, answer = Layout((), (0,), 2).prompts_and_answers(torch.tensor([[-1, 5, 6, 7]]))
+    prompt, answer = PromptLayout((), (0,), 2).prompts_and_answers(torch.tensor([[-1, 5, 6, 7]]))
     assert prompt.int().tolist() == [[0, 1, 1, 0]]
     assert answer.int().tolist() == [[0, 1, 1, 1]]
 
 
 def test_the_marker_is_found_with_and_without_a_chat_template(job, tokenizer):
-    assert layout_of(tokenizer, job.forget, 8).marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
+    assert find_layout(tokenizer, job.forget, 8).marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    marker = layout_of(plain, job.forget, 8).marker
+    marker = find_layout(plain, job.forget, 8).marker
     assert plain.decode(marker).strip().endswith("Answer:")
-    assert layout_of(tokenizer, texts_of("texts", ["one"]), 8) == Layout((), (0,), 8)
+    assert find_layout(tokenizer, texts_of("texts", ["one"]), 8) == PromptLayout((), (0,), 8)
 
 
 @pytest.mark.parametrize("name", ["eco", "guard"])
@@ -546,7 +549,7 @@ def test_lunar_knows_gpt2_whose_projection_is_transposed(job, tokenizer, tmp_pat
     own = dataclasses.replace(job, target=tmp_path / "target")
     make(own, "lunar", tmp_path / "made", layer=0, ridge=1e-6)
     changed = load_model(tmp_path / "made").eval()
-    lunar, moved = _Lunar(job, model, 8), _Lunar(job, changed, 8)
+    lunar, moved = Activations(job, model, 8), Activations(job, changed, 8)
     prompts = [example.input_ids[: example.prompt_length] for example in job.forget_examples]
     (_, old), _ = down_projections(model)
     (_, new), _ = down_projections(changed)

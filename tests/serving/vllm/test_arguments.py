@@ -51,7 +51,7 @@ def test_what_cannot_be_served_is_refused_before_vllm_starts(bundle, tmp_path, m
     with pytest.raises(UsageError, match="is no registry"):
         read_parts(str(bundle), None, EngineOptions.from_mapping(None))
     config = json.loads((bundle / "config.json").read_text())
-    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"heal": False}}))
+    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"token_healing": False}}))
     with pytest.raises(UsageError, match="cannot be served by vLLM"):
         read_parts(str(bundle), None, EngineOptions())
 

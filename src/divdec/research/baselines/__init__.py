@@ -1,1 +1,1 @@
-"""Other unlearning methods, on the same target and the same data, for comparison."""
+"""Other unlearning methods on the same target and data, for comparison; `methods` lists them."""

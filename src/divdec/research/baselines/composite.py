@@ -1,24 +1,23 @@
-"""A causal language model made of a target and helpers: what the inference-time baselines yield.
+"""A causal language model made of a target and helpers: the model that inference-time baselines write.
 
-Its logits leave it already changed, whether they are scored, generated from or differentiated. It knows nothing of
-any method: each brings a `Decoding`. It fails closed: a part that is missing or changed is an error.
+Its logits are always those of the method, whether scored, generated from or differentiated. Each method registers a
+`Decoding`. A missing or changed part is an error.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.errors import FailedClosed, UsageError
@@ -27,6 +26,7 @@ from divdec.experts.neural import check_part, device_of, logit_width, stateful_t
 from divdec.fail_closed import check
 from divdec.model.cache import DivergenceCache
 from divdec.model.checkpoint import (
+    COMPOSITE,
     CheckpointReference,
     check_weights,
     common_vocabulary_of,
@@ -35,69 +35,111 @@ from divdec.model.checkpoint import (
     load_model,
 )
 from divdec.model.checks import check_inputs, positions_of, refuse_unknown
-from divdec.model.configuration import TARGET_FIELDS
+from divdec.model.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
-from divdec.research.baselines.composite_config import CompositeConfig
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TARGET = "target"
-# What a configuration may name. A table, so that a file cannot choose what code is run.
-DECODINGS = {
-    "whp": "divdec.research.baselines.logits:WHP",
-    "uld": "divdec.research.baselines.logits:ULD",
-    "ucd": "divdec.research.baselines.logits:UCD",
-    "guard": "divdec.research.baselines.guard:Guard",
-    "eco": "divdec.research.baselines.eco:Eco",
-}
+
+
+class CompositeConfig(RemoteCodeConfig):
+    """Configuration of `CompositeForCausalLM`.
+
+    Attributes:
+        method: the baseline's name, such as 'whp'.
+        options: the decoding's options, as JSON values.
+        parts: references of the checkpoints by name, the target's among them: `{"folder": …, "sha256": …}`.
+        files: SHA-256 of the folder's files that decide the logits, by name.
+        vocab_size: the common vocabulary of the parts.
+        max_position_embeddings: the shortest context of the parts; None where none states one.
+    """
+
+    model_type = COMPOSITE
+    model_class = "CompositeForCausalLM"
+    model_module = "divdec.research.baselines.auto"
+    has_no_defaults_at_init = True
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        method: str | None = None,
+        options: dict[str, Any] | None = None,
+        parts: dict[str, Any] | None = None,
+        files: dict[str, str] | None = None,
+        vocab_size: int = 0,
+        max_position_embeddings: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.method = method
+        self.options = options
+        self.parts = parts
+        self.files = files
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one forward pass reads."""
+    """Inputs of one forward pass."""
 
     input_ids: Int[Tensor, "batch tokens"]
     attention_mask: Int[Tensor, "batch past_and_tokens"] | None
     position_ids: Int[Tensor, "batch_or_one tokens"]
     logits_to_keep: int
-    """How many positions are wanted, from the end; 0 for all."""
+    """Number of positions to return, counted from the end; 0 for all."""
 
 
 class Decoding(nn.Module):
-    """How a method makes its logits; it holds target and helpers."""
+    """Computes a method's logits from target and helpers."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], options: Mapping[str, Any], folder: Path) -> None:
-        """Take the parts.
+        """Store the parts.
 
         Args:
             models: the parts by name.
-            options: as the method wrote them into the configuration.
-            folder: where the method's own files lie.
+            options: the options in the configuration.
+            folder: folder of the method's own files.
         """
         super().__init__()
         self.models = nn.ModuleDict(models)
 
     def model(self, name: str) -> PreTrainedModel:
-        """A part by name."""
-        found = self.models[name]
-        assert isinstance(found, PreTrainedModel)
-        return found
+        """Look a part up by its name."""
+        model = self.models[name]
+        assert isinstance(model, PreTrainedModel)
+        return model
 
     def new_caches(self) -> list[Cache]:
-        """Empty caches, the target's first; all of them grow by one column a token."""
+        """Create empty caches, the target's first; each grows by one column per token."""
         raise NotImplementedError
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """The method's logits after each of the kept tokens, finite, and decided by what stands before alone.
+        """Compute finite logits at the kept positions; each depends on the tokens before it only.
 
         Args:
-            step: the tokens since what the caches hold.
-            caches: what `new_caches` made, or as many times None.
+            step: the tokens after those in the caches.
+            caches: the caches of `new_caches`, or None in place of each.
         """
         raise NotImplementedError
+
+
+# A registry, so that a configuration file cannot choose what code runs.
+_DECODINGS: dict[str, type[Decoding]] = {}
+
+
+def register_decoding(method: str) -> Callable[[type[Decoding]], type[Decoding]]:
+    """Register the decorated class as the decoding of a method."""
+
+    def decorate(kind: type[Decoding]) -> type[Decoding]:
+        _DECODINGS[method] = kind
+        return kind
+
+    return decorate
 
 
 class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -118,9 +160,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: CompositeConfig, decoding: Decoding | None = None) -> None:
         if decoding is None:
-            raise UsageError(
-                "this model is made of checkpoints, not of a configuration alone: use from_pretrained(FOLDER)"
-            )
+            raise UsageError("this model is made of several checkpoints; load it with from_pretrained(FOLDER)")
         super().__init__(config)
         self.decoding = decoding
         self.vocab_size = config.vocab_size
@@ -130,7 +170,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._cache_owner = uuid.uuid4().hex  # a copy, or unpickled: what the original has read is not this model's
+        self._cache_owner = uuid.uuid4().hex  # a copied model refuses the caches of the original
 
     @property
     def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -138,27 +178,27 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are wanted: the target's device, also where its weights are offloaded."""
+        """Device of the input tokens: the target's, even where its weights are offloaded."""
         return device_of(self.target)
 
     @property
     def target(self) -> PreTrainedModel:
-        """The model that is changed; what it answers alone is not."""
+        """The unmodified target."""
         return self.decoding.model(TARGET)
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
     ) -> Any:
-        """Load what `write_composite` wrote.
+        """Load a folder that `write_composite` wrote.
 
         Args:
             pretrained_model_name_or_path: the folder.
             verify: compare every file with its SHA-256.
-            **kwargs: what `AutoModelForCausalLM.from_pretrained` takes, for all parts.
+            **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all parts.
 
         Returns:
-            The model, or with `output_loading_info` the model and what was missing: nothing ever is.
+            The model; with `output_loading_info` also a dictionary of empty lists.
 
         Raises:
             UsageError: a part or file is missing, corrupt, changed or does not fit.
@@ -167,29 +207,30 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         config = kwargs.pop("config", None)
         if not isinstance(config, CompositeConfig):
             config = load_config(folder)
-        if not isinstance(config, CompositeConfig) or config.method not in DECODINGS or not config.parts:
-            raise UsageError(f"{folder} holds no baseline that is known; make it again with `divdec baseline`")
-        informed = kwargs.pop("output_loading_info", False)
+        if not isinstance(config, CompositeConfig) or config.method not in _DECODINGS or not config.parts:
+            raise UsageError(f"{folder} holds no known baseline; create it again with `divdec baseline`")
+        loading_info = kwargs.pop("output_loading_info", False)
         for name in (*WITHOUT_EFFECT, "local_files_only", "revision"):
             kwargs.pop(name, None)
         for name in REFUSED:
             if kwargs.pop(name, None):
                 raise UsageError(f"{name} has no meaning for a model made of several checkpoints; leave it out")
-        models = {part: _load_part(folder, part, fields, verify, kwargs) for part, fields in config.parts.items()}
+        models = {name: _load_part(folder, name, fields, verify, kwargs) for name, fields in config.parts.items()}
         for name, sha256 in (config.files or {}).items():
             if not (folder / name).is_file() or (verify and file_sha256(folder / name) != sha256):
-                raise UsageError(f"{folder / name} is missing or has changed; make the baseline again")
+                raise UsageError(f"{folder / name} is missing or has changed; create the baseline again")
         if min(logit_width(model) for model in models.values()) != config.vocab_size:
-            raise UsageError(f"{folder}: the parts' common vocabulary is not that of the configuration; make it again")
-        model = cls(config, decoding_of(config, models, folder)).eval()
+            raise UsageError(f"{folder}: the configuration has another vocabulary size than the parts; create it again")
+        decoding = _DECODINGS[config.method](models, config.options or {}, folder)
+        model = cls(config, decoding).eval()
         model.name_or_path = str(folder)
-        nothing: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        return (model, nothing | {"error_msgs": []}) if informed else model
+        empty: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        return (model, empty | {"error_msgs": []}) if loading_info else model
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | os.PathLike[str], **kwargs: Any
     ) -> None:
-        """Refused: the folder that it was loaded from refers to checkpoints, and is all there is to save."""
+        """Refuse: a composite is saved by copying its folder, which refers to checkpoints."""
         raise UsageError("a baseline made of several checkpoints cannot be saved from memory; keep its folder")
 
     @classmethod
@@ -197,7 +238,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing: the folder carries its own file for `trust_remote_code`."""
 
     def new_cache(self) -> DivergenceCache:
-        """An empty cache for all parts."""
+        """Create an empty cache for all parts."""
         first, *others = self.decoding.new_caches()
         return DivergenceCache(first, CombinedCache(others), self._cache_owner)
 
@@ -212,12 +253,12 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """The method's logits after every token (or after the last `logits_to_keep`).
+        """Compute the method's logits after every token (or after the last `logits_to_keep`).
 
         The arguments are those of `DivergenceForCausalLM.forward`, with a cache of `new_cache`.
 
         Raises:
-            UsageError: the parts cannot be given what is asked for.
+            UsageError: an argument is not supported.
             FailedClosed: a logit is not finite.
         """
         refuse_unknown(input_ids, kwargs)
@@ -229,7 +270,11 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         check_inputs(input_ids, attention_mask, past_length)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
-        caches = [None] * len(self.decoding.new_caches()) if cache is None else _parts_of(cache)
+        if cache is None:
+            caches: list[Cache | None] = [None] * len(self.decoding.new_caches())
+        else:
+            assert isinstance(cache.experts, CombinedCache)
+            caches = [cache.target, *cache.experts.caches]
         step = Step(input_ids, attention_mask, position_ids, logits_to_keep)
         logits = self.decoding.logits(step, caches)[..., : self.vocab_size]
         if cache is not None and cache.check_length() != past_length + input_ids.shape[1]:
@@ -263,7 +308,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def init_weights(self) -> None:
-        """Nothing: the parts come with their weights."""
+        """Do nothing: the parts come with their weights."""
 
     def get_input_embeddings(self) -> nn.Module:
         """The target's input embeddings."""
@@ -274,12 +319,6 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         return None
 
 
-def decoding_of(config: CompositeConfig, models: Mapping[str, PreTrainedModel], folder: Path) -> Decoding:
-    """The method that a configuration names, with its parts."""
-    module, _, name = DECODINGS[str(config.method)].partition(":")
-    return getattr(importlib.import_module(module), name)(models, config.options or {}, folder)
-
-
 def write_composite(
     output: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -287,28 +326,32 @@ def write_composite(
     options: Mapping[str, Any],
     parts: Mapping[str, Path],
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; the parts stay where they are.
+    """Write a folder that `CompositeForCausalLM.from_pretrained` loads; it refers to the parts by path and digest.
 
     Args:
-        output: a folder that exists; safetensors and JSON files that are in it already belong to the method.
+        output: a folder that exists; safetensors and JSON files in it belong to the method.
         tokenizer: the target's.
-        method: a key of `DECODINGS`.
-        options: what the method's `Decoding` is told, as JSON values.
+        method: name of a registered decoding.
+        options: options of the decoding, as JSON values.
         parts: the checkpoints by name, the target first.
 
     Raises:
         UsageError: a part has other tokens than the target, or no readable weights.
     """
-    for place in parts.values():
-        check_weights(place)
-    configs = {part: load_config(place) for part, place in parts.items()}
+    for path in parts.values():
+        check_weights(path)
+    configs = {name: load_config(path) for name, path in parts.items()}
     texts = [config.get_text_config(decoder=True) for config in configs.values()]
     contexts = [length for text in texts if (length := getattr(text, "max_position_embeddings", None)) is not None]
     own = sorted(path.name for pattern in ("*.safetensors", "*.json") for path in output.glob(pattern))
+    references = {}
+    for name, path in parts.items():
+        folder = Path(os.path.relpath(path.resolve(), output.resolve())).as_posix()
+        references[name] = CheckpointReference(folder=folder, sha256=digests(path)).to_dict()
     config = CompositeConfig(
         method=method,
         options=dict(options),
-        parts={part: _reference(place, output) for part, place in parts.items()},
+        parts=references,
         files={name: file_sha256(output / name) for name in own},
         vocab_size=common_vocabulary_of(parts),
         max_position_embeddings=min(contexts, default=None),
@@ -318,25 +361,15 @@ def write_composite(
     config.save_pretrained(output)
 
 
-def _reference(place: Path, output: Path) -> dict[str, Any]:
-    folder = Path(os.path.relpath(place.resolve(), output.resolve())).as_posix()
-    return CheckpointReference(folder=folder, sha256=digests(place)).to_dict()
-
-
-def _load_part(folder: Path, part: str, fields: Any, verify: bool, options: Mapping[str, Any]) -> PreTrainedModel:
-    reference = CheckpointReference.from_dict(fields, part)
-    place = reference.resolve(folder, weights=True)
-    check_weights(place)
+def _load_part(folder: Path, name: str, fields: Any, verify: bool, options: Mapping[str, Any]) -> PreTrainedModel:
+    reference = CheckpointReference.from_dict(fields, name)
+    path = reference.resolve(folder, weights=True)
+    check_weights(path)
     if verify:
-        reference.verify(place, part)
-    model = load_model(place, **options).eval()
-    check_part(part, model)
+        reference.verify(path, name)
+    model = load_model(path, **options).eval()
+    check_part(name, model)
     return model
-
-
-def _parts_of(cache: DivergenceCache) -> list[Cache | None]:
-    assert isinstance(cache.experts, CombinedCache)
-    return [cache.target, *cache.experts.caches]
 
 
 def _check_finite(
@@ -344,9 +377,6 @@ def _check_finite(
 ) -> None:
     finite = logits.detach().isfinite().all(dim=-1)
     if attention_mask is not None:
-        # What stands after a padding token is read by nobody and may be anything.
+        # Logits after a padding token are never read.
         finite = finite | (attention_mask[:, -logits.shape[1] :] == 0).to(finite.device)
     check(finite.all(), "a logit of the baseline is not finite (a helper overflowed); nothing is answered")
-
-
-AutoModelForCausalLM.register(CompositeConfig, CompositeForCausalLM, exist_ok=True)

@@ -1,8 +1,12 @@
-"""The gradient methods: how each is trained and saved. What they minimise is in `objectives.py` and `losses.py`."""
+"""The gradient methods: objectives that train the target's weights, and the run that trains and saves them.
+
+The formulas are in `losses.py`; RMU, which reads hidden states, is in `rmu.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,173 +18,360 @@ from accelerate import PartialState
 from jaxtyping import Float
 from torch import Tensor
 
+import divdec.research.baselines.settings as options
 from divdec.data.formatting import Example, encode_records
+from divdec.data.records import RecordSet
+from divdec.errors import UsageError
 from divdec.model.bundle import baseline_card
 from divdec.model.checkpoint import load_config, load_model
-from divdec.research.baselines.gradient_settings import (
-    GradAscentSettings,
-    GradDiffSettings,
-    IdkDPOSettings,
-    NPOSettings,
-    SimNPOSettings,
-    UNDIALSettings,
-)
-from divdec.research.baselines.idk_answers import idk_set, read_answers
+from divdec.research.baselines import losses
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.method import Made
-from divdec.research.baselines.objectives import (
-    IDK,
-    NPO,
-    RETAIN,
-    UNDIAL,
-    GradAscent,
-    GradDiff,
-    IdkDPO,
-    SimNPO,
-    reference_log_probabilities,
-)
-from divdec.research.baselines.registry import find
+from divdec.research.baselines.registry import BuiltModel, method_of
 from divdec.runs import write_text
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune, uses_bfloat16
-from divdec.training.inputs import Companion
+from divdec.training.inputs import INDEX, Collator, Companion, model_inputs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RETAIN, IDK = "retain", "idk"
+IDK_ANSWERS = (
+    "I don't know the answer to that.",
+    "I'm afraid I have nothing on this.",
+    "That is something I know nothing about.",
+    "I can't say; I have never come across it.",
+    "Sorry, I have no information about that.",
+    "I couldn't tell you.",
+    "This is unknown to me.",
+    "I would only be guessing, so I'd rather not answer.",
+    "I'm unable to answer that question.",
+    "My knowledge does not reach that far.",
+    "I haven't learned anything about this.",
+    "No idea, I'm sorry.",
+    "You have asked me something that I cannot answer.",
+    "I lack the facts that an answer would need.",
+    "Unfortunately, I don't have that detail.",
+    "I have to pass on this one.",
+    "I'm not familiar with this subject.",
+    "There is no answer that I could give with confidence.",
+    "I don't recall ever reading about that.",
+    "That question is beyond what I know.",
+    "I'm not certain of anything here, so I will leave it unanswered.",
+    "Somebody else may know; I do not.",
+    "I regret that I can't help with this question.",
+    "Nothing that I know of answers this.",
+)
 
 
-def grad_ascent(job: Job, settings: GradAscentSettings, output: Path) -> Made:
-    """Train with GradAscent; see `Method.make`."""
-    return unlearn(job, "grad-ascent", settings, output, lambda model: GradAscent(), companions={})
+class GradAscent:
+    """−NLL of the forget answers."""
+
+    counts_tokens = True
+
+    def to(self, device: torch.device) -> None:
+        """Do nothing: there is no state."""
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `Objective.loss`."""
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"], labelled)
 
 
-def grad_diff(job: Job, settings: GradDiffSettings, output: Path) -> Made:
-    """Train with GradDiff; see `Method.make`."""
-    return unlearn(job, "grad-diff", settings, output, lambda model: GradDiff(settings, _frozen_for_kl(job, settings)))
+class GradDiff:
+    """γ · forget term + α · retain term; subclasses override the forget term.
+
+    Means over tokens are taken per micro-batch, as in OpenUnlearning: forget and retain terms have different numbers
+    of tokens, and only one could be counted over a whole step.
+    """
+
+    counts_tokens = False
+
+    def __init__(self, settings: options.GradDiffSettings, reference: PreTrainedModel | None = None) -> None:
+        self.settings: Any = settings
+        self.reference = reference
+        """The frozen target, where a term needs its logits."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the reference."""
+        if self.reference is not None:
+            self.reference.to(device)  # pyright: ignore[reportArgumentType]
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `Objective.loss`."""
+        loss = self.settings.gamma * self.forget_loss(model, batch)
+        if self.settings.alpha:
+            loss = loss + self.settings.alpha * self.retain_loss(model, model_inputs(batch, RETAIN))
+        return loss
+
+    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """The forget term."""
+        return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"])
+
+    def retain_loss(self, model: PreTrainedModel, retain: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """The retain term."""
+        logits = logits_of(model, retain)
+        if self.settings.retain_loss == "nll":
+            return losses.nll(logits, retain["labels"])
+        return losses.kl_from_reference(logits, self.reference_logits(retain), retain["labels"])
+
+    @torch.no_grad()
+    def reference_logits(self, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens vocabulary"]:
+        """Logits of the frozen target."""
+        assert self.reference is not None
+        return logits_of(self.reference, inputs)
 
 
-def npo(job: Job, settings: NPOSettings, output: Path) -> Made:
-    """Train with NPO; see `Method.make`."""
+class NPO(GradDiff):
+    """NPO; the frozen target's log-probabilities of the forget sequences are computed before training."""
 
-    def objective(model: PreTrainedModel) -> Objective:
-        return NPO(settings, _reference(job, settings, model, job.forget_examples), _frozen_for_kl(job, settings))
+    def __init__(
+        self,
+        settings: options.NPOSettings,
+        forget_reference: Float[Tensor, " examples"],
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__(settings, reference)
+        self.forget_reference = forget_reference
 
-    return unlearn(job, "npo", settings, output, objective)
+    def to(self, device: torch.device) -> None:
+        """Move reference and log-probabilities."""
+        super().to(device)
+        self.forget_reference = self.forget_reference.to(device)
+
+    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """See `losses.npo`."""
+        reference = self.forget_reference[batch[INDEX]]
+        return losses.npo(log_probabilities_of(model, model_inputs(batch)), reference, self.settings.beta)
 
 
-def simnpo(job: Job, settings: SimNPOSettings, output: Path) -> Made:
-    """Train with SimNPO; see `Method.make`."""
-    return unlearn(job, "simnpo", settings, output, lambda model: SimNPO(settings, _frozen_for_kl(job, settings)))
+class IdkDPO(NPO):
+    """DPO of "I don't know" over the true answer; both reference log-probabilities are computed before training."""
+
+    def __init__(
+        self,
+        settings: options.NPOSettings,
+        forget_reference: Float[Tensor, " examples"],
+        idk_reference: Float[Tensor, " examples"],
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__(settings, forget_reference, reference)
+        self.idk_reference = idk_reference
+
+    def to(self, device: torch.device) -> None:
+        """Move reference and log-probabilities."""
+        super().to(device)
+        self.idk_reference = self.idk_reference.to(device)
+
+    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """See `losses.idk_dpo`."""
+        return losses.idk_dpo(
+            chosen=log_probabilities_of(model, model_inputs(batch, IDK)),
+            rejected=log_probabilities_of(model, model_inputs(batch)),
+            chosen_reference=self.idk_reference[batch[INDEX]],
+            rejected_reference=self.forget_reference[batch[INDEX]],
+            beta=self.settings.beta,
+        )
 
 
-def undial(job: Job, settings: UNDIALSettings, output: Path) -> Made:
-    """Train with UNDIAL; see `Method.make`."""
-    return unlearn(job, "undial", settings, output, lambda model: UNDIAL(settings, frozen_target(job)))
+class SimNPO(GradDiff):
+    """SimNPO."""
+
+    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """See `losses.simnpo`."""
+        lengths = losses.predicted(batch["labels"]).sum(-1)
+        return losses.simnpo(
+            log_probabilities_of(model, model_inputs(batch)), lengths, self.settings.beta, self.settings.delta
+        )
 
 
-def idk_dpo(job: Job, settings: IdkDPOSettings, output: Path) -> Made:
-    """Train with DPO towards "I don't know"; see `Method.make`.
+class UNDIAL(GradDiff):
+    """UNDIAL; the reference is the teacher before its logits are lowered."""
+
+    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """See `losses.undial`."""
+        forget = model_inputs(batch)
+        teacher = self.reference_logits(forget)
+        return losses.undial(logits_of(model, forget), teacher, forget["labels"], self.settings.beta)
+
+
+def logits_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens vocabulary"]:
+    """Run a model without labels, which would make it compute a loss too."""
+    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
+
+
+def log_probabilities_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, " batch"]:
+    """The log π(y | x) of each sequence's labelled tokens."""
+    return losses.sequence_log_probabilities(logits_of(model, inputs), inputs["labels"])
+
+
+@torch.no_grad()
+def reference_log_probabilities(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    batch_size: int,
+    bfloat16: bool = False,
+) -> Float[Tensor, " examples"]:
+    """Compute log π(y | x) of every example before training, so that training needs no second model.
+
+    Args:
+        model: the target, in evaluation mode.
+        tokenizer: for padding.
+        examples: sequences with labels.
+        batch_size: sequences per forward pass.
+        bfloat16: compute as training does, so that model and reference agree before the first step.
+    """
+    collator = Collator(tokenizer)
+    log_probabilities = torch.zeros(len(examples))
+    order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
+    for start in range(0, len(order), batch_size):
+        indices = order[start : start + batch_size]
+        batch = collator([dataclasses.asdict(examples[index]) for index in indices])
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+            log_probabilities[indices] = log_probabilities_of(model, batch).cpu()
+    return log_probabilities
+
+
+def draw_idk_answers(forget: RecordSet, answers: tuple[str, ...], seed: int) -> RecordSet:
+    """Pair each question of the forget set with a random one of the answers.
 
     Raises:
-        UsageError: the forget set is plain text, or the file of answers cannot be used.
+        UsageError: the forget set is plain text.
     """
-    answers = idk_set(job.forget, read_answers(settings.idk_answers), job.seed)
-    idk = encode_records(answers.records, job.tokenizer, job.form)
+    if forget.kind == "text":
+        raise UsageError(
+            f"forget set {forget.name} is plain text, which asks nothing that 'I don't know' could answer; "
+            "give questions with answers, prompts with completions or messages"
+        )
+    rng = random.Random(seed)
+    records = tuple(dataclasses.replace(record, answer=rng.choice(answers)) for record in forget)
+    return RecordSet(f"idk for {forget.name}", forget.kind, records)
 
-    def objective(model: PreTrainedModel) -> Objective:
-        forget_reference = _reference(job, settings, model, job.forget_examples)
-        idk_reference = _reference(job, settings, model, idk)
-        return IdkDPO(settings, forget_reference, idk_reference, _frozen_for_kl(job, settings))
 
-    companions = {RETAIN: Companion(job.retain_examples), IDK: Companion(idk, drawn=False)}
-    return unlearn(job, "idk-dpo", settings, output, objective, companions=companions, key=answers.sha256)
+def read_lines(option: str, file: str | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Read the non-empty lines of a text file, or return the default where no file is given.
+
+    Raises:
+        UsageError: the file cannot be read or is empty.
+    """
+    if file is None:
+        return tuple(default)
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{option} {file} cannot be read ({error}); give a text file with one entry per line"
+        ) from None
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
+        raise UsageError(f"{option} {file} is empty; give a text file with one entry per line")
+    return lines
+
+
+def train_gradient_method(job: Job, settings: Any, output: Path) -> BuiltModel:
+    """Train the target with the method of the settings' class; see `Method.build`.
+
+    Raises:
+        UsageError: "I don't know" answers cannot be used: the forget set is plain text, or their file is unreadable.
+    """
+
+    def frozen() -> PreTrainedModel | None:
+        return frozen_target(job) if settings.retain_loss == "kl" and settings.alpha else None
+
+    def reference(model: PreTrainedModel, examples: Sequence[Example]) -> Float[Tensor, " examples"]:
+        bfloat16 = uses_bfloat16(settings.training(job.seed))
+        return reference_log_probabilities(model, job.tokenizer, examples, settings.batch_size, bfloat16)
+
+    match settings:
+        case options.IdkDPOSettings():
+            answers = draw_idk_answers(
+                job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed
+            )
+            idk = encode_records(answers.records, job.tokenizer, job.form)
+
+            def idk_objective(model: PreTrainedModel) -> Objective:
+                forget_reference = reference(model, job.forget_examples)
+                return IdkDPO(settings, forget_reference, reference(model, idk), frozen())
+
+            companions = {RETAIN: Companion(job.retain_examples), IDK: Companion(idk, drawn=False)}
+            return unlearn(job, settings, output, idk_objective, companions=companions, key=answers.sha256)
+        case options.SimNPOSettings():
+            return unlearn(job, settings, output, lambda model: SimNPO(settings, frozen()))
+        case options.NPOSettings():
+            return unlearn(
+                job, settings, output, lambda model: NPO(settings, reference(model, job.forget_examples), frozen())
+            )
+        case options.UNDIALSettings():
+            return unlearn(job, settings, output, lambda model: UNDIAL(settings, frozen_target(job)))
+        case options.GradDiffSettings():
+            return unlearn(job, settings, output, lambda model: GradDiff(settings, frozen()))
+        case _:
+            return unlearn(job, settings, output, lambda model: GradAscent(), companions={})
 
 
 def unlearn(
     job: Job,
-    name: str,
-    settings: GradAscentSettings,
+    settings: options.GradAscentSettings,
     output: Path,
     objective: Callable[[PreTrainedModel], Objective],
     *,
     companions: Mapping[str, Companion] | None = None,
     key: Any = None,
-) -> Made:
+) -> BuiltModel:
     """Train the target on the forget set with an objective, and save it.
 
     Args:
         job: target and data.
-        name: the method's.
-        settings: how.
-        output: an empty folder that exists; the checkpoint with its tokenizer and card is written there.
-        objective: given the target before it is trained, on the device where it will be, makes what is minimised; it
-            may freeze weights.
-        companions: what each batch holds beside the forget set; by default retain examples, drawn.
+        settings: the method's settings.
+        output: an empty folder that exists; receives the checkpoint with its tokenizer and card.
+        objective: creates the objective from the untrained target on its training device; may freeze weights.
+        companions: further parts of each batch; by default randomly drawn retain examples.
         key: JSON values that decide the weights beside settings, target, data and seed.
-
-    Returns:
-        The seconds that loading, references and training took.
     """
-    training = settings.training(job.seed)
+    method = method_of(settings)
     if companions is None:
         companions = {RETAIN: Companion(job.retain_examples)}
-    folder = job.place(name, [dataclasses.asdict(settings), key])
+    folder = job.work_folder(method.name, [dataclasses.asdict(settings), key])
     resumed = any((folder / CHECKPOINTS).glob("checkpoint-*"))
     started = time.perf_counter()
     model = load_model(job.target, dtype=torch.float32)
-    model.to(_device())  # pyright: ignore[reportArgumentType]
+    # The device that Trainer chooses, so that the reference is computed there too.
+    device: Any = PartialState(cpu=not torch.accelerator.is_available()).device
+    model.to(device)
     model, _ = fine_tune(
         model,
         job.tokenizer,
         job.forget_examples,
-        training,
+        settings.training(job.seed),
         folder,
-        title=name,
+        title=method.name,
         measure=False,
         objective=objective(model),
         companions=companions,
     )
     seconds = time.perf_counter() - started
     if PartialState().is_main_process:
-        _save(job, name, settings, model, output)
+        dtype: Any = load_config(job.target).dtype or torch.float32
+        model.to(dtype).save_pretrained(output)
+        job.tokenizer.save_pretrained(output)
+        rows = {
+            "target": f"`{job.target}`",
+            "forget set": job.forget.label,
+            "retain set": job.retain.label,
+            "seed": str(job.seed),
+            **{name.replace("_", " "): str(value) for name, value in dataclasses.asdict(settings).items()},
+        }
+        write_text(output / "README.md", baseline_card(method.title, method.source, rows))
         shutil.rmtree(folder, ignore_errors=True)
     PartialState().wait_for_everyone()
     notes = ("the run was resumed: its seconds are those since then",) if resumed else ()
-    return Made(seconds=seconds, notes=notes)
+    return BuiltModel(output, seconds, notes)
 
 
 def frozen_target(job: Job) -> PreTrainedModel:
-    """The target as it is and stays, in float32."""
+    """Load the target in float32 without gradients."""
     return load_model(job.target, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def _frozen_for_kl(job: Job, settings: GradDiffSettings) -> PreTrainedModel | None:
-    return frozen_target(job) if settings.retain_loss == "kl" and settings.alpha else None
-
-
-def _reference(
-    job: Job, settings: GradDiffSettings, model: PreTrainedModel, examples: Sequence[Example]
-) -> Float[Tensor, " examples"]:
-    bfloat16 = uses_bfloat16(settings.training(job.seed))
-    return reference_log_probabilities(model, job.tokenizer, examples, settings.batch_size, bfloat16)
-
-
-def _device() -> torch.device:
-    # As Trainer will choose: what is computed before it begins is then computed alike.
-    device = PartialState(cpu=not torch.accelerator.is_available()).device
-    assert isinstance(device, torch.device)
-    return device
-
-
-def _save(job: Job, name: str, settings: GradAscentSettings, model: PreTrainedModel, output: Path) -> None:
-    method = find(name)
-    dtype = load_config(job.target).dtype or torch.float32
-    model.to(dtype).save_pretrained(output)  # pyright: ignore[reportArgumentType]
-    job.tokenizer.save_pretrained(output)
-    rows = {
-        "target": f"`{job.target}`",
-        "forget set": job.forget.label,
-        "retain set": job.retain.label,
-        "seed": str(job.seed),
-        **{field.name.replace("_", " "): str(getattr(settings, field.name)) for field in dataclasses.fields(settings)},
-    }
-    write_text(output / "README.md", baseline_card(method.title, method.source, rows))

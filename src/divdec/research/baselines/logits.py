@@ -1,30 +1,41 @@
-"""Baselines that combine the logits of target and helpers: WHP, ULD and UCD.
+"""Baselines that combine the logits of target and helpers: WHP, ULD, UCD and δ-Unlearning.
 
-The formulas are pure functions of logits. δ-Unlearning, whose formula is linear steering itself, is in `offset.py`.
+δ-Unlearning's formula is linear steering with α = 1, so it writes an ordinary bundle.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache
 
+from divdec.data.formatting import IGNORED, Example
+from divdec.errors import UsageError
 from divdec.experts.neural import logits_of, new_cache
-from divdec.research.baselines.composite import TARGET, Decoding, Step, write_composite
-from divdec.research.baselines.helpers import RETAIN, RememberAndForget, base_of, first_layers, helper
-from divdec.research.baselines.inference_settings import UCDSettings, ULDSettings, WHPSettings
+from divdec.model.bundle import write_bundle
+from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
+from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.method import Made
+from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.settings import OffsetSettings, UCDSettings, ULDSettings, WHPSettings
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.inputs import Companion
+from divdec.training.fine_tuning import fine_tune
+from divdec.training.inputs import Companion, model_inputs
+from divdec.training.settings import TrainingSettings
 
-Logits = Float[Tensor, "*places vocab"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RETAIN = "retain"
+Logits = Float[Tensor, "*positions vocab"]
 
 
 def whp(target: Logits, reinforced: Logits, alpha: float) -> Logits:
@@ -35,9 +46,9 @@ def whp(target: Logits, reinforced: Logits, alpha: float) -> Logits:
 def uld(target: Logits, assistant: Logits, weight: float, plausibility: float) -> Logits:
     """P − w·A among the plausible tokens (Ji et al. 2024, equation 3 and the filter of section 3.2).
 
-    A is taken as log-probabilities against the uniform distribution, log p + log V: an assistant that is uniform, as
-    it is trained to be outside the forget set, then changes nothing. Within the plausible tokens this is the paper's
-    formula, for a constant added to all logits says nothing.
+    A is log p + log V, log-probabilities against the uniform distribution, so that an assistant that is uniform, as
+    it is trained to be outside the forget set, changes nothing. Within the plausible tokens this is the paper's
+    formula, because a constant added to all logits has no effect.
     """
     against_uniform = assistant.log_softmax(dim=-1) + math.log(assistant.shape[-1])
     return among_plausible(target, target - weight * against_uniform, plausible(target, plausibility))
@@ -49,31 +60,36 @@ def ucd(target: Logits, clean: Logits, unclean: Logits, alpha: float, plausibili
     return among_plausible(target, target + alpha * contrast, plausible(target, plausibility))
 
 
-def plausible(target: Logits, share: float) -> Bool[Tensor, "*places vocab"]:
-    """Tokens of at least `share` of the likeliest token's probability (Li et al. 2023, equation 2); 0 takes all."""
+def plausible(target: Logits, share: float) -> Bool[Tensor, "*positions vocab"]:
+    """Mark tokens of at least `share` of the likeliest token's probability (Li et al. 2023, equation 2)."""
     if share == 0:
         return torch.ones_like(target, dtype=torch.bool)
     return target >= target.amax(dim=-1, keepdim=True) + math.log(share)
 
 
-def among_plausible(target: Logits, changed: Logits, head: Bool[Tensor, "*places vocab"]) -> Logits:
-    """The changed logits of plausible tokens; the others below all of them.
+def among_plausible(target: Logits, changed: Logits, head: Bool[Tensor, "*positions vocab"]) -> Logits:
+    """Use the changed logits of plausible tokens, and keep all other tokens below them.
 
-    The papers give the others −∞, which a likelihood cannot bear. Here they keep the target's logits, lowered by a
-    constant, if need be, so that the likeliest of them lies no higher than the least of the plausible. The choice
-    among tokens is the papers', logits are finite, and where nothing is changed the target's logits are left.
+    The papers set the others to −∞, which likelihoods do not allow. Here they keep the target's logits, lowered by a
+    constant where needed, so that the highest of them does not exceed the lowest plausible one. The ranking of tokens
+    is the papers', all logits are finite, and where nothing is changed the result is the target's logits.
     """
     least = changed.masked_fill(~head, math.inf).amin(dim=-1, keepdim=True)
     highest = target.masked_fill(head, -math.inf).amax(dim=-1, keepdim=True)
-    # Where all tokens are plausible there is no other, and nothing is lowered.
+    # Where all tokens are plausible `highest` is -inf and nothing is lowered.
     return torch.where(head, changed, target - torch.relu(highest - least))
+
+
+def offset(target: Logits, trained: Logits, base: Logits) -> Logits:
+    """P + (q − p): linear steering with α = 1 (δ-Unlearning, equation 1)."""
+    return target + (trained - base)
 
 
 class LogitCombination(Decoding):
     """A formula over the logits of several models."""
 
     parts: tuple[str, ...]
-    """The models' names, in the order of the formula's arguments; a configuration's own order means nothing."""
+    """Names of the models, in the order of the formula's arguments."""
     formula: Callable[..., Tensor]
     """Takes each model's logits, and the options by name."""
 
@@ -82,20 +98,21 @@ class LogitCombination(Decoding):
         self.options = {name: float(value) for name, value in options.items()}
 
     def new_caches(self) -> list[Cache]:
-        """One for each model."""
+        """One cache per model."""
         return [new_cache(self.model(name)) for name in self.parts]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
         """See `Decoding.logits`."""
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for name, cache in zip(self.parts, caches, strict=True):
             inputs = (step.input_ids, step.attention_mask, step.position_ids)
             logits = logits_of(self.model(name), *inputs, cache, step.logits_to_keep).float()
-            found.append(logits.to(found[0].device) if found else logits)
-        width = min(logits.shape[-1] for logits in found)
-        return type(self).formula(*(logits[..., :width] for logits in found), **self.options)
+            results.append(logits.to(results[0].device) if results else logits)
+        width = min(logits.shape[-1] for logits in results)
+        return type(self).formula(*(logits[..., :width] for logits in results), **self.options)
 
 
+@register_decoding("whp")
 class WHP(LogitCombination):
     """Target and reinforced model; see `whp`."""
 
@@ -103,6 +120,7 @@ class WHP(LogitCombination):
     formula = staticmethod(whp)
 
 
+@register_decoding("uld")
 class ULD(LogitCombination):
     """Target and assistant; see `uld`."""
 
@@ -110,6 +128,7 @@ class ULD(LogitCombination):
     formula = staticmethod(uld)
 
 
+@register_decoding("ucd")
 class UCD(LogitCombination):
     """Target, clean and unclean model; see `ucd`."""
 
@@ -117,31 +136,37 @@ class UCD(LogitCombination):
     formula = staticmethod(ucd)
 
 
-def make_whp(job: Job, settings: WHPSettings, output: Path) -> Made:
-    """Fine-tune the target further on the forget set, and take away what that raises."""
-    reinforced, seconds = helper(job, "reinforced", job.target, job.forget_examples, settings.training(job.seed))
-    parts = {TARGET: job.target, "reinforced": reinforced}
-    write_composite(output, job.tokenizer, "whp", {"alpha": settings.alpha}, parts)
-    return Made(seconds)
-
-
-def make_uld(job: Job, settings: ULDSettings, output: Path) -> Made:
-    """Train the assistant, and take it away.
+def build_logit_method(job: Job, settings: Any, output: Path) -> BuiltModel:
+    """Train the helpers of the settings' method, and write the composite or bundle; see `Method.build`.
 
     Raises:
-        UsageError: the assistant shall be the base, and there is none, or have more layers than the target.
+        UsageError: the job lacks a base with the target's vocabulary, the assistant has more layers than the target,
+            or training has changed nothing.
     """
+    build = {WHPSettings: _whp, ULDSettings: _uld, UCDSettings: _ucd, OffsetSettings: _offset}[type(settings)]
+    seconds, notes = build(job, settings, output)
+    return BuiltModel(output, seconds, notes)
+
+
+def _whp(job: Job, settings: WHPSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+    reinforced, seconds = train_helper(job, "reinforced", job.target, job.forget_examples, settings.training(job.seed))
+    parts = {TARGET: job.target, "reinforced": reinforced}
+    write_composite(output, job.tokenizer, "whp", {"alpha": settings.alpha}, parts)
+    return seconds, ()
+
+
+def _uld(job: Job, settings: ULDSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+    start, layers, load = job.target, None, load_for_training
     if settings.assistant == "base":
-        start, load, layers = base_of(job, "uld with assistant=base"), load_for_training, None
+        start = check_base(job, "uld with assistant=base")
     else:
-        start = job.target
         layers, load = first_layers(start, settings.layers)
-    assistant, seconds = helper(
+    assistant, seconds = train_helper(
         job,
         "assistant",
         start,
         job.forget_examples,
-        settings.training(job.seed, settings.lora_rank),
+        settings.training(job.seed),
         key=[layers, settings.retain_weight],
         load=load,
         objective=RememberAndForget(settings.retain_weight),
@@ -149,20 +174,200 @@ def make_uld(job: Job, settings: ULDSettings, output: Path) -> Made:
     )
     options = {"weight": settings.weight, "plausibility": settings.plausibility}
     write_composite(output, job.tokenizer, "uld", options, {TARGET: job.target, "assistant": assistant})
-    return Made(seconds, ("without the paper's paraphrased and perturbed answers beside forget and retain set",))
+    return seconds, ("without the paper's paraphrased and perturbed answers beside forget and retain set",)
 
 
-def make_ucd(job: Job, settings: UCDSettings, output: Path) -> Made:
-    """Train the clean model on the retain set, the unclean one on both, and contrast them.
-
-    Raises:
-        UsageError: the job has no base, or one of other tokens.
-    """
-    base, training = base_of(job, "ucd"), settings.training(job.seed)
-    clean, clean_seconds = helper(job, "clean", base, job.retain_examples, training)
+def _ucd(job: Job, settings: UCDSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+    base, training = check_base(job, "ucd"), settings.training(job.seed)
+    clean, clean_seconds = train_helper(job, "clean", base, job.retain_examples, training)
     both = job.forget_examples + job.retain_examples
-    unclean, unclean_seconds = helper(job, "unclean", base, both, training)
+    unclean, unclean_seconds = train_helper(job, "unclean", base, both, training)
     options = {"alpha": settings.alpha, "plausibility": settings.plausibility}
     parts = {TARGET: job.target, "clean": clean, "unclean": unclean}
     write_composite(output, job.tokenizer, "ucd", options, parts)
-    return Made(clean_seconds + unclean_seconds)
+    return clean_seconds + unclean_seconds, ()
+
+
+def _offset(job: Job, settings: OffsetSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+    base = check_base(job, "offset")
+    trained, seconds = train_helper(
+        job,
+        "offset",
+        base,
+        job.forget_examples,
+        settings.training(job.seed),
+        key=settings.retain_weight,
+        objective=OffsetAscent(load_for_training(job.target), load_for_training(base), settings.retain_weight),
+        companions={RETAIN: Companion(job.retain_examples)},
+    )
+    write_bundle(
+        output,
+        target=str(job.target),
+        retain_auxiliary=str(trained),
+        forget_auxiliary=str(base),
+        steering="linear:1",
+        forget_set=job.forget.label,
+    )
+    return seconds, ()
+
+
+def train_helper(
+    job: Job,
+    name: str,
+    start: Path,
+    examples: Sequence[Example],
+    settings: TrainingSettings,
+    *,
+    key: Any = None,
+    load: Callable[[Path], PreTrainedModel] = load_for_training,
+    objective: Any = None,
+    companions: Mapping[str, Companion] | None = None,
+) -> tuple[Path, float]:
+    """Fine-tune a helper, unless the job's work folder holds it.
+
+    Args:
+        job: the job.
+        name: name of the helper's folder and progress bar.
+        start: checkpoint of the initial weights.
+        examples: training examples.
+        settings: training settings.
+        key: JSON values of everything else that decides the weights: the objective and its weights.
+        load: loads the model of `start`.
+        objective: see `fine_tune`.
+        companions: see `fine_tune`.
+
+    Returns:
+        Its folder, and its training time in seconds.
+    """
+
+    def train(checkpoints: Path) -> tuple[PreTrainedModel, float]:
+        model, result = fine_tune(
+            load(start), job.tokenizer, examples, settings, checkpoints,
+            title=name, objective=objective, companions=companions,
+        )  # fmt: skip
+        job.report(
+            f"{name}: loss {result.loss_before:.3f} → {result.loss_after:.3f} in {result.steps} steps, "
+            f"{result.seconds:.0f} s"
+        )
+        dtype: Any = load_config(start).dtype or torch.float32
+        return model.to(dtype), result.seconds
+
+    role = "base" if job.base is not None and start == job.base else "target"
+    return job.train_once(name, [name, role, dataclasses.asdict(settings), key], train)
+
+
+def check_base(job: Job, method: str) -> Path:
+    """Return the folder of the job's base, the small model that a method's helpers start from.
+
+    Raises:
+        UsageError: the job has none, or it has other tokens than the target.
+    """
+    if job.base is None:
+        raise UsageError(
+            f"method {method} trains small helpers: give a small model of the target's vocabulary that has learned "
+            "neither set as base"
+        )
+    folders = {"target": job.target, "base": job.base}
+    for folder in folders.values():
+        check_weights(folder)
+    common_vocabulary_of(folders)
+    return job.base
+
+
+def first_layers(folder: Path, layers: int | None) -> tuple[int, Callable[[Path], PreTrainedModel]]:
+    """Load a checkpoint's first layers with its embeddings, last norm and head as a model.
+
+    Args:
+        folder: the checkpoint.
+        layers: number of layers; None takes a quarter of them, at least one.
+
+    Returns:
+        The number of layers, and a function that loads them from the folder.
+
+    Raises:
+        UsageError: the checkpoint has fewer layers.
+    """
+    config = load_config(folder)
+    text = config.get_text_config(decoder=True)
+    available = text.num_hidden_layers
+    wanted = max(1, available // 4) if layers is None else layers
+    if not 1 <= wanted <= available:
+        raise UsageError(f"layers is {wanted}; {folder} has {available}: give a whole number from 1 to {available}")
+    text.num_hidden_layers = wanted
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:wanted]
+    return wanted, lambda path: load_model(path, config=config, dtype=torch.float32)
+
+
+class RememberAndForget:
+    """Cross entropy on the forget set, and KL(uniform ‖ model) on the retain set (ULD, equations 4 and 5)."""
+
+    counts_tokens = False
+
+    def __init__(self, retain_weight: float) -> None:
+        self.retain_weight = retain_weight
+
+    def to(self, device: torch.device) -> object:
+        """Do nothing: there is no state."""
+        return self
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        logits, labels = answer_logits(model, model_inputs(batch))
+        retain_logits, _ = answer_logits(model, model_inputs(batch, RETAIN))
+        return F.cross_entropy(logits, labels) + self.retain_weight * kl_from_uniform(retain_logits)
+
+
+class OffsetAscent:
+    """Gradient ascent on the forget set, and KL(P ‖ ensemble) on the retain set, of P + q − p (δ-Unlearning, eq. 2)."""
+
+    counts_tokens = False
+
+    def __init__(self, target: PreTrainedModel, base: PreTrainedModel, retain_weight: float) -> None:
+        self.target = target.eval().requires_grad_(False)
+        self.base = base.eval().requires_grad_(False)
+        self.retain_weight = retain_weight
+
+    def to(self, device: torch.device) -> object:
+        """Move P and p."""
+        self.target.to(device)  # pyright: ignore[reportArgumentType]
+        self.base.to(device)  # pyright: ignore[reportArgumentType]
+        return self
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        _, ensemble, labels = self._logits(model, model_inputs(batch))
+        target, retained, _ = self._logits(model, model_inputs(batch, RETAIN))
+        divergence = F.kl_div(
+            retained.log_softmax(dim=-1), target.log_softmax(dim=-1), reduction="batchmean", log_target=True
+        )
+        return self.retain_weight * divergence - F.cross_entropy(ensemble, labels)
+
+    def _logits(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor]
+    ) -> tuple[Float[Tensor, "labelled vocab"], Float[Tensor, "labelled vocab"], Int[Tensor, " labelled"]]:
+        with torch.no_grad():
+            (target, _), (base, _) = answer_logits(self.target, batch), answer_logits(self.base, batch)
+        trained, labels = answer_logits(model, batch)
+        width = min(target.shape[-1], base.shape[-1])
+        return target[:, :width], offset(target[:, :width], trained[:, :width], base[:, :width]), labels
+
+
+def kl_from_uniform(logits: Float[Tensor, "positions vocab"]) -> Float[Tensor, ""]:
+    """Mean of KL(uniform ‖ softmax(logits)) over positions, in nats: −log V − mean log p."""
+    log_p = logits.log_softmax(dim=-1)
+    return (-log_p.mean(dim=-1)).mean() - torch.tensor(float(logits.shape[-1])).log().to(logits.device)
+
+
+def answer_logits(
+    model: PreTrainedModel, batch: Mapping[str, Tensor]
+) -> tuple[Float[Tensor, "labelled width"], Int[Tensor, " labelled"]]:
+    """Compute a model's logits, in float32, where labelled tokens are predicted; returns these tokens too."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:]
+    chosen = labels != IGNORED
+    return logits[:, :-1][chosen].float(), labels[chosen]

@@ -1,7 +1,7 @@
-"""What the gradient methods minimise, as formulas on tensors. They know nothing of models, batches or training.
+"""Losses of the gradient methods as pure functions of tensors.
 
 Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. Everything is
-computed in float32 and in nats. docs/baselines.md says where published code computes something else.
+computed in float32 and in nats. docs/baselines.md lists differences from published code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from divdec.data.formatting import IGNORED
 
 
 def predicted(labels: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens-1"]:
-    """Which positions predict a labelled token."""
+    """Mark the positions that predict a labelled token."""
     return labels[:, 1:] != IGNORED
 
 
@@ -38,9 +38,9 @@ def nll(
     """Mean of −log π over the labelled tokens of the whole batch: the retain term of all methods but RMU.
 
     Args:
-        logits: the trained model's.
-        labels: what it should say.
-        labelled: what the sum is divided by; by default the number of labelled tokens.
+        logits: logits of the trained model.
+        labels: target tokens.
+        labelled: divisor of the sum; by default the number of labelled tokens.
     """
     count = predicted(labels).sum().clamp(min=1) if labelled is None else labelled
     return token_losses(logits, labels).sum() / count
@@ -58,22 +58,16 @@ def gradient_ascent(
     labels: Int[Tensor, "batch tokens"],
     labelled: Tensor | int | None = None,
 ) -> Float[Tensor, ""]:
-    """−NLL: the training loss with its sign turned.
-
-    Jang et al. 2023, Knowledge Unlearning for Mitigating Privacy Risks in Language Models; before it Thudi et al. 2022,
-    Unrolling SGD. Also the forget term of GradDiff (Liu et al. 2022, Continual Learning and Private Unlearning; Maini
-    et al. 2024, TOFU, "Gradient Difference"). It has no lower bound. Arguments as in `nll`.
-    """
+    """−NLL (Jang et al. 2023; Thudi et al. 2022), also the forget term of GradDiff. It has no lower bound."""
     return -nll(logits, labels, labelled)
 
 
 def npo(
     log_probabilities: Float[Tensor, " batch"], reference: Float[Tensor, " batch"], beta: float
 ) -> Float[Tensor, ""]:
-    """(2/β) · mean of −log σ(−β · log(π/π_ref)).
+    """(2/β) · mean of −log σ(−β · log(π/π_ref)) (Zhang et al. 2024, L_NPO).
 
-    Zhang et al. 2024, Negative Preference Optimization, the loss L_NPO. As β → 0 its gradient becomes that of gradient
-    ascent on the sequences' NLL; at π = π_ref it equals that at any β.
+    As β → 0 its gradient becomes that of gradient ascent on the sequences' NLL; at π = π_ref it equals that at any β.
 
     Args:
         log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
@@ -86,14 +80,11 @@ def npo(
 def simnpo(
     log_probabilities: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"], beta: float, delta: float
 ) -> Float[Tensor, ""]:
-    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ).
-
-    Fan et al. 2024, Simplicity Prevails: Rethinking Negative Preference Optimization for LLM Unlearning, the loss
-    of SimNPO, where δ is called γ. No reference model.
+    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ) (Fan et al. 2024, where δ is called γ).
 
     Args:
         log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
-        lengths: how many tokens each sum has, |y|.
+        lengths: number of labelled tokens of each sequence, |y|.
         beta: sharpness.
         delta: margin of reward.
     """
@@ -109,15 +100,14 @@ def idk_dpo(
 ) -> Float[Tensor, ""]:
     """(2/β) · mean of −log σ(β · (log(π/π_ref)(chosen) − log(π/π_ref)(rejected))).
 
-    Rafailov et al. 2023, Direct Preference Optimization, eq. 7, with "I don't know" chosen over the true answer as in
-    Maini et al. 2024, TOFU, "Preference Optimization". The factor 2/β is not in either: it is NPO's, which
-    compares both (Zhang et al. 2024), so that γ and α weigh alike in all methods.
+    Rafailov et al. 2023, eq. 7, with "I don't know" chosen over the true answer as in Maini et al. 2024. The factor
+    2/β is NPO's (Zhang et al. 2024, which compares both), so that γ and α weigh the same in all methods.
 
     Args:
         chosen: log π of the "I don't know" answers, summed over tokens.
         rejected: log π of the true answers.
-        chosen_reference: the first of the frozen target.
-        rejected_reference: the second of the frozen target.
+        chosen_reference: `chosen` of the frozen target.
+        rejected_reference: `rejected` of the frozen target.
         beta: as in `npo`.
     """
     advantage = (chosen - chosen_reference) - (rejected - rejected_reference)
@@ -132,14 +122,13 @@ def undial(
 ) -> Float[Tensor, ""]:
     """Cross entropy with softmax(teacher's logits − β · one-hot of the memorised token), mean over labelled tokens.
 
-    Dong et al. 2024, UNDIAL: Self-Distillation with Adjusted Logits for Robust Unlearning, the adjusted
-    teacher and its loss.
+    Dong et al. 2024, the adjusted teacher and its loss.
 
     Args:
-        logits: the trained model's.
-        teacher_logits: the frozen target's.
+        logits: logits of the trained model.
+        teacher_logits: logits of the frozen target.
         labels: the memorised tokens.
-        beta: how much the memorised token's logit is lowered by.
+        beta: decrease of the memorised token's logit.
     """
     chosen = predicted(labels)
     tokens = labels[:, 1:][chosen]
@@ -154,15 +143,7 @@ def kl_from_reference(
     reference_logits: Float[Tensor, "batch tokens vocabulary"],
     labels: Int[Tensor, "batch tokens"],
 ) -> Float[Tensor, ""]:
-    """KL(π_ref ‖ π), mean over labelled tokens: the other retain term.
-
-    Maini et al. 2024, TOFU, "KL Minimization".
-
-    Args:
-        logits: the trained model's on retain sequences.
-        reference_logits: the frozen target's.
-        labels: which positions count.
-    """
+    """KL(π_ref ‖ π), mean over labelled tokens: the other retain term (Maini et al. 2024, "KL Minimization")."""
     chosen = predicted(labels)
     log_pi = logits[:, :-1][chosen].float().log_softmax(-1)
     log_reference = reference_logits[:, :-1][chosen].float().log_softmax(-1)
@@ -176,13 +157,13 @@ def misdirection(
 ) -> Float[Tensor, ""]:
     """Mean over sequences of the mean over their labelled tokens of ‖h − aim‖² / width: both terms of RMU.
 
-    Li et al. 2024, The WMDP Benchmark, section 4.2: L_forget with aim = c · u, and L_retain with the frozen model's
-    hidden states. The division by the width is that of the authors' code (mse_loss), whose c and α belong to it.
+    Li et al. 2024, section 4.2. The division by the width is that of the authors' code (mse_loss), which their values
+    of c and α assume.
 
     Args:
-        hidden: the trained model's hidden states at layer ℓ.
-        aim: where they should be.
-        labels: which tokens count.
+        hidden: hidden states of the trained model at layer ℓ.
+        aim: desired hidden states: c · u, or those of the frozen model.
+        labels: labelled tokens count.
     """
     chosen = labels != IGNORED
     distances = (hidden.float() - aim.float()).square().mean(-1) * chosen

@@ -1,7 +1,6 @@
-"""LUNAR: one MLP down-projection is changed, so that forget prompts are read as prompts without an answer are.
+"""LUNAR: changes one MLP down-projection so that forget prompts are read as prompts that the model cannot answer.
 
-Their activations go where those of prompts lie that the model cannot answer (Shen et al. 2025). What it yields is an
-ordinary checkpoint.
+Shen et al. 2025. The result is an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from divdec.errors import UsageError
 from divdec.evaluation.generation import left_padded
 from divdec.model.checkpoint import load_config, load_model
 from divdec.model.checks import positions_of
-from divdec.research.baselines.inference_settings import LUNARSettings
+from divdec.research.baselines.gradient import read_lines
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.method import Made
+from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.settings import LUNARSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SUFFIXES = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
-SAMPLE = 32  # prompts that a layer is chosen with
+SAMPLE = 32  # prompts for the choice of a layer
 
-# About what does not exist, so that nobody can answer; the paper's "unverified" kind of reference.
+# Questions about things that do not exist: the paper's "unverified" kind of reference.
 UNANSWERABLE = (
     "What did the mayor of the floating town of Ullibrae say about the seventh moon?",
     "How many teeth does a full-grown marsh glimmerel have?",
@@ -60,14 +60,14 @@ def redirected(
     shift: Float[Tensor, " out"],
     ridge: float,
 ) -> Float[Tensor, "out in"]:
-    """The projection W' that least changes W and sends the forget activations further by `shift`, in closed form.
+    """Compute the projection W' nearest to W that moves the outputs of forget activations by `shift`, in closed form.
 
     It minimises Σ_f ‖W'h − (Wh + shift)‖² + Σ_r ‖W'h − Wh‖² + λ‖W' − W‖² (LUNAR, equation 4): the change is
     shift · (Σ_f h)ᵀ · (Σ_{f,r} hhᵀ + λI)⁻¹, of rank one.
 
     Args:
         weight: W.
-        forget: what the projection reads at the tokens of forget prompts, h.
+        forget: inputs h of the projection at the tokens of forget prompts.
         retain: the same of retain prompts.
         shift: c·direction.
         ridge: λ as a share of the mean square of an activation, summed over tokens.
@@ -80,61 +80,61 @@ def redirected(
 
 
 def down_projections(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """Each layer's block and the projection that ends its MLP, from the first layer on.
+    """List each layer's block and its MLP's last projection.
 
     Raises:
-        UsageError: the architecture names them otherwise.
+        UsageError: the architecture has other names for them.
     """
-    found: list[tuple[nn.Module, nn.Module]] = [
+    pairs: list[tuple[nn.Module, nn.Module]] = [
         (model.get_submodule(name.rpartition(".mlp.")[0]), module)
         for name, module in model.named_modules()
         if name.endswith(SUFFIXES)
     ]
-    if not found:
+    if not pairs:
         raise UsageError(
             f"a {type(model).__name__} has no MLP projection that lunar knows; accepted: {', '.join(SUFFIXES)}"
         )
-    return found
+    return pairs
 
 
-def make_lunar(job: Job, settings: LUNARSettings, output: Path) -> Made:
-    """Find the direction and the layer, change the projection, and write the target with it.
+def build_lunar(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
+    """Find direction and layer, change the projection, and write the changed target; see `Method.build`.
 
     Raises:
-        UsageError: the layer is not one of the target's, or the reference cannot be read.
+        UsageError: the target has no such layer, or the reference cannot be read.
     """
     started = time.perf_counter()
     model = load_model(job.target, dtype=torch.float32).eval().requires_grad_(False)
     layers = down_projections(model)
     if settings.layer is not None and settings.layer >= len(layers):
         raise UsageError(f"layer is {settings.layer}; the target has {len(layers)}, numbered from 0")
-    lunar = _Lunar(job, model, settings.batch_size)
-    reference = _as_prompts(job, _reference_texts(settings.reference))
+    activations = Activations(job, model, settings.batch_size)
+    reference = _as_prompts(job, read_lines("reference", settings.reference, UNANSWERABLE))
     forget, retain = _prompts(job, job.forget), _prompts(job, job.retain)
-    directions = lunar.last_states(reference) - lunar.last_states(forget)
+    directions = activations.last_states(reference) - activations.last_states(forget)
     layer = settings.layer
     if layer is None:
-        layer = lunar.best_layer(directions * settings.coefficient, forget, reference)
+        layer = activations.best_layer(directions * settings.coefficient, forget, reference)
         job.report(f"lunar: layer {layer} of {len(layers)} redirects best")
     projection: Any = layers[layer][1]
-    transposed = not isinstance(projection, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
+    transposed = not isinstance(projection, nn.Linear)  # GPT-2's Conv1D stores [in, out]
     weight = projection.weight.T if transposed else projection.weight
     changed = redirected(
         weight,
-        lunar.read_by(projection, forget),
-        lunar.read_by(projection, retain),
+        activations.inputs_of(projection, forget),
+        activations.inputs_of(projection, retain),
         settings.coefficient * directions[layer],
         settings.ridge,
     )
     projection.weight.copy_(changed.T if transposed else changed)
-    model.to(load_config(job.target).dtype or torch.float32)  # pyright: ignore[reportArgumentType]
-    model.save_pretrained(output)
+    dtype: Any = load_config(job.target).dtype or torch.float32
+    model.to(dtype).save_pretrained(output)
     job.tokenizer.save_pretrained(output)
-    return Made(time.perf_counter() - started, (f"layer {layer}",))
+    return BuiltModel(output, time.perf_counter() - started, (f"layer {layer}",))
 
 
-class _Lunar:
-    """Activations of one model."""
+class Activations:
+    """Activations of one model on prompts."""
 
     def __init__(self, job: Job, model: PreTrainedModel, batch_size: int) -> None:
         self.model = model
@@ -143,15 +143,15 @@ class _Lunar:
         self.batch_size = batch_size
 
     def last_states(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "layers features"]:
-        """What each layer gives at a prompt's last token, averaged over prompts (LUNAR, equation 1)."""
+        """Each layer's output at the prompts' last tokens, averaged over prompts (LUNAR, equation 1)."""
         total = 0
         for _, _, states in self._passes(prompts, self.blocks):
             total = total + torch.stack([state[:, -1].double().sum(dim=0) for state in states])
         assert isinstance(total, Tensor)
         return (total / len(prompts)).float()
 
-    def read_by(self, projection: nn.Module, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "tokens features"]:
-        """What a projection reads at every token of the prompts."""
+    def inputs_of(self, projection: nn.Module, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "tokens features"]:
+        """A projection's inputs at all tokens of the prompts."""
         return torch.cat([states[0][mask] for _, mask, states in self._passes(prompts, [projection], inputs=True)])
 
     def best_layer(
@@ -160,37 +160,37 @@ class _Lunar:
         forget: Sequence[Sequence[int]],
         reference: Sequence[Sequence[int]],
     ) -> int:
-        """The layer at which a shift makes answers to forget prompts begin most like those to the reference.
+        """Find the layer whose shift makes answers to forget prompts begin most like those to the reference.
 
-        By KL(reference ‖ shifted) of the mean distributions of the answer's first token.
+        The measure is KL(reference ‖ shifted) of the mean distributions of the answer's first token.
         """
         wanted = self._first_token(reference)
         divergences = []
         for block, shift in zip(self.blocks, shifts, strict=True):
-            with _hooked(block, lambda module, given, output, shift=shift: _moved(output, shift)):
-                found = self._first_token(forget[:SAMPLE])
-            divergences.append(float((wanted * (wanted.log() - found.log())).sum()))
+            with _hooked(block, lambda module, inputs, output, shift=shift: _shifted(output, shift)):
+                shifted = self._first_token(forget[:SAMPLE])
+            divergences.append(float((wanted * (wanted.log() - shifted.log())).sum()))
         return min(range(len(divergences)), key=divergences.__getitem__)
 
     def _first_token(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, " vocab"]:
-        found = [logits[:, -1].double().softmax(dim=-1) for logits, _, _ in self._passes(prompts, [])]
-        return torch.cat(found).mean(dim=0).clamp(min=1e-12)
+        probabilities = [logits[:, -1].double().softmax(dim=-1) for logits, _, _ in self._passes(prompts, [])]
+        return torch.cat(probabilities).mean(dim=0).clamp(min=1e-12)
 
     @torch.no_grad()
     def _passes(
         self, prompts: Sequence[Sequence[int]], modules: Sequence[nn.Module], inputs: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Logits, mask and the modules' outputs (or inputs), of left-padded batches."""
+        """Yield logits, mask and the modules' outputs (or inputs) of left-padded batches."""
         for start in range(0, len(prompts), self.batch_size):
             ids, mask = left_padded(prompts[start : start + self.batch_size], self.padding)
             states: list[Tensor] = []
 
-            def keep(module: nn.Module, given: Any, output: Any, states: list[Tensor] = states) -> None:
-                states.append(given[0] if inputs else _tensor(output))
+            def record(module: nn.Module, arguments: Any, output: Any, states: list[Tensor] = states) -> None:
+                states.append(arguments[0] if inputs else _tensor(output))
 
             with contextlib.ExitStack() as stack:
                 for module in modules:
-                    stack.enter_context(_hooked(module, keep))
+                    stack.enter_context(_hooked(module, record))
                 positions = positions_of(ids, mask, 0)
                 logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             yield logits, mask.bool(), states
@@ -209,34 +209,22 @@ def _tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _moved(output: Any, shift: Tensor) -> Any:
+def _shifted(output: Any, shift: Tensor) -> Any:
     moved = _tensor(output) + shift
     return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
 def _prompts(job: Job, records: RecordSet) -> list[list[int]]:
-    """What comes before each answer; a plain text has no prompt, and is read whole."""
+    """The tokens before each answer; plain texts have no prompt and are used whole."""
     if records.kind == "text":
         return [example.input_ids for example in encode_set(records, job.tokenizer, job.form)]
     return encode_prompts(records.records, job.tokenizer, job.form)
 
 
-def _reference_texts(file: str | None) -> Sequence[str]:
-    if file is None:
-        return UNANSWERABLE
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"reference {file} cannot be read ({error}); give a text file with a prompt a line") from None
-    if not (texts := [line.strip() for line in lines if line.strip()]):
-        raise UsageError(f"reference {file} is empty; give a text file with a prompt a line")
-    return texts
-
-
 def _as_prompts(job: Job, texts: Sequence[str]) -> list[list[int]]:
-    """Reference texts laid out as the set's own prompts are."""
+    """Lay reference texts out as the forget set's prompts are."""
     if job.forget.kind in ("question/answer", "messages"):
-        asked = [Record("", messages=(Message("user", text),)) for text in texts]
+        records = [Record("", messages=(Message("user", text),)) for text in texts]
     else:
-        asked = [Record("", prompt=text) for text in texts]
-    return encode_prompts(asked, job.tokenizer, job.form)
+        records = [Record("", prompt=text) for text in texts]
+    return encode_prompts(records, job.tokenizer, job.form)

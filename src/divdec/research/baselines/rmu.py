@@ -1,4 +1,4 @@
-"""RMU: hidden states of forget tokens are steered to one random vector, those of retain tokens held where they are.
+"""RMU: steers hidden states of forget tokens to one random vector and keeps those of retain tokens unchanged.
 
 Li et al. 2024, The WMDP Benchmark: Measuring and Reducing Malicious Use With Unlearning, section 4.2.
 """
@@ -18,17 +18,16 @@ from torch import Tensor
 from divdec.errors import UsageError
 from divdec.model.checkpoint import load_config
 from divdec.research.baselines import losses
-from divdec.research.baselines.gradient import frozen_target, unlearn
-from divdec.research.baselines.gradient_settings import RMUSettings
+from divdec.research.baselines.gradient import RETAIN, frozen_target, unlearn
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.method import Made
-from divdec.research.baselines.objectives import RETAIN
+from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.settings import RMUSettings
 from divdec.training.inputs import model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# How transformers' models name their layers, and the matrix by which an MLP writes back into the hidden states.
+# Names in transformers' models of layers, and of the matrix that ends an MLP.
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 DOWN_PROJECTION = re.compile(r"\.(?:down_proj|dense_4h_to_h|fc2|mlp\.c_proj)(?:\.weight)?$")
 LAYERS_TRAINED = 3  # the steered one and the two before it
@@ -48,10 +47,10 @@ class RMU:
         self.reference = reference
         """The frozen target."""
         self.options = options
-        """Further arguments of the models' forward pass."""
+        """Further arguments of the forward pass."""
 
     def to(self, device: torch.device) -> None:
-        """Move vector and reference."""
+        """Move control vector and reference."""
         self.control = self.control.to(device)
         self.reference.to(device)  # pyright: ignore[reportArgumentType]
 
@@ -64,8 +63,9 @@ class RMU:
         loss = losses.misdirection(steered, self.control.view(1, 1, -1), forget["labels"])
         if self.settings.alpha:
             with torch.no_grad():
-                kept = self._hidden(self.reference, retain)
-            loss = loss + self.settings.alpha * losses.misdirection(self._hidden(model, retain), kept, retain["labels"])
+                original = self._hidden(self.reference, retain)
+            moved = losses.misdirection(self._hidden(model, retain), original, retain["labels"])
+            loss = loss + self.settings.alpha * moved
         return loss
 
     def _hidden(self, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:
@@ -79,14 +79,14 @@ class RMU:
         return output.hidden_states[self.settings.layer + 1]  # the first are the embeddings
 
 
-def rmu(job: Job, settings: RMUSettings, output: Path) -> Made:
-    """Train with RMU; see `Method.make`.
+def train_rmu(job: Job, settings: RMUSettings, output: Path) -> BuiltModel:
+    """Train with RMU; see `Method.build`.
 
     Raises:
-        UsageError: the target has no such layer, or none of the weights that should be trained.
+        UsageError: the target has no such layer, or none of the weights that `trainable` names.
     """
     config = load_config(job.target).get_text_config(decoder=True)
-    # What the last layer writes is normalised before transformers hands it out, and nothing but the head reads it.
+    # transformers normalises the last layer's output before returning it, and only the head reads it.
     last = config.num_hidden_layers - 2
     if settings.layer > last:
         there_are = f"accepted: 0 to {last}" if last > 0 else "accepted: 0" if last == 0 else "none can be steered"
@@ -97,38 +97,37 @@ def rmu(job: Job, settings: RMUSettings, output: Path) -> Made:
 
     def objective(model: PreTrainedModel) -> RMU:
         freeze_others(model, settings)
-        # Logits are not read: those of one token cost next to nothing.
-        known = inspect.signature(model.forward).parameters
-        options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        # Logits are not used; those of one token cost almost nothing.
+        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         control = control_vector(config.hidden_size, settings.coefficient, job.seed)
         return RMU(settings, control, frozen_target(job), **options)
 
-    return unlearn(job, "rmu", settings, output, objective)
+    return unlearn(job, settings, output, objective)
 
 
 def control_vector(width: int, coefficient: float, seed: int) -> Float[Tensor, " width"]:
-    """c·u: u has entries drawn uniformly from [0, 1) and is scaled to length 1."""
-    drawn = torch.rand(width, generator=torch.Generator().manual_seed(seed))
-    return coefficient * drawn / drawn.norm()
+    """Draw c·u: u has entries uniform on [0, 1) and is scaled to length 1."""
+    direction = torch.rand(width, generator=torch.Generator().manual_seed(seed))
+    return coefficient * direction / direction.norm()
 
 
 def freeze_others(model: PreTrainedModel, settings: RMUSettings) -> None:
     """Freeze every weight that RMU does not train.
 
     Raises:
-        UsageError: nothing would be left.
+        UsageError: no weight would be trained.
     """
     first = settings.layer - LAYERS_TRAINED + 1
     trained = 0
     for name, weight in model.named_parameters():
-        found = LAYER.search(name)
-        layer = int(found.group(1)) if found else None
+        match = LAYER.search(name)
+        layer = int(match.group(1)) if match else None
         near = layer is not None and first <= layer <= settings.layer
         weight.requires_grad_(
             {
                 "down-projections": near and DOWN_PROJECTION.search(name) is not None,
                 "layers": near,
-                # What comes after the layer gets no gradient; embeddings have no layer's number.
+                # Weights above the layer get no gradient; embeddings have no layer number.
                 "all": layer is None or layer <= settings.layer,
             }[settings.trainable]
         )

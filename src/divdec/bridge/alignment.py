@@ -1,0 +1,289 @@
+"""What the auxiliaries read at each of the target's tokens: a pure function of the tokens up to there.
+
+A sequence stores what it has computed, so that the cost of the next token does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer, begins_with_space
+from divdec.bridge.conversation import MARK_BYTE, ConversationConverter, ConversationPrefix
+from divdec.bridge.token_bytes import special_tokens, token_bytes
+
+_MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
+
+
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two sequences."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(index for index in range(length) if one[index] != other[index])
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryInput:
+    """What the auxiliaries read at one of the target's tokens."""
+
+    ids: list[int]
+    target_strips_space: bool
+    """The target's next token begins a text, and its leading space is not part of the text."""
+    auxiliary_adds_space: bool
+    """The auxiliaries' next token has a leading space that is not part of the text."""
+    is_open: bool
+    """The last id belongs to a text that continues, so it could become a longer token."""
+
+
+@dataclasses.dataclass
+class RetokenizerState:
+    """Position of a `Retokenizer` in one sequence."""
+
+    stable_ids: list[int]
+    """Ids that later text does not change. States share the list; each uses its first `stable_length` elements."""
+    stable_length: int
+    tail: str = ""
+    """Text after the stable ids."""
+    tail_ids: list[int] | None = dataclasses.field(default_factory=list)
+    """Ids of `tail`; None until they are needed."""
+    incomplete: bytes = b""
+    """First bytes of a character that is not complete yet."""
+    has_text: bool = False
+    """The current text is not empty. Special tokens separate texts."""
+    is_first: bool = True
+    """No special token precedes the current text, except one that begins the sequence."""
+    conversation: ConversationPrefix | None = None
+    """The conversation up to its last prompt."""
+    is_answer: bool = False
+    """The current text is the answer to that prompt."""
+    prompt_ends_in_text: bool = False
+    """That prompt did not end in a special token, so no tokenizer puts a space before the answer."""
+    has_ended: bool = False
+    """The last token, ignoring padding, ended a text."""
+    needs_space: bool = False
+    """A space separates the text read from the text that follows."""
+    stream_length: int = 0
+    """Number of bytes read, special tokens included."""
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Append stable ids."""
+        if len(self.stable_ids) != self.stable_length:  # another state has appended to the shared list
+            self.stable_ids = self.stable_ids[: self.stable_length]
+        self.stable_ids.extend(ids)
+        self.stable_length = len(self.stable_ids)
+
+
+class Retokenizer:
+    """Converts the target's tokens into text and the text into the auxiliaries' tokens.
+
+    Args:
+        target: the target's tokenizer.
+        auxiliary: the auxiliaries' tokenizer.
+    """
+
+    def __init__(self, target: Any, auxiliary: Any) -> None:
+        self.auxiliary = AuxiliaryTokenizer(auxiliary)
+        self.bytes = token_bytes(target)
+        self.special = special_tokens(target)
+        special = next(iter(self.special.values()), "")
+        ids = {
+            text: target.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            for text in ("a", " a", special + "a", special + " a")
+        }
+        self.adds_space_first = begins_with_space(self.bytes, ids["a"])
+        self._adds_space_later = self.adds_space_first and begins_with_space(self.bytes, ids[special + "a"])
+        drops_space = (
+            self.adds_space_first and ids["a"] == ids[" a"],
+            self._adds_space_later and ids[special + "a"] == ids[special + " a"],
+        )
+        self.conversations = ConversationConverter.from_tokenizers(target, self.auxiliary, drops_space)
+        self.bos = target.bos_token_id
+        self.padding = target.pad_token_id
+        self.ends = {target.eos_token_id}
+        self.special_ids = {}
+        """The auxiliaries' special token of the same role, for each of the target's that has one."""
+        for role in ("bos_token_id", "eos_token_id"):
+            target_id, auxiliary_id = getattr(target, role), getattr(auxiliary, role)
+            if isinstance(target_id, int) and isinstance(auxiliary_id, int):
+                self.special_ids[target_id] = auxiliary_id
+        if self.conversations is not None:
+            self.special_ids |= self.conversations.turn_ends
+            self.ends |= self.conversations.turn_ends.keys()
+        # A model needs at least one token. Padding would not do: its embedding is often zero, which makes all models
+        # agree.
+        ends = (auxiliary.bos_token_id, auxiliary.eos_token_id)
+        fallbacks = (*ends, *self.auxiliary.encode("\n"), *self.auxiliary.encode("."))
+        self.empty_ids = next(([token] for token in fallbacks if isinstance(token, int)), [0])
+
+    def initial_state(self) -> RetokenizerState:
+        """Return the state before the first token."""
+        return RetokenizerState(list(self.auxiliary.prefix_ids), len(self.auxiliary.prefix_ids))
+
+    def strips_space(self, state: RetokenizerState) -> bool:
+        """Whether a leading space of the next token is not part of the text."""
+        space_before_answer = (
+            state.is_answer and self.conversations is not None and self.conversations.space_before_answer
+        )
+        return not state.has_text and (space_before_answer or self.adds_space(state))
+
+    def adds_space(self, state: RetokenizerState) -> bool:
+        """Whether the target's tokenizer puts a space before a text that begins here."""
+        if state.has_text or state.prompt_ends_in_text:
+            return False
+        return self.adds_space_first if state.is_first else self._adds_space_later
+
+    def tokenize_tail(self, state: RetokenizerState) -> list[int]:
+        """Move the stable part of the tail to the stable ids and return the ids of the rest."""
+        if state.tail_ids is None:
+            if length := self.auxiliary.stable_length(state.tail):
+                state.append(self.auxiliary.encode(state.tail[:length]))
+                state.tail = state.tail[length:]
+            state.tail_ids = self.auxiliary.encode(state.tail)
+        return state.tail_ids
+
+    def end_text(self, state: RetokenizerState) -> None:
+        """End the current text; text that follows is tokenized separately."""
+        if state.incomplete:
+            state.tail, state.tail_ids = state.tail + state.incomplete.decode(errors="replace"), None
+        state.append(self.tokenize_tail(state))
+        state.tail, state.tail_ids, state.incomplete = "", [], b""
+        state.has_text = state.is_first = state.needs_space = state.is_answer = state.prompt_ends_in_text = False
+
+    def add_text(self, state: RetokenizerState, data: bytes) -> None:
+        """Append bytes to the current text; an incomplete character is kept until it is complete."""
+        state.has_text = True
+        data = state.incomplete + data
+        text, length = codecs.utf_8_decode(data, "replace", False)
+        state.incomplete = data[length:]
+        if text:
+            if state.needs_space and not text[0].isspace():
+                text = " " + text
+            state.needs_space = False
+            state.tail, state.tail_ids = state.tail + text, None
+
+    def auxiliary_input(self, state: RetokenizerState) -> AuxiliaryInput:
+        """Return what the auxiliaries read in this state."""
+        tail = self.tokenize_tail(state) + self.auxiliary.encode_bytes(state.incomplete)
+        is_empty = not state.tail and not state.incomplete
+        adds_space = (state.needs_space and not state.incomplete) or (is_empty and self.auxiliary.adds_space)
+        if self.auxiliary.is_word_piece and not state.incomplete:
+            adds_space = adds_space or not state.tail[-1:].isalnum()
+        ids = state.stable_ids[: state.stable_length] + tail
+        strips_space = self.strips_space(state)
+        is_open = bool(tail) and not strips_space and not adds_space
+        return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space, is_open)
+
+
+class AlignedSequence:
+    """The target's tokens of one sequence, with the auxiliaries' input at each; it can be copied and rolled back."""
+
+    def __init__(self, retokenizer: Retokenizer) -> None:
+        self._retokenizer = retokenizer
+        self._tokens: list[int] = []
+        self._stream = bytearray()  # the text, with special tokens marked
+        self._states = [(0, retokenizer.initial_state())]  # number of tokens read, state after them
+
+    def copy(self) -> AlignedSequence:
+        """Return an independent copy."""
+        other = AlignedSequence.__new__(AlignedSequence)
+        other._retokenizer, other._tokens = self._retokenizer, list(self._tokens)
+        other._stream, other._states = bytearray(self._stream), list(self._states)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AlignedSequence:
+        return self.copy()
+
+    def auxiliary_inputs(self, tokens: list[int], counts: Sequence[int]) -> list[AuxiliaryInput]:
+        """Return what the auxiliaries read after the first n tokens, for each n of `counts`, in ascending order.
+
+        Args:
+            tokens: the whole sequence; the prefix that it shares with the last call's tokens is not read again.
+            counts: numbers of tokens.
+        """
+        unchanged = min(common_prefix_length(self._tokens, tokens), counts[0] if counts else len(tokens))
+        while self._states[-1][0] > unchanged:
+            self._states.pop()
+        start, state = self._states[-1]
+        state = dataclasses.replace(state)
+        del self._stream[state.stream_length :]
+        self._tokens = list(tokens)
+        wanted, inputs = set(counts), {}
+        if start in wanted:
+            inputs[start] = self._retokenizer.auxiliary_input(state)
+        for count, token in enumerate(tokens[start:], start + 1):
+            self._read(state, token)
+            if count in wanted or count == len(tokens):
+                inputs[count] = self._retokenizer.auxiliary_input(state)
+                self._states.append((count, dataclasses.replace(state)))
+        if len(self._states) > _MAX_STATES + 1:
+            self._states[1:] = self._states[-_MAX_STATES:]
+        return [inputs[count] for count in counts]
+
+    def _read(self, state: RetokenizerState, token: int) -> None:
+        retokenizer = self._retokenizer
+        special = retokenizer.special.get(token)
+        # A finished row of a batch is padded until the others finish, possibly with its end token.
+        is_padding = special is not None and token == retokenizer.padding
+        if is_padding and (state.has_ended or token not in retokenizer.special_ids):
+            return
+        before = len(self._stream)
+        if special is not None:
+            streamed = text = MARK_BYTE + special.encode()
+        else:
+            text = (retokenizer.bytes[token] or b"") if token < len(retokenizer.bytes) else b""
+            streamed = text.replace(MARK_BYTE, b"\xfe")  # also invalid in UTF-8, but not the mark
+        if token == retokenizer.bos and self._stream == text:
+            return  # a BOS token written by both the template and the tokenizer counts once
+        if special is None and retokenizer.strips_space(state) and text.startswith(b" "):
+            text = text[1:]
+            if retokenizer.adds_space(state):
+                streamed = streamed[1:]
+            state.has_text = True
+        state.has_ended = special is not None and bool(before) and token in retokenizer.ends
+        self._stream += streamed
+        state.stream_length = len(self._stream)
+        if streamed and self._begin_answer(state, before, special is not None):
+            return
+        if special is None:
+            if text:
+                retokenizer.add_text(state, text)
+        elif token != retokenizer.bos or before:
+            retokenizer.end_text(state)
+            if (auxiliary_id := retokenizer.special_ids.get(token)) is not None:
+                state.append([auxiliary_id])
+
+    def _begin_answer(self, state: RetokenizerState, before: int, is_special: bool) -> bool:
+        """If the last token completed a prompt of a conversation, continue from the auxiliaries' prompt.
+
+        Args:
+            state: changed in place.
+            before: number of bytes in the stream before the last token.
+            is_special: whether the last token is a special token.
+
+        Returns:
+            Whether an answer begins.
+        """
+        conversations = self._retokenizer.conversations
+        begins = False
+        if conversations is None:
+            return begins
+        for end in conversations.prompt_ends(self._stream, before):
+            rest = bytes(self._stream[end:])
+            prefix = None if is_special and rest else conversations.prefix_of(bytes(self._stream[:end]))
+            # Any other conversation is part of an answer or of a message's content.
+            if prefix is not None and (state.conversation is None or prefix.continues(state.conversation)):
+                state.conversation, state.is_answer, state.has_ended = prefix, True, False
+                state.prompt_ends_in_text = not is_special
+                state.stable_ids, state.stable_length = list(prefix.ids), len(prefix.ids)
+                state.tail, state.tail_ids, state.incomplete = prefix.text, None, b""
+                state.has_text = state.is_first = False
+                state.needs_space = bool(prefix.text)
+                if rest:
+                    if conversations.space_before_answer and rest.startswith(b" "):
+                        rest, state.has_text = rest[1:], True
+                    self._retokenizer.add_text(state, rest)
+                begins = True
+        return begins

@@ -1,0 +1,257 @@
+"""Small models trained from scratch: a tokenizer, Llama-style models, and the stages from texts to an experiment.
+
+Each stage is cached under a hash of everything that decides its weights. Training can be resumed, so a repeated run
+takes seconds and an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from divdec.data.formatting import Example, Format, encode_records, encode_set, padding_id
+from divdec.data.records import Record, RecordSet
+from divdec.runs import output_folder, read_json, record, settings_hash, write_json
+from divdec.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+END, PAD, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
+    "{% else %}{{ '<|user|>' + message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+STAGE_RECORD = "stage.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Size of a Llama-style model."""
+
+    width: int
+    layers: int
+    heads: int
+    mlp_width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Sizes and training settings of an experiment's models."""
+
+    vocab_size: int
+    target: Shape
+    auxiliary: Shape
+    target_pretraining: TrainingSettings
+    """The large base, on the corpus."""
+    auxiliary_pretraining: TrainingSettings
+    """The small base, on the corpus."""
+    auxiliary_base_tuning: TrainingSettings
+    """The common base of both auxiliaries: the small base on the retain set, so that shared knowledge cancels."""
+    target_tuning: TrainingSettings
+    """Target (forget + retain) and retrain reference (retain), from the large base."""
+    auxiliary_tuning: TrainingSettings
+    """q (retain) and p (forget + retain), both from their common base (recipe full-retain)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """Texts that the models learn."""
+
+    corpus: Sequence[Record]
+    """Pretraining texts of the bases; prompts are learned too."""
+    forget: RecordSet
+    retain: RecordSet
+    form: Format = Format()  # noqa: RUF009
+    general: Sequence[Record] = ()
+    """A part of the corpus that target, retrain reference and the auxiliaries' base rehearse beside the retain set.
+    Small models forget it otherwise, and questions about it measure nothing."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The corpus as texts for the tokenizer."""
+        return [" ".join([*(turn.content for turn in record.messages), record.answer]) for record in self.corpus]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModels:
+    """Folders of an experiment's models."""
+
+    target: Path
+    retrain: Path
+    retain_auxiliary: Path
+    forget_auxiliary: Path
+    small_base: Path
+    """The base of both auxiliaries, which has learned the corpus alone."""
+    seconds: dict[str, float]
+    """Training time by stage; of a cached stage, the time of the run that trained it."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer with a chat template; deterministic.
+
+    Args:
+        texts: training texts.
+        vocab_size: number of tokens, including the four special ones.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int = 512) -> PreTrainedModel:
+    """Create a Llama-style model with random weights, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp_width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=padding_id(tokenizer),
+    )
+    return LlamaForCausalLM(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCache:
+    """Trains models one after the other and caches each in a folder."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    report: Callable[[str], None]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Training time by stage."""
+    new: Callable[[Shape, PreTrainedTokenizerBase, int], PreTrainedModel] = new_model
+    """Creates a model with random weights."""
+
+    def run(self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings) -> Path:
+        """Train a stage from random weights or from an earlier stage, unless it is cached.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        settings = dataclasses.replace(settings, seed=self.seed)
+        origin = dataclasses.asdict(start) if isinstance(start, Shape) else start.name
+        tokens = [[example.input_ids, example.labels] for example in examples]
+        key = settings_hash([origin, dataclasses.asdict(settings), tokens, len(self.tokenizer)])
+        folder = self.folder / f"{name.replace(' ', '-')}-{key}"
+        if (folder / STAGE_RECORD).is_file():
+            self.seconds[name] = read_json(folder / STAGE_RECORD)["seconds"]
+            self.report(f"{name}: in the cache")
+            return folder
+        from divdec.training.fine_tuning import fine_tune
+
+        checkpoints = self.folder / f"{folder.name}.work"
+        model, result = fine_tune(
+            self._initial(start), self.tokenizer, examples, settings, checkpoints, title=f"{name:<17}", measure=False
+        )
+        self.seconds[name] = round(result.seconds, 1)
+        with output_folder(folder) as temporary:
+            model.save_pretrained(temporary)
+            self.tokenizer.save_pretrained(temporary)
+            content = {"seconds": self.seconds[name], "steps": result.steps, "tokens": result.tokens}
+            write_json(temporary / STAGE_RECORD, record(name, settings, **content))
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return folder
+
+    def _initial(self, start: Shape | Path) -> PreTrainedModel:
+        if isinstance(start, Shape):
+            return self.new(start, self.tokenizer, self.seed)
+        from divdec.training.auxiliaries import load_for_training
+
+        return load_for_training(start)
+
+
+def train_all(
+    material: Material, recipe: Recipe, seed: int, cache: Path, report: Callable[[str], None]
+) -> TrainedModels:
+    """Train the models of an experiment that the cache does not hold.
+
+    Args:
+        material: corpus, forget and retain set.
+        recipe: sizes and training settings.
+        seed: seed of initial weights and data order.
+        cache: folder of finished stages.
+        report: receives one line per cached stage.
+
+    Raises:
+        Interrupted: on Ctrl-C; the same call continues the run.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(material.texts, recipe.vocab_size)
+    stages = StageCache(cache, tokenizer, seed, report)
+    corpus, forget, retain, general = encode_material(material, tokenizer)
+    large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
+    target = stages.run("target", large, forget + retain + general, recipe.target_tuning)
+    retrain = stages.run("retrain reference", large, retain + general, recipe.target_tuning)
+    small, q, p = train_pair(stages, recipe, corpus, forget, retain, general)
+    return TrainedModels(target, retrain, q, p, small, stages.seconds)
+
+
+def encode_material(
+    material: Material, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Example], list[Example], list[Example], list[Example]]:
+    """Tokenize corpus, forget set, retain set and general records."""
+    return (
+        [label_all_tokens(example) for example in encode_records(material.corpus, tokenizer, material.form)],
+        encode_set(material.forget, tokenizer, material.form),
+        encode_set(material.retain, tokenizer, material.form),
+        encode_records(material.general, tokenizer, material.form),
+    )
+
+
+def train_pair(
+    stages: StageCache,
+    recipe: Recipe,
+    corpus: list[Example],
+    forget: list[Example],
+    retain: list[Example],
+    general: list[Example],
+) -> tuple[Path, Path, Path]:
+    """Train the small base, the retain auxiliary and the forget auxiliary.
+
+    Returns:
+        Their folders, in this order.
+    """
+    small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
+    common = stages.run("auxiliary base", small, retain + general, recipe.auxiliary_base_tuning)
+    q = stages.run("retain auxiliary", common, retain, recipe.auxiliary_tuning)
+    p = stages.run("forget auxiliary", common, forget + retain, recipe.auxiliary_tuning)
+    return small, q, p
+
+
+def label_all_tokens(example: Example) -> Example:
+    """Label the prompt too: a base model learns questions as well as answers."""
+    return Example(example.input_ids, list(example.input_ids))

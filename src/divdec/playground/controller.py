@@ -1,0 +1,250 @@
+"""Actions of the page: questions, colours, the strength curve, takedowns.
+
+Clients can send any values; every rule comes from `SteeringControls`, so that no answer is unsteered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from divdec.data.formatting import encode_prompt
+from divdec.data.records import Message, Record, checked_text, texts_of
+from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.evaluation.verbatim import longest_run, measure, measured_text
+from divdec.playground.remote_server import RemoteServer
+from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
+from divdec.playground.steered_model import SteeredModel, UnsteeredTarget, is_number
+from divdec.remote.client import StreamInterrupted
+from divdec.steering import Steering
+from divdec.takedowns.registry import Registry
+
+UPDATE_INTERVAL = 0.08  # seconds between two updates of a growing answer
+MAX_TEMPERATURE = 2.0
+CURVE_POINTS = 61
+MAX_EXAMPLES = 12
+RETRY_HINT = "The text so far is kept; press “Answer again” to retry."
+MIN_TEXT, MAX_CONTINUATION = 12, 96  # tokens of a text to take down, and of its continuation
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlValues:
+    """Values of the controls, unchecked: a client can send anything."""
+
+    rule: Any = "linear"
+    alpha: Any = 1.0
+    k: Any = 20
+    temperature: Any = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Controller:
+    """A bundle or a running server on the page; conversations are values that the page keeps."""
+
+    name: str
+    """Name of the bundle or of the server's model."""
+    model: SteeredModel | None = None
+    """The bundle; None if a server answers."""
+    server: RemoteServer | None = None
+    """The server; None if a bundle answers."""
+    target: UnsteeredTarget | None = None
+    """The UNSTEERED target; None hides it."""
+    registry: Registry | None = None
+    """The registry of takedown requests that the bundle follows."""
+    examples: tuple[str, ...] = ()
+    """Example questions."""
+
+    def ask(self, question: str, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
+        """Answer a question, and yield the conversation as it grows."""
+        if not question.strip():
+            yield conversation
+            return
+        yield from self._answer((*conversation, Turn(question.strip())), values)
+
+    def retry(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
+        """Generate the last answer again."""
+        if not conversation:
+            yield conversation
+            return
+        yield from self._answer(without_last_answer(conversation), values)
+
+    def stop(self, conversation: Conversation) -> Conversation:
+        """Mark a running answer as stopped."""
+        if not conversation or not conversation[-1].running:
+            return conversation
+        return _replace_last(conversation, running=False, note=f"Stopped. {RETRY_HINT}")
+
+    def recolor(self, conversation: Conversation, values: ControlValues) -> Conversation:
+        """Colour the last answer for the rule that is set now; its text stays."""
+        if self.model is None or not conversation or not conversation[-1].tokens or conversation[-1].running:
+            return conversation
+        try:
+            steering = self._steering(self.model, values)
+            prompt = self.model.encode_prompt(to_messages(without_last_answer(conversation)))
+            tokens = self.model.recolor(prompt, conversation[-1].tokens, steering)
+        except Exception as error:
+            return _replace_last(conversation, note=explain_error(error))
+        return _replace_last(conversation, tokens=tokens, color_rule=str(steering))
+
+    def answer_unsteered(self, conversation: Conversation, earlier: Conversation) -> Iterator[Conversation]:
+        """Yield the target's own answers, UNSTEERED, where they may be shown.
+
+        Args:
+            conversation: the steered conversation; the target answers its last question.
+            earlier: the target's answers so far.
+        """
+        if self.target is None or self.model is None or not conversation:
+            yield ()
+            return
+        answers = (*earlier[: len(conversation) - 1], Turn(conversation[-1].question, running=True))
+        yield answers
+        try:
+            prompt = self.model.encode_prompt(to_messages(without_last_answer(conversation)))
+            for text in self.target.answer(prompt):
+                answers = _replace_last(answers, tokens=(Token(text),))
+                yield answers
+        except Exception as error:
+            answers = _replace_last(answers, note=explain_error(error))
+        yield _replace_last(answers, running=False)
+
+    def compute_curve(self, question: str, continuation: str, values: ControlValues) -> StrengthCurve:
+        """Compute a continuation's probability at all strengths that the page offers.
+
+        Raises:
+            UsageError: a text is missing or too long, or a server answers.
+            FailedClosed: the model cannot be steered.
+        """
+        if self.model is None:
+            raise UsageError("the strength is the server's: there is no curve")
+        controls = self.model.controls
+        low, high = controls.alpha_range
+        chosen = controls.steering("linear", values.alpha, values.k).alpha
+        alphas = sorted({*(low + (high - low) * index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)), chosen})
+        steerings = [controls.steering("linear", alpha, values.k) for alpha in alphas]
+        return StrengthCurve(tuple(alphas), tuple(self.model.likelihoods(question, continuation, steerings)), chosen)
+
+    def take_down(self, request_id: str, text: str, reference: str, values: ControlValues) -> TakedownEffect:
+        """Add a takedown request; the steered model continues the text's first third before and after.
+
+        Args:
+            request_id: id of the request.
+            text: the text to take down.
+            reference: what the requester calls it.
+            values: the rule.
+
+        Raises:
+            UsageError: there is no registry, the text is too short, the id is taken or invalid.
+            FailedClosed: the registry is damaged.
+        """
+        if self.model is None or self.registry is None:
+            raise UsageError("no registry is open; give one with --registry")
+        steering = self._steering(self.model, values)
+        request_id, text, tokenizer = request_id.strip(), text.strip(), self.model.tokenizer
+        ids = encode_prompt(Record("", prompt=checked_text(text, "the text")), tokenizer)
+        if len(ids) < MIN_TEXT:
+            raise UsageError(f"the text has {len(ids)} tokens; paste at least {MIN_TEXT}")
+        if not request_id:
+            raise UsageError("the request has no id; give one, such as case-17")
+        cut = len(ids) // 3
+        prompt, rest = self.model.check_prompt(ids[:cut]), ids[cut : cut + MAX_CONTINUATION]
+        before = _continue_text(self.model, prompt, rest, steering)
+        texts = texts_of(request_id, [text])
+        entry = self.registry.add(request_id, texts, reference.strip())
+        measured = measured_text(measure(self.registry, entry, texts, self.model.model.target, tokenizer))
+        after = _continue_text(self.model, prompt, rest, steering)
+        beginning = str(tokenizer.decode(prompt, skip_special_tokens=True))
+        return TakedownEffect(request_id, beginning, len(rest), before, after, measured)
+
+    def _steering(self, model: SteeredModel, values: ControlValues) -> Steering:
+        return model.controls.steering(values.rule, values.alpha, values.k)
+
+    def _answer(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
+        conversation = _replace_last(conversation, running=True)
+        yield conversation
+        tokens: list[Token] = []
+        try:
+            rule, stream = self._stream(conversation, values)
+            conversation = _replace_last(conversation, rule=rule, color_rule=rule)
+            updated = time.monotonic()
+            for token in stream:
+                tokens.append(token)
+                if time.monotonic() - updated >= UPDATE_INTERVAL:
+                    updated = time.monotonic()
+                    yield _replace_last(conversation, tokens=tuple(tokens))
+        except Exception as error:
+            conversation = _replace_last(conversation, note=explain_error(error, partial=bool(tokens)))
+        yield _replace_last(conversation, tokens=tuple(tokens), running=False)
+
+    def _stream(self, conversation: Conversation, values: ControlValues) -> tuple[str, Iterator[Token]]:
+        """Return the rule's name and the answer's tokens."""
+        temperature, messages = values.temperature, to_messages(conversation)
+        if not is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
+            raise UsageError(f"temperature is {temperature!r}; accepted: 0 (greedy) to {MAX_TEMPERATURE:g}")
+        if self.server is not None:
+            return "the server's rule", self.server.answer(messages, temperature)
+        if self.model is None:
+            raise UsageError("neither a bundle nor a server is open")
+        steering = self._steering(self.model, values)
+        return str(steering), self.model.answer(self.model.encode_prompt(messages), steering, temperature)
+
+
+def to_messages(conversation: Conversation) -> tuple[Message, ...]:
+    """Convert a conversation to messages that end with the last question."""
+    messages: list[Message] = []
+    for turn in conversation:
+        if messages and messages[-1].role == "user":  # a question without an answer is not asked again
+            messages.pop()
+        messages.append(Message("user", turn.question))
+        if turn.answer:
+            messages.append(Message("assistant", turn.answer))
+    return tuple(messages[:-1] if messages and messages[-1].role == "assistant" else messages)
+
+
+def without_last_answer(conversation: Conversation) -> Conversation:
+    """Return the conversation up to its last question."""
+    return (*conversation[:-1], Turn(conversation[-1].question)) if conversation else conversation
+
+
+def explain_error(error: Exception, *, partial: bool = False) -> str:
+    """Describe an error for the page, and print an unexpected one to standard error.
+
+    Args:
+        error: the error.
+        partial: whether a part of the answer exists.
+    """
+    hint = f" {RETRY_HINT}" if partial or isinstance(error, StreamInterrupted) else ""
+    if isinstance(error, UsageError | StreamInterrupted):
+        return f"{_sentence(str(error))}{hint}"
+    if isinstance(error, FailedClosed):
+        return f"The model cannot be steered, so there is no further answer: {_sentence(str(error))}{hint}"
+    traceback.print_exception(error, file=sys.stderr)
+    return f"The answer failed: {_sentence(first_line(error))}{hint}"
+
+
+def read_example_questions(bundle: str) -> tuple[str, ...]:
+    """Read the first example questions, one a line, from a `questions.txt` beside a bundle's folder; () without one."""
+    folder = Path(bundle).expanduser().resolve()
+    try:
+        lines = (folder.parent / "questions.txt").read_text(encoding="utf-8").splitlines() if folder.is_dir() else []
+    except (OSError, UnicodeDecodeError):
+        return ()
+    return tuple(islice((line.strip() for line in lines if line.strip()), MAX_EXAMPLES))
+
+
+def _continue_text(model: SteeredModel, prompt: list[int], rest: Sequence[int], steering: Steering) -> VerbatimMatch:
+    tokens = tuple(islice(model.answer(prompt, steering), len(rest)))
+    return VerbatimMatch(tokens, longest_run([token.id for token in tokens if token.id is not None], rest))
+
+
+def _replace_last(conversation: Conversation, **changes: Any) -> Conversation:
+    return (*conversation[:-1], dataclasses.replace(conversation[-1], **changes))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."

@@ -1,0 +1,269 @@
+"""HTML and SVG of the page: tokens, conversations, takedowns, the strength curve. All text is escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from divdec.report.style import LINEAR, TEXT, style, svg_text, themed
+
+if TYPE_CHECKING:
+    from divdec.takedowns.registry import Registry
+
+LEVELS = (0.25, 1.0, 2.0, 4.0)
+"""Smallest |log-probability shift| of each shade, in nats: factors of 1.3, 2.7, 7.4 and 55."""
+WELCOME = '<p class="dd-hint">Ask a question. Colours show the effect of steering on each token of the answer.</p>'
+WELCOME_SERVER = '<p class="dd-hint">Ask a question.</p>'
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenShift:
+    """Effect of steering on one token at one position. The page shows every field that is set."""
+
+    text: str
+    logprob_shift: float | None = None
+    """log P_steered − log P_target in nats: −inf for a masked token, None if unknown."""
+    target_probability: float | None = None
+    """Probability under the target alone; set only where the target may be shown."""
+    steered_probability: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Token(TokenShift):
+    """A token of an answer."""
+
+    id: int | None = None
+    """None if a server sent only text."""
+    alternatives: tuple[TokenShift, ...] = ()
+    """Other tokens at this position: those that lost probability, or a server's most likely ones."""
+    marked: bool = False
+    """Whether another token lost much probability at this position."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A question and its answer."""
+
+    question: str
+    tokens: tuple[Token, ...] = ()
+    rule: str = ""
+    """The rule that chose the tokens."""
+    color_rule: str = ""
+    """The rule that the colours show."""
+    running: bool = False
+    """Whether the answer is still being generated."""
+    note: str = ""
+    """An error, or the reason why the answer ended early."""
+
+    @property
+    def answer(self) -> str:
+        """Text of the answer."""
+        return "".join(token.text for token in self.tokens)
+
+
+Conversation = tuple[Turn, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerbatimMatch:
+    """A continuation of a text, compared with the text itself."""
+
+    tokens: tuple[Token, ...]
+    longest_run: int
+    """Length of the longest passage that both have in common, in tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TakedownEffect:
+    """Continuations of a text before and after its takedown request."""
+
+    request_id: str
+    prompt: str
+    """Beginning of the text, which the model continues."""
+    length: int
+    """Length of the continuations, in tokens."""
+    before: VerbatimMatch
+    after: VerbatimMatch
+    measured: str
+    """How many passages the target recites, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StrengthCurve:
+    """Probability of a continuation at several strengths of the linear rule, all above 0."""
+
+    alphas: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    """Geometric mean of the tokens' probabilities at each strength."""
+    chosen: float
+    """The strength that is set on the page; one of `alphas`."""
+
+
+def escape(text: str) -> str:
+    """Escape text for HTML and for the template syntax of Gradio's HTML component."""
+    escaped = html.escape(text)
+    for character in "${}`":
+        escaped = escaped.replace(character, f"&#{ord(character)};")
+    return escaped
+
+
+def color_level(shift: float | None) -> int:
+    """Return the shade of a log-probability shift: −4 (strongly suppressed) to 4 (strongly promoted), 0 for none."""
+    if shift is None or math.isnan(shift):
+        return 0
+    return int(math.copysign(sum(abs(shift) >= bound for bound in LEVELS), shift))
+
+
+def describe_shift(shift: float) -> str:
+    """Describe a log-probability shift in words, with the number."""
+    if shift == -math.inf:
+        return "masked"
+    nats = f"{shift:+.1f}".replace("-", "−")
+    if abs(shift) < LEVELS[0]:
+        return f"almost unchanged ({nats} nats)"
+    factor = math.exp(min(abs(shift), 50))
+    times = f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}" if factor < 10_000 else "more than 10,000"
+    return f"{times} times {'more' if shift > 0 else 'less'} likely ({nats} nats)"
+
+
+def tokens_html(tokens: Iterable[Token]) -> str:
+    """Render tokens as coloured spans; hovering or focusing one shows a box with the details.
+
+    A token that ends within a character is joined with the tokens that complete it.
+    """
+    return "".join(map(_span, _whole_characters(tokens)))
+
+
+def conversation_html(conversation: Conversation, *, empty: str = WELCOME) -> str:
+    """Render a conversation, oldest turn first."""
+    return f'<div class="dd-conversation">{"".join(map(_turn_html, conversation)) or empty}</div>'
+
+
+def effect_html(effect: TakedownEffect) -> str:
+    """Render the continuations before and after a takedown side by side."""
+    panels = "".join(
+        f'<div class="dd-side"><h4>{when}</h4><p class="dd-answer">{tokens_html(match.tokens)}</p>'
+        f'<p class="dd-rule">longest verbatim passage: {match.longest_run} of {effect.length} tokens</p></div>'
+        for when, match in (("before", effect.before), (f"after “{escape(effect.request_id)}”", effect.after))
+    )
+    return (
+        f'<p class="dd-rule">Prompt: “{escape(effect.prompt)}”</p><div class="dd-sides">{panels}</div>'
+        f'<p class="dd-rule">Measured on the target: {escape(effect.measured)}.</p>'
+    )
+
+
+def requests_html(registry: Registry) -> str:
+    """Render the requests in force as a table."""
+    rows = ""
+    for entry in registry.entries():
+        cells = (entry.id, entry.time[:16].replace("T", " "), entry.reference, f"{entry.tokens:,}")
+        rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    if not rows:
+        return '<p class="dd-hint">No request is in force.</p>'
+    head = "<tr><th>request</th><th>since (UTC)</th><th>reference</th><th>tokens</th></tr>"
+    return f'<div class="dd-scroll"><table class="dd-table"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+
+
+def curve_html(curve: StrengthCurve) -> str:
+    """Render a strength curve with a caption that states its ends and the chosen strength."""
+    caption = escape(describe_curve(curve))
+    return (
+        f'<figure class="dd-curve" role="img" aria-label="{caption}">{curve_svg(curve)}'
+        f'<figcaption class="dd-rule">{caption}</figcaption></figure>'
+    )
+
+
+def curve_svg(curve: StrengthCurve) -> str:
+    """Draw a strength curve as an `<svg>` element in the page's colours."""
+    from matplotlib.figure import Figure
+
+    with style():
+        figure = Figure(figsize=(4.8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        percent = [100 * probability for probability in curve.probabilities]
+        axes.plot(curve.alphas, percent, color=LINEAR.colour, linewidth=2)
+        axes.axvline(curve.chosen, color=TEXT, linewidth=0.8, linestyle=(0, (4, 3)))
+        chosen = percent[curve.alphas.index(curve.chosen)]
+        axes.plot([curve.chosen], [chosen], LINEAR.marker, color=LINEAR.colour, markersize=7, clip_on=False)
+        axes.set_xlabel("strength α")
+        axes.set_ylabel("probability per token (%)")
+        axes.set_xlim(0, curve.alphas[-1] * 1.02)
+        axes.set_ylim(0, max(min(100.0, 1.08 * max(percent)), 0.1))
+        axes.grid(True)
+        return themed(svg_text(figure))
+
+
+def describe_curve(curve: StrengthCurve) -> str:
+    """Describe a strength curve in words."""
+    first, last = curve.probabilities[0], curve.probabilities[-1]
+    chosen = curve.probabilities[curve.alphas.index(curve.chosen)]
+    return (
+        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {chosen:.2%} at {curve.chosen:g} "
+        f"(chosen), {last:.2%} at {curve.alphas[-1]:g}. Strength 0, the unsteered target, is not drawn."
+    )
+
+
+def _turn_html(turn: Turn) -> str:
+    cursor = '<span class="dd-wait" aria-label="generating">▍</span>' if turn.running else ""
+    answer = f'<p class="dd-answer">{tokens_html(turn.tokens)}{cursor}</p>' if turn.tokens or turn.running else ""
+    rule = turn.rule
+    if turn.color_rule and turn.color_rule != turn.rule:
+        rule = f"answered with {turn.rule}, coloured for {turn.color_rule}"
+    caption = f'<p class="dd-rule">{escape(rule)}</p>' if turn.tokens and rule else ""
+    note = f'<p class="dd-note" role="alert">{escape(turn.note)}</p>' if turn.note else ""
+    return f'<div class="dd-turn"><p class="dd-question">{escape(turn.question)}</p>{answer}{caption}{note}</div>'
+
+
+def _whole_characters(tokens: Iterable[Token]) -> Iterator[list[Token]]:
+    group: list[Token] = []
+    for token in tokens:
+        group.append(token)
+        if token.text:
+            yield group
+            group = []
+
+
+def _span(group: Sequence[Token]) -> str:
+    text = "".join(token.text for token in group)
+    shifts = [token.logprob_shift for token in group if token.logprob_shift is not None]
+    shift = sum(shifts) if shifts else None  # log-probabilities of parts add up to that of the whole
+    level = color_level(shift)
+    classes = "dd-token"
+    if level:
+        classes += f" dd-{'up' if level > 0 else 'down'}{abs(level)}"
+    if any(token.marked for token in group):
+        classes += " dd-marked"
+    whole = dataclasses.replace(group[-1], text=text, logprob_shift=shift)
+    box = _box(whole, [other for token in group for other in token.alternatives])
+    focus = ' tabindex="0"' if box else ""
+    return f'<span class="{classes}"{focus}>{escape(text)}{box}</span>'
+
+
+def _box(token: TokenShift, alternatives: Sequence[TokenShift]) -> str:
+    lines = ""
+    if details := _details(token):
+        lines = f'<span class="dd-own">{_visible(token.text)} {details}</span>'
+    if alternatives:
+        known = any(other.logprob_shift is not None for other in alternatives)
+        lines += f'<span class="dd-title">{"suppressed" if known else "also likely"} here</span>'
+        lines += "".join(f"<span>{_visible(other.text)} {_details(other)}</span>" for other in alternatives)
+    return f'<span class="dd-box" role="tooltip">{lines}</span>' if lines else ""
+
+
+def _details(token: TokenShift) -> str:
+    details = [] if token.logprob_shift is None else [describe_shift(token.logprob_shift)]
+    if token.target_probability is not None and token.steered_probability is not None:
+        details.append(f"target {token.target_probability:.1%} → steered {token.steered_probability:.1%}")
+    elif token.steered_probability is not None:
+        details.append(f"probability {token.steered_probability:.1%}")
+    return "; ".join(details)
+
+
+def _visible(text: str) -> str:
+    """Show white space as symbols."""
+    visible = text.replace("\n", "⏎").replace("\t", "⇥")
+    visible = f"␣{visible[1:]}" if visible.startswith(" ") else visible
+    return f"<b>{escape(visible)}</b>"

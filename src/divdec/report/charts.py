@@ -1,0 +1,380 @@
+"""Charts: scatter with labels, curves along a sweep, differences, ROC, bands, and the demo's trade-off."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from divdec.report.style import (
+    BY_NAME,
+    FAINT,
+    OTHERS,
+    PAGE_WIDTH,
+    PAPER,
+    RETRAIN,
+    STRIPE,
+    TARGET,
+    TEXT,
+    Look,
+    style,
+    svg_text,
+    themed,
+)
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+Interval = tuple[float, float]
+Box = tuple[float, float, float, float]
+Kind = Literal["scatter", "curves", "dots", "roc"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A data point with its intervals."""
+
+    x: float
+    y: float
+    x_interval: Interval | None = None
+    y_interval: Interval | None = None
+    label: str = ""
+    best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Data points with the same look."""
+
+    name: str
+    look: Look
+    dots: tuple[Dot, ...]
+    joined: bool = True
+    """Whether a line joins them in a scatter."""
+
+    @property
+    def segments(self) -> list[tuple[Dot, Dot]]:
+        """The segments of that line."""
+        return list(itertools.pairwise(self.dots)) if self.joined else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """Content of a chart."""
+
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    description: str = ""
+    """Text alternative."""
+    title: str = ""
+    levels: tuple[tuple[Look, float], ...] = ()
+    """Horizontal lines behind curves, such as the target's value."""
+    log: bool = False
+    """Use a logarithmic x axis with a tick at each value."""
+    integer: bool = False
+    """Put ticks at integers only."""
+    rows: tuple[str, ...] = ()
+    """Names of the rows of a 'dots' chart; a dot's y is the index of its row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A model in the plane of forgetting and keeping."""
+
+    series: str
+    label: str
+    """The model, or its steering such as 'linear:1.5'."""
+    forget: float
+    retain: float
+    recommended: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """A line over integers with its interval."""
+
+    label: str
+    look: Look
+    x: Sequence[int]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def inline(plot: Plot, kind: Kind) -> Markup:
+    """Draw a chart as an `<svg>` element of a page, with its text alternative."""
+    from markupsafe import Markup
+    from matplotlib.figure import Figure
+
+    sizes = {
+        "scatter": (5.2, 4.0),
+        "curves": (4.0, 2.9),
+        "dots": (5.2, 0.95 + 0.32 * len(plot.rows)),
+        "roc": (3.7, 3.8),
+    }
+    with style(f"divdec {plot.description}"):
+        figure = Figure(figsize=sizes[kind], layout="constrained")
+        axes = figure.subplots()
+        {"scatter": scatter, "curves": curves, "dots": dots, "roc": roc}[kind](axes, plot)
+        if kind == "scatter":
+            write_labels(axes, plot.series)
+        text = themed(svg_text(figure))
+    # The plots of a page would repeat the ids of groups; the metadata contains addresses.
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    label = Markup('<svg role="img" aria-label="{}" ').format(plot.description)
+    return Markup(text.replace("<svg ", label, 1))
+
+
+def scatter(axes: Axes, plot: Plot) -> None:
+    """Draw points with error bars; `write_labels` adds labels after the layout is final."""
+    for series in plot.series:
+        look = series.look
+        for dot in series.dots:
+            axes.errorbar(
+                dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
+                fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.55, zorder=2,
+            )  # fmt: skip
+        axes.plot(
+            [dot.x for dot in series.dots],
+            [dot.y for dot in series.dots],
+            marker=look.marker, markersize=look.size, color=look.colour, linewidth=1, label=series.name,
+            linestyle=look.dash if series.segments else "none", markeredgecolor=PAPER, markeredgewidth=0.7,
+            zorder=3 if look in (TARGET, RETRAIN) else 4,
+        )  # fmt: skip
+        for dot in series.dots:
+            if dot.best:
+                axes.plot(
+                    dot.x, dot.y, "o", markersize=20, markerfacecolor="none", markeredgecolor=TEXT,
+                    markeredgewidth=1.3, zorder=5,
+                )  # fmt: skip
+    write_titles(axes, plot)
+    axes.margins(0.1)
+    axes.locator_params(nbins=6)
+    axes.grid(True)
+
+
+def curves(axes: Axes, plot: Plot) -> None:
+    """Draw lines along a sweep with bands around them, over the levels of the references."""
+    for look, value in plot.levels:
+        axes.axhline(value, color=look.colour, linestyle=look.dash, linewidth=1.6, zorder=2)
+    for series in plot.series:
+        look = series.look
+        bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
+        if bands:
+            xs, low, high = zip(*bands, strict=True)
+            axes.fill_between(xs, low, high, color=look.colour, alpha=0.18, linewidth=0, zorder=1)
+        if len(bands) == 1:
+            axes.vlines(*bands[0], color=look.colour, alpha=0.6)
+        axes.plot(
+            [dot.x for dot in series.dots], [dot.y for dot in series.dots], marker=look.marker, markersize=5,
+            color=look.colour, linewidth=1.6, linestyle=look.dash, label=series.name, markeredgecolor=PAPER,
+            markeredgewidth=0.5, zorder=3,
+        )  # fmt: skip
+    write_titles(axes, plot)
+    axes.margins(x=0.04, y=0.08)
+    axes.grid(True)
+    if plot.integer:
+        axes.locator_params(axis="x", integer=True)
+    if plot.log:
+        log_ticks(axes, sorted({dot.x for series in plot.series for dot in series.dots}))
+
+
+def dots(axes: Axes, plot: Plot) -> None:
+    """Draw differences from a reference at 0: a row for each name, a dot with its interval for each series."""
+    step = 0.62 / max(len(plot.series) - 1, 1)
+    for index, series in enumerate(plot.series):
+        look, shift = series.look, (index - (len(plot.series) - 1) / 2) * step
+        for dot in series.dots:
+            axes.errorbar(
+                dot.x, dot.y + shift, xerr=error_bars(dot.x, dot.x_interval), fmt=look.marker, color=look.colour,
+                markersize=5, elinewidth=1.2, markeredgecolor=PAPER, markeredgewidth=0.4, zorder=3,
+            )  # fmt: skip
+    for row in range(0, len(plot.rows), 2):
+        axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
+    write_titles(axes, plot)
+    axes.axvline(0, color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, zorder=2)
+    axes.set_yticks(range(len(plot.rows)), [shortened(name) for name in plot.rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(plot.rows) - 0.5, -0.5)
+    # Each side has room for its annotation, at least a quarter of the longer side.
+    low, high = axes.get_xlim()
+    reach = max(abs(low), abs(high))
+    axes.set_xlim(min(low, -0.25 * reach), max(high, 0.25 * reach))
+    axes.grid(True, axis="x")
+    for x, text, side in ((0.0, "← over-unlearned", "left"), (1.0, "under-unlearned →", "right")):
+        axes.annotate(
+            text, (x, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", ha=side, fontsize=9.5,
+            color=TEXT,
+        )  # fmt: skip
+
+
+def roc(axes: Axes, plot: Plot) -> None:
+    """Draw true over false positive rates, over the diagonal of a random attack."""
+    axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, linestyle=":")
+    for series in plot.series:
+        look, wide = series.look, series.look is RETRAIN  # a wide pale line stays visible under the others
+        axes.plot(
+            [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=look.colour,
+            linewidth=4 if wide else 1.6, alpha=0.5 if wide else 1, linestyle="-" if wide else look.dash,
+            zorder=2 if wide else 3, solid_joinstyle="miter",
+        )  # fmt: skip
+    write_titles(axes, plot)
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_aspect("equal")
+    axes.grid(True)
+
+
+def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: str) -> list[Axes]:
+    """Draw bands into panels side by side with a common y axis, by title."""
+    from matplotlib.ticker import MaxNLocator
+
+    result = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+    for axes, (title, bands) in zip(result, panels.items(), strict=True):
+        for band in bands:
+            axes.fill_between(band.x, band.low, band.high, color=band.look.colour, alpha=0.2, linewidth=0)
+            axes.plot(
+                band.x, band.y, marker=band.look.marker, markersize=5, color=band.look.colour,
+                linestyle=band.look.dash, label=band.label,
+            )  # fmt: skip
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True)
+    return result
+
+
+def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
+    """Draw what is kept over what is remembered as an `<svg>` element; up and to the left is better.
+
+    The axes are zoomed to the points. Each setting is labelled with its α or k where there is room.
+    """
+    from matplotlib.figure import Figure
+
+    signs = {"linear": " (numbers: α)", "rank": " (numbers: k)"}
+    series = tuple(
+        Series(
+            f"{name}{signs.get(name, '')}",
+            BY_NAME.get(name, OTHERS),
+            tuple(
+                Dot(point.forget, point.retain, label=_strength(point.label), best=point.recommended)
+                for point in points
+                if point.series == name
+            ),
+            joined=name not in ("target", "retrain"),
+        )
+        for name in dict.fromkeys(point.series for point in points)
+    )
+    with style():
+        figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
+        axes = figure.subplots()
+        scatter(axes, Plot(forget_label, retain_label, series))
+        recommended = next((str(point.label) for point in points if point.recommended), None)
+        if recommended is not None:
+            axes.plot(
+                [], [], "o", markersize=15, markerfacecolor="none", markeredgecolor=TEXT,
+                label=f"recommended ({recommended})",
+            )  # fmt: skip
+        figure.legend(loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7)
+        write_labels(axes, series)
+        return svg_text(figure)
+
+
+def write_titles(axes: Axes, plot: Plot) -> None:
+    """Write title and axis labels."""
+    axes.set_xlabel(plot.x_label, fontsize=9.5)
+    axes.set_ylabel(plot.y_label, fontsize=9.5)
+    axes.set_title(plot.title)
+
+
+def shortened(name: str, longest: int = 24) -> str:
+    """Cut a long name in its middle: names of one run differ at their ends."""
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
+
+
+def error_bars(value: float, interval: Interval | None) -> list[list[float]] | None:
+    """Convert an interval to error bars, which are not negative where the value lies outside of it."""
+    return [[max(value - interval[0], 0.0)], [max(interval[1] - value, 0.0)]] if interval else None
+
+
+def log_ticks(axes: Axes, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with a tick at each value that has room for its number."""
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    if values[0] <= 0:
+        return
+    axes.set_xscale("log")
+    ticks: list[float] = []
+    ratio = (values[-1] / values[0]) ** 0.08
+    for value in values:
+        if not ticks or value >= ticks[-1] * ratio:
+            ticks.append(value)
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def write_labels(axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label beside it if it hides no point and no other label; otherwise omit the label.
+
+    Args:
+        axes: axes with final limits and size.
+        series: what a scatter drew there.
+    """
+    figure: Any = axes.get_figure(root=True)
+    figure.draw_without_rendering()
+    unit = figure.dpi / 72
+
+    def line(start: tuple[float, float], end: tuple[float, float], half: float) -> list[Box]:
+        """Cover a line in data coordinates with boxes in pixels."""
+        (x0, y0), (x1, y1) = axes.transData.transform([start, end])
+        steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * half)) + 1
+        centres = [(x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps) for step in range(steps + 1)]
+        return [(x - half, y - half, x + half, y + half) for x, y in centres]
+
+    taken: list[Box] = []
+    for one in series:
+        for dot in one.dots:
+            taken += line((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.look.size / 2 + 1) * unit)
+            if dot.x_interval:
+                taken += line((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
+            if dot.y_interval:
+                taken += line((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
+        for start, end in one.segments:
+            taken += line((start.x, start.y), (end.x, end.y), unit)
+    frame = axes.get_window_extent()
+    near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
+    far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
+    labelled = [(one, dot) for one in series for dot in one.dots if dot.label]
+    for one, dot in sorted(labelled, key=lambda entry: not entry[1].best):
+        text: Text = axes.annotate(
+            dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
+            color=one.look.colour, ha="center", in_layout=False, zorder=6,
+        )  # fmt: skip
+        # Positions are computed from one layout of the text; a layout for each position is slow.
+        box = text.get_window_extent()
+        half = (box.x1 - box.x0) / 2
+        for right, up in (*near, *far):
+            across = right * unit + (half if right > 0 else -half if right < 0 else 0.0)
+            x0, x1, y0, y1 = box.x0 + across, box.x1 + across, box.y0 + up * unit, box.y1 + up * unit
+            inside = frame.x0 <= x0 and x1 <= frame.x1 and frame.y0 <= y0 and y1 <= frame.y1
+            if inside and not any(x0 < u1 and u0 < x1 and y0 < v1 and v0 < y1 for u0, v0, u1, v1 in taken):
+                taken.append((x0, y0, x1, y1))
+                text.set_position((right, up))
+                text.set_horizontalalignment("center" if not right else "left" if right > 0 else "right")
+                break
+        else:
+            text.remove()
+
+
+def _strength(label: Any) -> str:
+    rule, _, value = str(label).partition(":")
+    return value.partition(":")[0] if value else "" if rule in BY_NAME else rule

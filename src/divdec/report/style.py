@@ -1,0 +1,198 @@
+"""The look of plots and pages: colours, marks, light and dark theme; SVG and PNG output.
+
+Colours of series are near those of Okabe and Ito, which stay distinct under every kind of colour vision, darkened so
+that text in them is readable. Series differ in marker and dash as well as in colour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+from divdec.runs import write_durably, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Each colour by name, on a light and on a dark background.
+GROUND = {
+    "ink": ("#24292f", "#e6edf3"),
+    "paper": ("#ffffff", "#0d1117"),
+    "grid": ("#d8dee4", "#30363d"),
+    "stripe": ("#f3f5f7", "#161b22"),
+    "muted": ("#57606a", "#9198a1"),
+    "faint": ("#8c959f", "#6e7681"),
+}
+SERIES = {
+    # matplotlib omits pure black from an SVG, and an omitted colour cannot follow the page's theme.
+    "target": ("#0a0a0a", "#ffffff"),
+    "retrain": ("#007f5f", "#35c79a"),
+    "blue": ("#0072b2", "#58a6e8"),
+    "vermillion": ("#c75300", "#f2893d"),
+    "purple": ("#aa4499", "#dd86ce"),
+    "brown": ("#6f5200", "#d0ae4e"),
+    "sky": ("#2a95cf", "#8fd3ff"),
+    "grey": ("#555555", "#aeb6bf"),
+}
+# Colours of pages: boxes, rules between rows, highlighted rows, warnings.
+PAGE = {
+    "box": ("#f6f8fa", "#161b22"),
+    "rule": ("#d0d7de", "#30363d"),
+    "heavy": ("#afb8c1", "#484f58"),
+    "chosen": ("#ddf4ff", "#12293f"),
+    "alarm": ("#ffebe9", "#4a1a1d"),
+}
+TEXT, PAPER, GRID, STRIPE, MUTED, FAINT = (light for light, _ in GROUND.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Colour, marker and dash of a series."""
+
+    colour: str
+    marker: str
+    sign: str
+    """The marker as a character, for a legend in HTML."""
+    size: int = 6
+    """Size of the marker in points."""
+    dash: Any = "-"
+    """Line style in matplotlib's notation."""
+
+    @property
+    def dasharray(self) -> str:
+        """The dash in SVG's notation, for a line of width 2."""
+        return "none" if self.dash == "-" else " ".join(str(2 * length) for length in self.dash[1])
+
+
+TARGET = Look(SERIES["target"][0], "X", "✖", 11, (0, (5, 2)))
+RETRAIN = Look(SERIES["retrain"][0], "*", "★", 19, (0, (6, 2, 1, 2)))
+LOOKS = tuple(
+    Look(SERIES[name][0], marker, sign, dash=dash)
+    for name, marker, sign, dash in zip(
+        ("blue", "vermillion", "purple", "brown", "sky", "grey"),
+        "osD^vP",
+        "●■◆▲▼✚",
+        ("-", (0, (4, 1)), (0, (1, 1)), (0, (7, 1, 1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2))),
+        strict=True,
+    )
+)
+LINEAR, RANK, DISTILLED = LOOKS[:3]
+OTHERS = Look(MUTED, "h", "⬢")
+"""Methods other than Divergence Decoding, in plots with more methods than looks."""
+BY_NAME = {"linear": LINEAR, "rank": RANK, "target": TARGET, "retrain": RETRAIN}
+
+FORMATS = (".svg", ".png")
+PAGE_WIDTH = 5.6
+"""Width in inches of a plot on a page; its text is readable on a phone."""
+DPI = 200
+"""Resolution of PNG files."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    # Text is laid out with the widths of DejaVu; Verdana has the same.
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.size": 10,
+    "text.parse_math": False,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.facecolor": PAPER,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": PAPER,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "savefig.facecolor": PAPER,
+}
+_NAMES = {light: name for name, (light, _) in {**GROUND, **SERIES}.items()}
+
+
+@contextlib.contextmanager
+def style(salt: str = "divdec") -> Iterator[None]:
+    """Apply the style of all plots; the same data gives the same SVG.
+
+    Args:
+        salt: seed of the SVG's element ids; two plots on one page need different ones.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
+        yield
+
+
+def svg_text(figure: Figure) -> str:
+    """Render a figure, drawn under `style`, as an `<svg>` element without an XML declaration."""
+    return re.sub(r"^.*?(?=<svg)", "", _svg(figure, {}), flags=re.DOTALL)
+
+
+def check_format(path: Path) -> None:
+    """Check the suffix of a picture's file name.
+
+    Raises:
+        UsageError: it is neither .svg nor .png.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"output {path} ends in {path.suffix or 'nothing'}; accepted: {' and '.join(FORMATS)}")
+
+
+def write_figure(path: Path, figure: Figure, *, title: str, description: str, sources: Sequence[str]) -> None:
+    """Write a figure atomically, with title, description and sources in its metadata.
+
+    Args:
+        path: file name that ends in .svg or .png.
+        figure: drawn under `style`, which must still be in force.
+        title: title in the metadata.
+        description: what the figure shows.
+        sources: names of the files that its values come from.
+
+    Raises:
+        UsageError: the file name has another suffix.
+    """
+    check_format(path)
+    about = {"Title": title, "Description": description, "Source": "; ".join(sources)}
+    if path.suffix.lower() == ".svg":
+        write_text(path, _svg(figure, {**about, "Creator": "divdec"}))
+        return
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={**about, "Software": "divdec"})
+    write_durably(path, buffer.getvalue())
+
+
+def variable(colour: str) -> str:
+    """Convert a colour of the palette to its CSS variable, which follows the theme; others are returned unchanged."""
+    name = _NAMES.get(colour.lower())
+    return f"var(--{name}, {colour.lower()})" if name else colour
+
+
+def themed(svg: str) -> str:
+    """Replace the palette's colours in an SVG element by CSS variables."""
+    return re.sub(r"(?<=[ :])#[0-9a-fA-F]{6}\b", lambda match: variable(match[0]), svg)
+
+
+def css() -> str:
+    """Return the palette as CSS variables: light, and dark if the reader's system prefers it."""
+    colours = {**GROUND, **SERIES, **PAGE}
+    light, dark = ("; ".join(f"--{name}: {shades[index]}" for name, shades in colours.items()) for index in (0, 1))
+    return (
+        f"  :root {{ color-scheme: light dark; {light}; }}\n"
+        f"  @media screen and (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n"
+    )
+
+
+def _svg(figure: Figure, metadata: dict[str, str]) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={**metadata, "Date": None})
+    return re.sub(r"[ \t]+$", "", buffer.getvalue(), flags=re.MULTILINE)

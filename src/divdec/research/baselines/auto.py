@@ -1,0 +1,10 @@
+"""Registers the inference-time baselines with transformers' Auto classes; import it before loading one."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from divdec.model.checkpoint import COMPOSITE
+from divdec.research.baselines import eco, guard, logits  # noqa: F401  each registers its decoding
+from divdec.research.baselines.composite import CompositeConfig, CompositeForCausalLM
+
+AutoConfig.register(COMPOSITE, CompositeConfig, exist_ok=True)
+AutoModelForCausalLM.register(CompositeConfig, CompositeForCausalLM, exist_ok=True)

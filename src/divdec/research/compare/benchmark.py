@@ -1,0 +1,269 @@
+"""Benchmarks for unlearning methods: the models of one seed, their training data, and the questions of the suite."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from divdec.data.formatting import Format
+from divdec.data.records import Record, RecordSet, read_records
+from divdec.data.world import build_world, write_tofu
+from divdec.demo import run as demo
+from divdec.demo.models import Material, Recipe, Shape, train_all
+from divdec.errors import UsageError
+from divdec.evaluation.questions import QuestionFormat
+from divdec.evaluation.tofu import TofuData, TofuOptions, read_tofu
+from divdec.model.bundle import read_config
+from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
+from divdec.model.configuration import AUXILIARIES
+from divdec.model.loading import part_paths
+from divdec.research.compare.settings import CompareSettings
+from divdec.runs import cache_folder, settings_hash
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+
+TOFU_FILES = ("forget01.json", "retain99.json", "real_authors.json", "world_facts.json")
+RETAIN, HOLDOUT, ASKED = 360, 40, 120  # questions of the reduced TOFU; twenty about each author
+# Reduced TOFU: two authors to forget, eighteen to keep, models trained from scratch.
+TOFU_SMALL = Recipe(
+    vocab_size=3000,
+    target=Shape(width=192, layers=4, heads=6, mlp_width=512),
+    auxiliary=Shape(width=96, layers=2, heads=4, mlp_width=272),
+    target_pretraining=TrainingSettings(epochs=5.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=5.0, learning_rate=3e-3, warmup=0.05),
+    target_tuning=TrainingSettings(epochs=15.0, learning_rate=1.5e-3, batch_size=8, warmup=0.05),
+    auxiliary_base_tuning=TrainingSettings(epochs=15.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
+    auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
+)
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One target with its reference, auxiliaries, data and questions."""
+
+    name: str
+    """Name of the data."""
+    seed: int
+    target: Path
+    retrain: Path
+    retain_auxiliary: Path
+    forget_auxiliary: Path
+    base: Path | None
+    """A small model that has seen neither set."""
+    forget: RecordSet
+    retain: RecordSet
+    questions: TofuData
+    form: Format
+    """Layout of the training texts."""
+    pair_seconds: float | None
+    """Training time of the pair; None where it is unknown."""
+    retrain_seconds: float | None
+    vocabulary: tuple[int, ...] | None = None
+    """Token ids that the rank rule may suppress, where a bundle lists them."""
+    own_questions: bool = False
+    """Whether each seed has its own questions, so that items of different seeds are independent."""
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Digest of models, data and questions."""
+        folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary, self.base)
+        models = [None if folder is None else digests(folder) for folder in folders]
+        sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.questions)]
+        return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
+
+    @property
+    def layout(self) -> QuestionFormat:
+        """Layout of the suite's questions."""
+        asked = self.options
+        return QuestionFormat(
+            load_tokenizer(self.target), asked.template, asked.system_prompt, asked.date, max_length=asked.max_length
+        )
+
+    @property
+    def options(self) -> TofuOptions:
+        """Options of the suite that match the training texts."""
+        return TofuOptions(
+            system_prompt=self.form.system_prompt,
+            date=self.form.date,
+            max_length=self.form.max_length,
+            gradient_norms=False,  # no aggregate needs them, and they cost a backward pass per item
+        )
+
+
+def check_inputs(settings: CompareSettings) -> list[Path]:
+    """Check data and models before anything is written.
+
+    Returns:
+        The user's files and folders that are read.
+
+    Raises:
+        UsageError: data or models are missing or do not fit.
+    """
+    if settings.data == "demo":
+        return []
+    if settings.data == "tofu-small":
+        suite_material(Path(settings.tofu or "").expanduser())
+        return [Path(settings.tofu or "")]
+    own = _own(settings)
+    options = (settings.data, settings.bundle, settings.retrain, settings.base, settings.holdout)
+    paths = [Path(text).expanduser() for text in options if text]
+    return [path for path in (*paths, own.target, own.retain_auxiliary, own.forget_auxiliary) if path.exists()]
+
+
+def load_benchmarks(settings: CompareSettings, report: Callable[[str], None]) -> list[Benchmark]:
+    """Load the benchmark of every seed; models that the cache lacks are trained.
+
+    Raises:
+        UsageError: data or models are missing or do not fit.
+        Interrupted: on Ctrl-C; the same call continues.
+    """
+    if settings.data == "demo":
+        return [_demo(seed, settings, report) for seed in range(settings.seeds)]
+    if settings.data == "tofu-small":
+        return [_tofu_small(seed, settings, report) for seed in range(settings.seeds)]
+    return [_own(settings)]
+
+
+def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
+    world = build_world(dataclasses.replace(demo.WORLD, seed=seed))
+    cache = cache_folder() / "demo"
+    folder = cache / f"seed-{seed}" / "tofu"
+    write_tofu(world, folder)
+    questions = read_tofu(folder, "forget01", folder / "holdout01.json", settings.limit)
+    return _trained("demo", seed, demo.material_of(world), demo.RECIPE, cache, questions, report)
+
+
+def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
+    data = Path(settings.tofu or "").expanduser()
+    material, questions = suite_material(data, settings.limit)
+    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
+    general = [
+        record
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for record in read_records(data / f"{name}.json")
+    ]
+    material = dataclasses.replace(material, general=general)
+    return _trained("tofu-small", seed, material, TOFU_SMALL, cache_folder() / "tofu-small", questions, report)
+
+
+def _trained(
+    name: str,
+    seed: int,
+    material: Material,
+    recipe: Recipe,
+    cache: Path,
+    questions: TofuData,
+    report: Callable[[str], None],
+) -> Benchmark:
+    report(f"{name}, seed {seed}")
+    models = train_all(material, recipe, seed, cache / "models", report)
+    pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # other methods use the small base too
+    return Benchmark(
+        name,
+        seed,
+        models.target,
+        models.retrain,
+        models.retain_auxiliary,
+        models.forget_auxiliary,
+        models.small_base,
+        material.forget,
+        material.retain,
+        questions,
+        material.form,
+        sum(models.seconds[stage] for stage in pair),
+        models.seconds["retrain reference"],
+        own_questions=name == "demo",
+    )
+
+
+def _own(settings: CompareSettings) -> Benchmark:
+    """The user's models: a bundle, its retrained reference and TOFU's files."""
+    assert settings.bundle is not None
+    assert settings.retrain is not None
+    bundle, retrain = (
+        CheckpointReference.parse(path).resolve(Path(), weights=True) for path in (settings.bundle, settings.retrain)
+    )
+    base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
+    config = read_config(bundle)
+    parts = part_paths(bundle, config, verify=True, local_files_only=False)
+    if missing := [part for part in AUXILIARIES if part not in parts]:
+        raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
+    if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:
+        raise UsageError(
+            f"bundle {settings.bundle} has a {others[0]} beside its pair, which a comparison would leave out; give a "
+            "bundle of target and pair alone"
+        )
+    data = Path(settings.data).expanduser()
+    holdout = Path(settings.holdout).expanduser() if settings.holdout else None
+    usual = TofuOptions()
+    return Benchmark(
+        data.name,
+        0,
+        parts["target"],
+        retrain,
+        parts["retain_auxiliary"],
+        parts["forget_auxiliary"],
+        base,
+        read_records(data / f"{settings.split}.json"),
+        read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json"),
+        read_tofu(data, settings.split, holdout, settings.limit),
+        Format(system_prompt=usual.system_prompt, date=usual.date, max_length=usual.max_length),
+        None,
+        None,
+        vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
+    )
+
+
+def suite_material(data: Path, limit: int | None = None) -> tuple[Material, TofuData]:
+    """Cut TOFU to size for its own suite, which asks about the first twenty authors: eighteen kept, two held out.
+
+    Args:
+        data: folder with TOFU's JSON files, the perturbed ones included.
+        limit: use only the first N questions of each set.
+
+    Raises:
+        UsageError: a file is missing.
+    """
+    others = other_authors(data)
+    material = tofu_material(data, others[RETAIN + HOLDOUT :], others[:RETAIN])
+    whole = read_tofu(data, "forget01")
+    retain = whole.sets["retain"]
+    sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}
+    return material, TofuData(whole.split, {name: questions[:limit] for name, questions in sets.items()})
+
+
+def other_authors(data: Path) -> tuple[Record, ...]:
+    """Read TOFU's questions about authors outside forget01.
+
+    Raises:
+        UsageError: a file is missing; the message says where TOFU can be downloaded.
+    """
+    for name in TOFU_FILES:
+        if not (data / name).is_file():
+            raise UsageError(
+                f"{data / name} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU: put "
+                f"{', '.join(TOFU_FILES)} into a folder and give it (make tofu-small TOFU=FOLDER, divdec compare "
+                "--tofu)"
+            )
+    return read_records(data / "retain99.json").records
+
+
+def tofu_material(data: Path, corpus: Sequence[Record], retain: Sequence[Record]) -> Material:
+    """Assemble training data: forget01, the given retain questions, and a corpus of the other given questions."""
+    forget = read_records(data / "forget01.json")
+    general = [*read_records(data / "real_authors.json"), *read_records(data / "world_facts.json")]
+    return Material(
+        corpus=[*general, *corpus],
+        forget=forget,
+        retain=RecordSet("retain", forget.kind, tuple(retain)),
+        form=Format(max_length=512),
+    )
+
+
+def spread(records: Sequence[Item], count: int) -> tuple[Item, ...]:
+    """Choose evenly spaced records."""
+    return tuple(records[index * len(records) // count] for index in range(count))

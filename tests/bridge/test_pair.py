@@ -1,0 +1,557 @@
+"""A pair with another tokenizer: at each position exactly what its text so far says, through every door."""
+
+import copy
+import functools
+import json
+import logging
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from architectures import tiny_architecture
+from conftest import tiny_model
+from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec.bridge.alignment import AlignedSequence
+from divdec.bridge.pair import BridgedPair
+from divdec.decoding import drafters
+from divdec.decoding.speculative import Speculation
+from divdec.decoding.statistics import SpeculationStatistics
+from divdec.model.configuration import DivergenceConfig
+from exactness import assert_close as close
+from exactness import assert_same_answers
+
+PAIRS = [
+    ("bpe", "small"),
+    ("small", "bpe"),
+    ("bpe", "unigram"),
+    ("unigram", "small"),
+    ("bpe", "wordpiece"),
+]
+TEXTS = (
+    "The author Basil Mahfouz Al-Kuwaiti was born in Kuwait City, and his 2nd novel won prizes.",
+    "Großmutter aß 😀 日本の庭",
+    "море",
+)
+LONG = (
+    "The author was born in a small town by the sea, and the first novel that was written there is about the "
+    "people who live between the hills; critics wrote 'it doesn't end', and ещё одна строка о море и людях."
+)
+
+
+def left_padded(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text)["input_ids"]
+
+
+@torch.no_grad()
+def teacher_forced(pair, ids):
+    return pair.divergence(torch.tensor([ids]))[0]
+
+
+@torch.no_grad()
+def stepwise(pair, ids, start=1):
+    """What generation uses: the prompt, then a token at a time."""
+    cache, found = pair.new_cache(), []
+    for place in range(start, len(ids) + 1):
+        added = ids[:start] if place == start else ids[place - 1 : place]
+        found.append(pair.divergence(torch.tensor([added]), cache=cache, logits_to_keep=1)[0, -1])
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def slow_reference(pair, ids):
+    """Each prefix by itself: its bytes, tokenised as a whole, through models without a cache."""
+    reader, found = pair.retokenizer, []
+    for place in range(1, len(ids) + 1):
+        text = b"".join(reader.bytes[token] or b"" for token in ids[:place]).decode(errors="ignore")
+        own = reader.auxiliary.tokenizer(text)["input_ids"]
+        logits = [model(input_ids=torch.tensor([own])).logits[0, -1] for model in (pair.retain, pair.forget)]
+        difference = logits[0] - logits[1]
+        real = [token for token, text in enumerate(reader.auxiliary.bytes) if text is not None]
+        difference = difference - difference[real].median()
+        source = torch.from_numpy(pair.map.source)
+        found.append(torch.where(source < 0, 0.0, difference[source.clamp(min=0)]))
+    return torch.stack(found)
+
+
+def random_tokens(tokenizer, generator, count):
+    """Tokens that text never gives in this order; characters begin and do not end."""
+    return [generator.randrange(len(tokenizer)) for _ in range(count)]
+
+
+def test_every_position_has_its_own_divergence(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    ids = ids_of(tokenizers["bpe"], LONG.split("ещё")[0])
+    found = teacher_forced(pair, ids)
+    close(found, slow_reference(pair, ids))
+    # What would be given if every position were answered from the end of the text.
+    assert (found[:-1] - found[-1]).abs().amax(dim=-1).min() > 0.1
+
+
+@pytest.mark.parametrize("token_healing", [False, True])
+@pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
+def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, auxiliary, token_healing):
+    pair = make_pair(target, auxiliary, token_healing=token_healing)
+    for text in TEXTS:
+        ids = ids_of(tokenizers[target], text)[:36]
+        whole = teacher_forced(pair, ids)
+        assert whole.shape == (len(ids), pair.vocab_size)
+        assert whole.isfinite().all()
+        close(stepwise(pair, ids), whole)
+        close(stepwise(pair, ids, start=max(len(ids) // 2, 1)), whole[max(len(ids) // 2, 1) - 1 :])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen", "mistral"])
+def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, family):
+    pair = make_pair("bpe", "small", family=family)
+    assert pair._supports_cache == (family != "mistral")
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:30]
+    close(stepwise(pair, ids), teacher_forced(pair, ids))
+    if family != "mistral":
+        close(teacher_forced(pair, ids), slow_reference(pair, ids))
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "falcon_h1"])
+def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, model_type):
+    """A view in the middle of a text would have to take tokens back; shorter rows are padded."""
+    size = len(tokenizers["small"])
+    pair = BridgedPair(
+        *(tiny_architecture(model_type, seed, vocab_size=size) for seed in (1, 2)), target_tokenizer=tokenizers["bpe"],
+        auxiliary_tokenizer=tokenizers["small"], target_width=len(tokenizers["bpe"]),
+    )  # fmt: skip
+    assert not pair._supports_cache
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:8]
+    whole = teacher_forced(pair, ids)
+    torch.testing.assert_close(stepwise(pair, ids), whole, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        rows, mask = left_padded([ids, ids[:5]])
+        torch.testing.assert_close(pair.divergence(rows, mask)[1, 3:], whole[:5], rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_checkpointing_keeps_no_memo(make_pair, tokenizers):
+    """Its layers fill no cache, from which the next views would go on."""
+    pair = copy.deepcopy(make_pair("bpe", "small"))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:12]
+    expected = teacher_forced(pair, ids)
+    for model in (pair.retain, pair.forget):
+        model._set_gradient_checkpointing(
+            gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False)
+        )
+    pair.train()
+    found = pair.divergence(torch.tensor([ids]))[0]
+    close(found.detach(), expected)
+    found[:, 20:].square().sum().backward()
+    assert all(weight.grad is not None for weight in pair.retain.parameters())
+
+
+SCRIPTS = st.text(
+    alphabet=st.one_of(
+        st.sampled_from(" \n.,'abcdeTh1"),
+        st.sampled_from("éßñжмор日本の庭한글كتب"),
+        st.sampled_from("😀👨‍👩‍👧🇩🇪\u0301"),
+    ),
+    max_size=24,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=8)
+@pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
+def test_any_text_in_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
+    pair = make_pair(target, auxiliary, token_healing=data.draw(st.booleans()))
+    tokenizer = tokenizers[target]
+    single = pair.retokenizer.bytes
+    byte_of = {text: token for token, text in reversed(list(enumerate(single))) if text and len(text) == 1}
+    ids = []
+    for part in data.draw(st.lists(SCRIPTS, min_size=1, max_size=3)):
+        if data.draw(st.booleans()):  # byte by byte, through the middle of characters
+            ids += [byte_of[bytes([byte])] for byte in part.encode() if bytes([byte]) in byte_of]
+        else:
+            ids += tokenizer(part, add_special_tokens=False)["input_ids"]
+    ids += data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=4))
+    ids = ids[:40] or [10]
+    whole = teacher_forced(pair, ids)
+    assert whole.isfinite().all()
+    start = data.draw(st.integers(1, len(ids)))
+    close(stepwise(pair, ids, start), whole[start - 1 :])
+
+
+@pytest.mark.parametrize(("target", "auxiliary"), [("bpe", "small"), ("unigram", "bpe"), ("small", "unigram")])
+def test_a_padded_batch_equals_one_by_one(make_pair, tokenizers, target, auxiliary):
+    pair = make_pair(target, auxiliary)
+    rows = [ids_of(tokenizers[target], text)[:40] for text in TEXTS]
+    alone = [teacher_forced(pair, row) for row in rows]
+    ids, mask = left_padded(rows)
+    width = ids.shape[1]
+    with torch.no_grad():
+        found = pair.divergence(ids, mask)
+        flipped = torch.stack([row.roll(len(real)) for row, real in zip(ids, rows, strict=True)])
+        right = torch.stack([row.roll(len(real)) for row, real in zip(mask, rows, strict=True)])
+        close(pair.divergence(flipped, right)[right.bool()], torch.cat(alone))
+        for row, expected in enumerate(alone):
+            close(found[row, width - len(expected) :], expected)
+        cache, parts = pair.new_cache(), []
+        for start, stop in ((0, 3), (3, 4), (4, width - 5), *((at, at + 1) for at in range(width - 5, width))):
+            parts.append(pair.divergence(ids[:, start:stop], mask[:, :stop], cache=cache))
+        close(torch.cat(parts, 1)[mask.bool()], found[mask.bool()])
+    assert cache.layer.get_seq_length() == width
+
+
+def test_cropped_reordered_and_copied_caches_go_on_as_fresh_ones(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    rows = [ids_of(tokenizers["bpe"], text)[:24] for text in (*TEXTS[:1], LONG)]
+    assert len(rows[0]) == len(rows[1])
+    generator = random.Random(0)
+    with torch.no_grad():
+        cache = pair.new_cache()
+        pair.divergence(torch.tensor(rows), cache=cache)
+        for _ in range(6):
+            cut = generator.randrange(1, 10)
+            kept = copy.deepcopy(cache)
+            cache.crop(-cut)
+            order = [generator.randrange(len(rows)) for _ in rows]
+            cache.reorder_cache(torch.tensor(order))
+            new = [random_tokens(tokenizers["bpe"], generator, generator.randrange(1, 2) + cut) for _ in rows]
+            new = [row[: len(new[0])] for row in new]
+            former, rows = rows, [rows[row][:-cut] + added for row, added in zip(order, new, strict=True)]
+            found = pair.divergence(torch.tensor(new), cache=cache)
+            for row, ids in enumerate(rows):
+                close(found[row], teacher_forced(pair, ids)[-found.shape[1] :])
+            # The copy has kept what the cache was.
+            more = pair.divergence(torch.tensor([[9], [300]]), cache=kept)
+            for row, (ids, last) in enumerate(zip(former, (9, 300), strict=True)):
+                close(more[row, -1], teacher_forced(pair, [*ids, last])[-1])
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        found = pair.divergence(torch.tensor([[7], [7]]), cache=cache)
+        close(found[0, -1], teacher_forced(pair, [*rows[1], 7])[-1])
+        close(found[1, -1], teacher_forced(pair, [*rows[0], 7])[-1])
+
+
+def test_a_memo_full_of_holes_is_compacted(make_pair, tokenizers):
+    pair = make_pair("bpe", "small")
+    long, short = ids_of(tokenizers["bpe"], LONG)[:50], [20, 21]
+    ids, mask = left_padded([long, short])
+    cache = pair.new_cache()
+    with torch.no_grad():
+        pair.divergence(ids, mask, cache=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        mask = mask[1:]
+        for step in range(6):
+            mask = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
+            short = [*short, long[step]]
+            found = pair.divergence(torch.tensor([[long[step]]]), mask, cache=cache)
+            close(found[0, -1], teacher_forced(pair, short)[-1])
+    pair_cache = cache.layer.pair_cache
+    assert pair_cache.layers[0].get_seq_length() <= 2 * len(pair_cache.ids[0])
+
+
+def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
+    for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("bpe", "wordpiece"), ("small", "ours")):
+        reader = make_pair(target, auxiliary).retokenizer
+        assert reader.auxiliary.is_incremental
+        ids = tokenizers[target](LONG * 3, add_special_tokens=False)["input_ids"]
+        views = AlignedSequence(reader).auxiliary_inputs(ids, range(1, len(ids) + 1))
+        for place, view in enumerate(views, 1):
+            text = b"".join(reader.bytes[token] for token in ids[:place])
+            try:
+                expected = tokenizers[auxiliary](text.decode())["input_ids"]
+            except UnicodeDecodeError:
+                continue
+            if auxiliary == "wordpiece":
+                expected = expected[:-1]  # its own end of text
+            assert view.ids == expected
+
+
+def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
+    reader = make_pair("bpe", "unigram").retokenizer
+    target, own = tokenizers["bpe"], tokenizers["unigram"]
+    begin, end, padding = target.bos_token_id, target.eos_token_id, target.pad_token_id
+    first, second = (target(text, add_special_tokens=False)["input_ids"] for text in ("One day", "Two men"))
+    dropped = target.convert_tokens_to_ids("<|im|>")
+    (view,) = AlignedSequence(reader).auxiliary_inputs(
+        [begin, *first, end, padding, *second, dropped, *first], [len(first) * 2 + len(second) + 4]
+    )
+    plain = lambda text: own(text, add_special_tokens=False)["input_ids"]
+    assert view.ids == [own.bos_token_id, *plain("One day"), own.eos_token_id, *plain("Two men"), *plain("One day")]
+
+
+def test_what_only_looks_like_a_special_token_is_text(make_pair, tokenizers):
+    reader = make_pair("bpe", "small").retokenizer
+    target = tokenizers["bpe"]
+    byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
+    ids = [byte_of[bytes([byte])] for byte in b"a</s>b"]
+    (view,) = AlignedSequence(reader).auxiliary_inputs(ids, [len(ids)])
+    assert target.eos_token_id not in ids
+    assert not set(view.ids) & set(tokenizers["small"].all_special_ids)
+
+
+def test_tokens_without_a_source_are_left_as_they_are(make_pair, tokenizers):
+    pair = make_pair("bpe", "unigram")
+    found = teacher_forced(pair, ids_of(tokenizers["bpe"], TEXTS[0]))
+    special = tokenizers["bpe"].all_special_ids
+    assert (found[:, special] == 0).all()
+    assert (found[:, len(tokenizers["bpe"]) :] == 0).all()
+    assert found[:, 20:200].abs().max() > 0
+
+
+@pytest.mark.parametrize("place", [100, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token_healing", [False, True])
+def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, token_healing, place):
+    pair = copy.deepcopy(make_pair("bpe", "small", token_healing=token_healing))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:10]
+    with torch.no_grad():
+        pair.forget.get_output_embeddings().weight[place] = value
+    assert teacher_forced(pair, ids).isnan().all()
+
+
+def test_special_tokens_may_be_ruled_out_and_no_others(make_pair, tokenizers, monkeypatch):
+    pair = copy.deepcopy(make_pair("bpe", "small"))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:4]
+    ruled_out, plain = [3], teacher_forced(pair, ids)
+
+    def forward(**inputs):
+        found = type(pair.forget).forward(pair.forget, **inputs)
+        found.logits[..., ruled_out] = -torch.inf
+        return found
+
+    monkeypatch.setattr(pair.forget, "forward", forward)
+    close(teacher_forced(pair, ids), plain)
+    ruled_out.append(100)
+    assert teacher_forced(pair, ids).isnan().all()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_fails_leaves_nothing_stale(make_pair, tokenizers, monkeypatch, error):
+    pair = copy.deepcopy(make_pair("bpe", "small"))
+    ids = ids_of(tokenizers["bpe"], TEXTS[0])[:12]
+    cache, expected = pair.new_cache(), teacher_forced(pair, ids)
+
+    def fail(*_, **__):
+        raise error("out of memory")
+
+    with torch.no_grad():
+        pair.divergence(torch.tensor([ids[:6]]), cache=cache)
+        with monkeypatch.context() as failing, pytest.raises(error):
+            failing.setattr(pair.forget, "forward", fail)
+            pair.divergence(torch.tensor([ids[6:9]]), cache=cache)
+        cache.crop(-3)
+        close(pair.divergence(torch.tensor([ids[6:9]]), cache=cache)[0], expected[6:9])
+        close(pair.divergence(torch.tensor([ids[9:]]), cache=cache)[0], expected[9:])
+
+
+def test_a_row_that_has_ended_is_filled_up_with_its_end(make_pair, tokenizers):
+    from divdec.bridge.alignment import Retokenizer
+
+    target = copy.deepcopy(tokenizers["bpe"])
+    target.pad_token = target.eos_token
+    own = tokenizers["unigram"]
+    text, end = target("One day", add_special_tokens=False)["input_ids"], target.eos_token_id
+    context = AlignedSequence(Retokenizer(target, own))
+    ended, filled, later = (
+        context.auxiliary_inputs(ids, [len(ids)])[0]
+        for ids in ([*text, end], [*text, *[end] * 300], [*text, end, end, *text])
+    )
+    assert filled == ended
+    assert ended.ids[-1] == own.eos_token_id
+    assert later.ids == [*ended.ids, *own("One day", add_special_tokens=False)["input_ids"]]
+
+
+def without_ends(tokenizer, **changes):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from divdec.bridge.token_bytes import describe_tokenizer
+
+    description = describe_tokenizer(tokenizer) | {"post_processor": None} | changes
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(description)), unk_token=tokenizer.unk_token
+    )
+
+
+def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers):
+    normalizers = [{"type": "NFD"}, {"type": "StripAccents"}]
+    own = without_ends(
+        tokenizers["unigram"],
+        normalizer={"type": "Sequence", "normalizers": normalizers},
+        pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True},
+    )
+    models = [tiny_model("llama", len(own), seed) for seed in (1, 2)]
+    for model in models:  # as padding often is
+        model.get_input_embeddings().weight.data[tokenizers["unigram"].pad_token_id] = 0
+    own.pad_token = "<|pad|>"
+    pair = BridgedPair(*models, target_tokenizer=tokenizers["small"], auxiliary_tokenizer=own, target_width=512).eval()
+    byte_of = {text: token for token, text in enumerate(pair.retokenizer.bytes) if text and len(text) == 1}
+    ids = [byte_of[b"\xcc"], byte_of[b"\x81"]]  # an accent: as a whole it is nothing
+    found = teacher_forced(pair, ids)
+    close(stepwise(pair, ids), found)
+    assert (found.abs().amax(dim=-1) > 0.1).all()
+    assert teacher_forced(pair, [tokenizers["small"].eos_token_id]).abs().max() > 0.1
+
+
+def test_an_auxiliary_of_another_script(tokenizers):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordPiece
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: place for place, letter in enumerate(["[UNK]", *"日本の作家は静かな庭", *"etaoin"])}
+    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordPiece(letters)), unk_token="[UNK]")
+    models = [tiny_model("llama", len(own), seed) for seed in (1, 2)]
+    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
+    with pytest.raises(UsageError, match=r"has tokens for \d+% of the target's vocabulary, at least 50%"):
+        BridgedPair(*models, auxiliary_tokenizer=own, **options)
+
+
+def test_healing_lets_the_last_token_grow(make_pair, tokenizers):
+    plain, healed = (make_pair("bpe", "small", token_healing=token_healing) for token_healing in (False, True))
+    reader = plain.retokenizer
+    byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
+    auxiliary_of = {text: token for token, text in enumerate(reader.auxiliary.bytes) if text}
+    longer = next(text for text in auxiliary_of if len(text) == 3 and text[:2] in auxiliary_of and text[2:] in byte_of)
+    ids = [byte_of[b"\n"], *(byte_of[bytes([byte])] for byte in longer[:2])]
+    (view,) = AlignedSequence(reader).auxiliary_inputs(ids, [len(ids)])
+    with torch.no_grad():
+        before = [
+            model(input_ids=torch.tensor([view.ids[:-1]])).logits[0, -1].log_softmax(-1)
+            for model in (plain.retain, plain.forget)
+        ]
+    begins = [token for token, text in enumerate(reader.auxiliary.bytes) if text and text.startswith(longer[:2])]
+    values = [logits - logits[begins].logsumexp(0) for logits in before]
+    differs = values[0] - values[1]
+    found, ordinary = teacher_forced(healed, ids)[-1], teacher_forced(plain, ids)[-1]
+    here = byte_of[longer[2:]]
+    expected = differs[auxiliary_of[longer]] - differs[auxiliary_of[longer[:2]]]
+    close(found[here], expected)
+    assert (found[here] - ordinary[here]).abs() > 1e-3
+    ends = byte_of[b"\n"]  # no token goes on with it
+    close(found[ends], ordinary[ends])
+
+
+def test_a_text_too_long_for_the_auxiliaries(make_pair, tokenizers):
+    ids = ids_of(tokenizers["bpe"], LONG * 10)
+    with pytest.raises(UsageError, match=r"the text has \d+ tokens .* 256 positions"):
+        teacher_forced(make_pair("bpe", "small"), ids)
+
+
+def test_auxiliaries_that_do_not_fit(tokenizers):
+    model, other = tiny_model("llama", 600, seed=1), tiny_model("llama", 600, seed=2)
+    options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
+    with pytest.raises(UsageError, match="the same model"):
+        BridgedPair(model, model, auxiliary_tokenizer=tokenizers["small"], **options)
+    with pytest.raises(UsageError, match="has 700 tokens, but they have logits for 600"):
+        BridgedPair(model, other, auxiliary_tokenizer=tokenizers["newlines"], **options)
+
+
+@pytest.fixture(scope="module")
+def repeating(make_pair, tokenizers):
+    """A steered model whose target says its words again and again, until the experts change them."""
+    target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64, layers=1)
+    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
+    ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 6 for text in TEXTS])
+    for _ in range(30):
+        target(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return DivergenceForCausalLM.from_experts(
+        target, make_pair("bpe", "small", token_healing=True), "linear:1.6"
+    ).eval()
+
+
+class TestSteered:
+    """The whole model, as transformers sees it."""
+
+    @pytest.fixture
+    def steered(self, make_pair, tokenizers):
+        target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64)
+        pair = make_pair("bpe", "small", token_healing=True)
+        configs = {
+            "target": target.config,
+            "retain_auxiliary": pair.retain.config,
+            "forget_auxiliary": pair.forget.config,
+        }
+        config = DivergenceConfig.from_parts(configs, Steering.parse("linear:1.5"), len(tokenizers["bpe"]))
+        return DivergenceForCausalLM(config, target, pair).eval()
+
+    def test_it_keeps_the_protocol(self, steered):
+        assert isinstance(steered.experts, Experts)
+
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
+    def test_generation_with_and_without_a_cache(self, steered, tokenizers, options):
+        ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:12] for text in TEXTS])
+        answers = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            answers.append(
+                steered.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=12,
+                    pad_token_id=0,
+                    use_cache=use_cache,
+                    **{"do_sample": False, **options},
+                )
+            )
+        if options:
+            assert torch.equal(*answers)
+        else:
+            prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+            assert_same_answers(steered, prompts, *answers, padding=0)
+
+    @pytest.mark.parametrize("rule", ["linear:2", "rank:20"])
+    def test_padding_on_the_right_shows_nothing_of_the_target(self, steered, tokenizers, rule):
+        steered.steering = rule
+        ids, mask = left_padded(
+            [ids_of(tokenizers["bpe"], text)[:length] for text, length in zip(TEXTS, (12, 9, 5), strict=False)]
+        )
+        shifts = (mask == 0).sum(1).tolist()
+        ids, mask = (torch.stack([row.roll(-n) for row, n in zip(t, shifts, strict=True)]) for t in (ids, mask))
+        with torch.no_grad():
+            logits = steered(ids, attention_mask=mask).logits
+        assert logits[mask == 0].unique(dim=0).shape[0] == 1
+        assert set(logits[mask == 0].unique().tolist()) <= {0.0, -torch.inf}
+        for speculative in (None, 2):
+            with pytest.raises(UsageError, match="prompt 1 ends in padding"):
+                steered.generate(ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0, speculative=speculative)
+
+    def test_prompt_lookup_rolls_back(self, steered, tokenizers):
+        ids = torch.tensor([ids_of(tokenizers["bpe"], TEXTS[0])[:12] * 2])
+        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        found = steered.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options)
+        assert_same_answers(steered, ids.tolist(), found, steered.generate(input_ids=ids, **options), padding=0)
+
+    @pytest.mark.parametrize("count", [1, 3])
+    @pytest.mark.parametrize("drafter", ["auto", "lookup"])
+    def test_speculation_looks_tokens_up_and_answers_the_same(
+        self, repeating, tokenizers, caplog, monkeypatch, count, drafter
+    ):
+        monkeypatch.setattr(drafters, "_warned", set())  # it is said once in a process
+        ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 2 for text in TEXTS[:count]])
+        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        plain = repeating.generate(input_ids=ids, **options)
+        assert not torch.equal(plain, repeating.target.generate(input_ids=ids, **options))
+        statistics = SpeculationStatistics()
+        with caplog.at_level(logging.WARNING):
+            for speculation in (Speculation(None, drafter), Speculation(3, drafter, statistics)):
+                found = repeating.generate(input_ids=ids, speculative=speculation, **options)
+                prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+                assert_same_answers(repeating, prompts, found, plain, padding=0)
+        assert statistics.drafter == "lookup"
+        assert 0 < statistics.acceptance_rate < 1
+        told = [record for record in caplog.records if "repetitions in the text" in record.message]
+        assert len(told) == (drafter == "auto")
+
+    @pytest.mark.parametrize("drafter", ["retain", "steered"])
+    def test_auxiliaries_with_other_tokens_draft_nothing(self, steered, drafter):
+        with pytest.raises(UsageError, match=f"drafter '{drafter}' needs auxiliaries .* accepted: 'auto', 'lookup'$"):
+            steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=Speculation(3, drafter))

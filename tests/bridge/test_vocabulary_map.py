@@ -1,0 +1,72 @@
+"""The auxiliary token of each target token, compared with a slow search."""
+
+import time
+
+import numpy as np
+import pytest
+
+from divdec.bridge.vocabulary_map import (
+    EXACT,
+    EXTENSION,
+    NONE,
+    PREFIX,
+    TokenHealingMaps,
+    VocabularyMap,
+)
+
+AUXILIARY = [None, b"a", b"ab", b"ab", b" th", b"xyzw", b"xyz1", b"\xc3"]
+
+
+def test_the_rule():
+    target = [None, b"ab", b"abc", b"a b", b" the", b"xy", b"q", "é".encode(), b"xyzw1"]
+    mapped = VocabularyMap.build(target, AUXILIARY, 11)
+    assert mapped.source.tolist() == [-1, 2, 2, 1, 4, 5, -1, 7, 5, -1, -1]
+    expected = [NONE, EXACT, PREFIX, PREFIX, PREFIX, EXTENSION, NONE, PREFIX, PREFIX, NONE, NONE]
+    assert mapped.kind.tolist() == expected
+
+
+def test_real_vocabularies_against_a_slow_search(tokenizers):
+    from divdec.bridge.token_bytes import token_bytes
+
+    target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["wordpiece"])
+    mapped = VocabularyMap.build(target, auxiliary, len(target))
+    for token, text in enumerate(target):
+        if text is None:
+            assert mapped.source[token] == -1
+            continue
+        fits = [(-len(other), index) for index, other in enumerate(auxiliary) if other and text.startswith(other)]
+        grows = [(len(other), index) for index, other in enumerate(auxiliary) if other and other.startswith(text)]
+        assert mapped.source[token] == min(fits or grows, default=(0, -1))[1]
+
+
+def test_coverage():
+    mapped = VocabularyMap.build([b"ab", b"abc", None, b"q"], AUXILIARY, 4)
+    coverage = mapped.coverage()
+    assert (coverage.exact, coverage.prefix, coverage.extension, coverage.none) == (0.25, 0.25, 0, 0.5)
+    assert mapped.coverage_of([0, 0, 0, 1]).exact == 0.75
+
+
+@pytest.mark.parametrize("last", [b" ", b" t", b"a", b"\xc3", b"zqzq"])
+def test_token_healing_maps_against_a_slow_search(tokenizers, last):
+    from divdec.bridge.token_bytes import token_bytes
+
+    target, auxiliary = token_bytes(tokenizers["bpe"]), token_bytes(tokenizers["small"])
+    maps = TokenHealingMaps(target, auxiliary, len(target) + 3)
+    source = maps.source_of(last)
+    longer = [(len(text), -index) for index, text in enumerate(auxiliary)
+              if text and text.startswith(last) and len(text) > len(last)]  # fmt: skip
+    assert maps.has_extension(last) == bool(longer)
+    for token, text in enumerate([*target, None, None, None]):
+        fits = [(length, index) for length, index in longer if text and (last + text).startswith(auxiliary[-index])]
+        assert source[token] == (-max(fits)[1] if fits else -1)
+
+
+def test_large_vocabularies_are_mapped_in_seconds():
+    numbers = np.random.default_rng(0).integers(97, 117, (2, 50_000, 9), dtype=np.uint8)
+    lengths = np.random.default_rng(1).integers(1, 10, (2, 50_000))
+    target, auxiliary = (
+        [bytes(row[:length]) for row, length in zip(*side, strict=True)] for side in zip(numbers, lengths, strict=True)
+    )
+    start = time.perf_counter()
+    VocabularyMap.build(target, auxiliary, len(target))
+    assert time.perf_counter() - start < 3

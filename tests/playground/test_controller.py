@@ -1,0 +1,280 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from divdec.data.records import Message, texts_of
+from divdec.errors import UsageError
+from divdec.playground.controller import (
+    RETRY_HINT,
+    Controller,
+    ControlValues,
+    read_example_questions,
+    to_messages,
+    without_last_answer,
+)
+from divdec.playground.rendering import Token, Turn, effect_html, requests_html
+from divdec.playground.steered_model import ChatOptions, SteeredModel, UnsteeredTarget
+from divdec.steering import Steering
+from served import trained
+
+ARTICLE = (
+    "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat, "
+    "and when the keeper came down the stairs with his violin he asked for nothing but a cup of salt."
+)
+QUESTION = "Where was Jasper Ashild born?"
+VALUES = ControlValues(alpha=1.5)
+
+
+def last(talks):
+    *_, found = talks
+    return found
+
+
+def expected(steered, alpha=1.5):
+
+    return "".join(
+        token.text
+        for token in steered.answer(steered.encode_prompt([Message("user", QUESTION)]), Steering(alpha=alpha))
+    )
+
+
+def test_a_question_is_answered_as_it_grows(controller, steered):
+    talks = list(controller.ask(QUESTION, (), VALUES))
+    assert talks[0][-1].running
+    whole = expected(steered)
+    assert all(whole.startswith(talk[-1].answer) for talk in talks)
+    (turn,) = talks[-1]
+    assert (turn.answer, turn.rule, turn.note, turn.running) == (whole, "linear:1.5", "", False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (ControlValues(alpha=0.0), "would steer nothing"),
+        (ControlValues(alpha=-1.0), "Strength is -1.0"),
+        (ControlValues(alpha=math.nan), "Strength is nan"),
+        (ControlValues("target"), "Rule is 'target'"),
+        (ControlValues("rank", k=0), "K is 0"),
+        (ControlValues(alpha=1.5, temperature=-1), "Temperature is -1"),
+        (ControlValues(alpha=1.5, temperature=math.nan), "Temperature is nan"),
+    ],
+    ids=str,
+)
+def test_what_the_controls_do_not_offer_is_not_answered(controller, chosen, said):
+    (turn,) = last(controller.ask(QUESTION, (), chosen))
+    assert turn.answer == ""
+    assert said in turn.note
+    assert not turn.running
+
+
+def test_an_empty_question_changes_nothing(controller):
+    assert list(controller.ask("  ", (), VALUES)) == [()]
+    assert list(controller.retry((), VALUES)) == [()]
+
+
+def test_again_answers_the_same_question(controller):
+    once = last(controller.ask(QUESTION, (), VALUES))
+    twice = last(controller.retry(once, ControlValues(alpha=4.0)))
+    assert len(twice) == 1
+    assert (twice[0].question, twice[0].rule) == (QUESTION, "linear:4")
+
+
+def test_moving_the_strength_recolours_the_last_answer_and_keeps_its_words(controller):
+    talk = last(controller.ask(QUESTION, (), VALUES))
+    (turn,) = controller.recolor(talk, ControlValues(alpha=4.0))
+    assert turn.answer == talk[0].answer
+    assert [token.logprob_shift for token in turn.tokens] != [token.logprob_shift for token in talk[0].tokens]
+    assert (turn.rule, turn.color_rule) == ("linear:1.5", "linear:4")
+    (refused,) = controller.recolor(talk, ControlValues(alpha=0.0))
+    assert refused.tokens == talk[0].tokens
+    assert "would steer nothing" in refused.note
+
+
+def test_a_model_that_fails_in_the_middle_says_so_keeps_the_text_and_can_be_asked_again(steered, controller):
+    model = copy.deepcopy(steered.model)
+    mine = Controller("tiny", SteeredModel(model, steered.tokenizer, steered.options))
+    good = {name: weights.clone() for name, weights in model.experts.forget.state_dict().items()}
+    seen = []
+    tokens = mine.model.answer
+
+    def breaking(*arguments):
+        for number, token in enumerate(tokens(*arguments)):
+            yield token
+            if number == 2:
+                with torch.no_grad():
+                    for weights in model.experts.forget.parameters():
+                        weights.fill_(math.nan)
+
+    mine.model.answer = breaking
+    seen = last(mine.ask(QUESTION, (), VALUES))
+    mine.model.answer = tokens
+    (turn,) = seen
+    assert turn.answer
+    assert expected(steered).startswith(turn.answer)
+    assert turn.note.startswith("The model cannot be steered, so there is no further answer")
+    assert turn.note.endswith(RETRY_HINT)
+    model.experts.forget.load_state_dict(good)
+    (turn,) = last(mine.retry(seen, VALUES))
+    assert (turn.answer, turn.note) == (expected(steered), "")
+
+
+def test_a_stopped_answer_says_so(controller):
+    growing = next(iter(controller.ask(QUESTION, (), VALUES)))
+    (turn,) = controller.stop(growing)
+    assert not turn.running
+    assert turn.note.startswith("Stopped.")
+    done = last(controller.ask(QUESTION, (), VALUES))
+    assert controller.stop(done) == done
+
+
+def test_the_target_is_not_shown_unless_it_was_asked_for(controller, steered):
+    talk = last(controller.ask(QUESTION, (), VALUES))
+    assert list(controller.answer_unsteered(talk, ())) == [()]
+    shown = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
+    (turn,) = last(shown.answer_unsteered(talk, ()))
+    *_, said = UnsteeredTarget(steered, "localhost").answer(steered.encode_prompt([Message("user", QUESTION)]))
+    assert turn.answer == said
+
+
+def test_the_curve_goes_through_the_chosen_strength_and_never_to_zero(controller):
+    curve = controller.compute_curve(QUESTION, "Jasper Ashild was born in Calvessa.", ControlValues(alpha=1.55))
+    assert curve.alphas == tuple(sorted(curve.alphas))
+    assert (curve.alphas[0], curve.alphas[-1]) == (0.1, pytest.approx(4.0))
+    assert curve.chosen == 1.55
+    assert curve.chosen in curve.alphas
+
+
+def test_the_curve_is_what_each_strength_gives(controller, steered):
+    question, words = QUESTION, "Jasper Ashild was born in Calvessa."
+    curve = controller.compute_curve(question, words, ControlValues(alpha=1.5))
+    assert min(curve.alphas) > 0
+    for index in (0, 7, -1):
+        steering = steered.controls.steering("linear", curve.alphas[index], 1)
+        assert curve.probabilities[index] == pytest.approx(
+            steered.likelihoods(question, words, [steering])[0], rel=1e-5
+        )
+
+
+def test_a_strength_of_zero_draws_no_curve(controller):
+    with pytest.raises(UsageError, match="would steer nothing"):
+        controller.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
+
+
+def test_a_servers_client_gets_no_curve():
+    with pytest.raises(UsageError, match="the strength is the server"):
+        Controller("served").compute_curve("Where?", "There.", ControlValues())
+
+
+def test_a_conversation_becomes_messages():
+    talk = (Turn("one", (Token("a"), Token("b"))), Turn("two"))
+    assert to_messages(talk) == (Message("user", "one"), Message("assistant", "ab"), Message("user", "two"))
+
+
+def test_a_question_without_an_answer_is_not_asked_again():
+    talk = (Turn("one", note="the server went away"), Turn("two"))
+    assert to_messages(talk) == (Message("user", "two"),)
+
+
+def test_a_partial_answer_stays_in_the_conversation():
+    talk = (Turn("one", (Token("half"),), note="the server went away"), Turn("two"))
+    assert [message.content for message in to_messages(talk)] == ["one", "half", "two"]
+
+
+def test_a_retry_drops_only_the_last_answer():
+    talk = (Turn("one", (Token("a"),)), Turn("two", (Token("b"),), note="x"))
+    assert without_last_answer(talk) == (talk[0], Turn("two"))
+    assert without_last_answer(()) == ()
+
+
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory, tokenizer):
+    """A model that knows an article by heart."""
+    folder = tmp_path_factory.mktemp("reciting")
+    model = trained(tokenizer, [ARTICLE] * 8, 0, 48, 3).train()
+    ids = torch.tensor([tokenizer(ARTICLE).input_ids])
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(60):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def following(reciting, tmp_path, world):
+    """A controller of that model, steered by an empty registry alone."""
+    from divdec import DivergenceForCausalLM, write_bundle
+    from divdec.model.checkpoint import load_tokenizer
+    from divdec.takedowns.registry import Registry
+
+    registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)
+    bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder)
+    model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
+    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=100))
+    return Controller("tiny", steered, registry=registry)
+
+
+def test_a_text_is_recited_before_and_not_after(following):
+    effect = following.take_down("case-1", ARTICLE, "a letter", ControlValues())
+    assert effect.before.longest_run > effect.length // 2, "the model did not know the article"
+    assert effect.after.longest_run < effect.before.longest_run / 2
+    assert ARTICLE.startswith(effect.prompt)
+    assert [(entry.id, entry.reference) for entry in following.registry.entries()] == [("case-1", "a letter")]
+    made = effect_html(effect)
+    assert f"{effect.before.longest_run} of {effect.length} tokens" in made
+    assert "case-1" in requests_html(following.registry)
+
+
+def test_requests_of_an_empty_registry(following):
+    assert "No request is in force" in requests_html(following.registry)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("case-1", "short", "paste at least"), ("  ", ARTICLE, "no id"), ("a\nb", ARTICLE, "request id")],
+)
+def test_what_cannot_be_taken_down_changes_nothing(following, name, text, said):
+    with pytest.raises(UsageError, match=said):
+        following.take_down(name, text, "", ControlValues())
+    assert following.registry.entries() == []
+
+
+def test_no_takedown_by_a_rule_that_steers_nothing(following):
+    with pytest.raises(UsageError, match="would steer nothing"):
+        following.take_down("case-1", ARTICLE, "", ControlValues(alpha=0))
+    with pytest.raises(UsageError, match="accepted here: linear"):
+        following.take_down("case-1", ARTICLE, "", ControlValues("rank", k=5))
+    assert following.registry.entries() == []
+
+
+def test_requests_are_escaped(registry):
+    registry.add("<img>", texts_of("x", [ARTICLE]), "<script>")
+    made = requests_html(registry)
+    assert "&lt;img&gt;" in made
+    assert "<img>" not in made
+    assert "<script>" not in made
+
+
+def test_no_rank_rule_without_experts(following):
+    with pytest.raises(UsageError, match="needs no rule"):
+        following.model.check_steering(Steering("rank", k=5))
+
+
+def test_without_a_registry_nothing_is_taken_down(controller):
+    with pytest.raises(UsageError, match="--registry"):
+        controller.take_down("case-1", ARTICLE, "", ControlValues())
+
+
+def test_example_questions_are_read_from_the_file_beside_the_bundle(tmp_path):
+    (tmp_path / "bundle").mkdir()
+    assert read_example_questions(str(tmp_path / "bundle")) == ()
+    (tmp_path / "questions.txt").write_text("One?\n\n  Two? \n" + "More?\n" * 30)
+    assert read_example_questions(str(tmp_path / "bundle"))[:3] == ("One?", "Two?", "More?")
+    assert len(read_example_questions(str(tmp_path / "bundle"))) == 12
+    assert read_example_questions(str(tmp_path / "other")) == ()  # a hub id has no folder
+    (tmp_path / "questions.txt").write_bytes(b"\xff")
+    assert read_example_questions(str(tmp_path / "bundle")) == ()

@@ -1,0 +1,192 @@
+import contextlib
+import http.server
+import json
+import threading
+
+import pytest
+
+from divdec.data.records import Message
+from divdec.errors import UsageError
+from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
+from divdec.playground.remote_server import RemoteServer
+from divdec.playground.rendering import tokens_html
+from divdec.playground.steered_model import ChatOptions
+from divdec.remote.client import StreamInterrupted
+from divdec.serving import bind
+from divdec.steering import Steering
+from exactness import assert_same_text
+from served import engine_of, serving
+
+QUESTION = [Message("user", "Where was Jasper Ashild born?")]
+OPTIONS = ChatOptions(max_new_tokens=24)
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PLAYGROUND_TEST_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def url(played_bundle):
+    with serving([engine_of(played_bundle)], shutdown_timeout=0.0, api_key=KEY) as found:
+        yield found
+
+
+def last(talks):
+    *_, found = talks
+    return found
+
+
+def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
+    with contextlib.closing(RemoteServer(url, OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
+        assert server.name == "tiny"
+        tokens = list(server.answer(QUESTION))
+    prompt = steered.encode_prompt(QUESTION)
+    expected = [token.id for token in steered.answer(prompt, Steering(alpha=1.5))]
+    assert_same_text(steered.model, steered.tokenizer, prompt, "".join(token.text for token in tokens), expected)
+    assert all(token.logprob_shift is None and token.target_probability is None for token in tokens)
+    assert all(0 < token.steered_probability <= 1 for token in tokens)
+    assert "also likely here" in tokens_html(tokens)
+
+
+def test_the_url_may_end_in_v1(url):
+    with contextlib.closing(RemoteServer(f"{url}/v1/", OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
+        assert server.url == f"{url}/v1"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "requires an API key"),
+        ({"api_key_env": "PLAYGROUND_TEST_KEY", "model": "other"}, "serves no model 'other'; it serves: tiny"),
+    ],
+)
+def test_what_the_server_refuses_is_said_at_the_start(url, options, said):
+    with pytest.raises(UsageError, match=said):
+        RemoteServer(url, OPTIONS, **options)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://user:word@127.0.0.1:1", "https://[::1"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UsageError, match="URL"):
+        RemoteServer(url, OPTIONS)
+
+
+def test_a_server_that_is_not_there_is_one_line():
+    port = bind("127.0.0.1", 0)  # taken, but nobody listens
+    with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
+        RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
+
+
+def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
+    import shutil
+
+    from divdec import write_bundle
+    from divdec.model.checkpoint import load_tokenizer
+
+    parts = {}
+    for name in ("target", "retain", "forget"):
+        parts[name] = str(shutil.copytree(models / name, tmp_path / name))
+        tokenizer = load_tokenizer(tmp_path / name)
+        tokenizer.chat_template = None
+        (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(tmp_path / name)
+    bundle = write_bundle(
+        tmp_path / "plain",
+        target=parts["target"],
+        retain_auxiliary=parts["retain"],
+        forget_auxiliary=parts["forget"],
+        steering="linear:1.5",
+    )
+    with (
+        serving([engine_of(bundle, "plain")], shutdown_timeout=0.0) as url,
+        contextlib.closing(RemoteServer(url, OPTIONS)) as server,
+    ):
+        tokens = list(server.answer(QUESTION))
+    assert tokens
+    assert all(0 < token.steered_probability <= 1 for token in tokens)
+
+
+class _Breaking(http.server.BaseHTTPRequestHandler):
+    """A real server that answers as an OpenAI server does, and breaks off as its `ending` says."""
+
+    ending = ""
+    words = ("Jasper ", "was ")
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "broken"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        if self.ending == "":
+            self.send_header("Content-Length", "100000")  # which it never sends
+        self.end_headers()
+        for word in self.words:
+            self._event({"choices": [{"index": 0, "delta": {"content": word}}]})
+        if self.ending == "whole":
+            self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+        elif self.ending == "error":
+            self._event({"error": {"message": "the model could not be steered; it gives no other answer"}})
+        elif self.ending == "nonsense":
+            self.wfile.write(b"data: {half\n\n")
+
+    def _event(self, content):
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def breaking(ending):
+    handler = type("Handler", (_Breaking,), {"ending": ending})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("", "broke in the middle of the answer"),
+        ("cut", "ended the answer before it was complete"),
+        ("error", "stopped in the middle of the answer: the model could not be steered"),
+        ("nonsense", "an event that is not of the OpenAI API"),
+    ],
+)
+def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(ending, said):
+    with breaking(ending) as (url, handler), contextlib.closing(RemoteServer(url, OPTIONS)) as server:
+        with pytest.raises(StreamInterrupted, match=said):
+            list(server.answer(QUESTION))
+        controller = Controller("broken", server=server)
+        talk = last(controller.ask(QUESTION[0].content, (), ControlValues()))
+        assert talk[0].answer == "Jasper was "
+        assert said in talk[0].note
+        assert talk[0].note.endswith(RETRY_HINT)
+        handler.ending = "whole"
+        (turn,) = last(controller.retry(talk, ControlValues()))
+        assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
+
+
+def test_a_server_that_is_gone_before_the_answer_says_so():
+    with breaking("whole") as (url, _):
+        server = RemoteServer(url, OPTIONS)
+    with contextlib.closing(server):
+        (turn,) = last(Controller("gone", server=server).ask("Where?", (), ControlValues()))
+    assert turn.answer == ""
+    assert "cannot be reached" in turn.note

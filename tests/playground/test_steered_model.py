@@ -1,0 +1,272 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from divdec.data.records import Message
+from divdec.errors import FailedClosed, UsageError
+from divdec.playground.steered_model import (
+    MAX_ALPHA,
+    MAX_ALTERNATIVES,
+    MIN_ALPHA,
+    MIN_LOSS,
+    ChatOptions,
+    SteeredModel,
+    SteeringControls,
+    UnsteeredTarget,
+    compute_shifts,
+)
+from divdec.steering import Steering, steer_linear, steer_rank
+from exactness import assert_same_answer, assert_same_text
+
+QUESTION = [Message("user", "Where was Jasper Ashild born?")]
+ALPHA = Steering(alpha=1.5)
+
+
+def text(tokens):
+    return "".join(token.text for token in tokens)
+
+
+def generated(steered, prompt, steering, model=None):
+    """What `generate` answers: the reference."""
+    model = copy.deepcopy(steered.model)
+    model.steering = steering
+    ids = torch.tensor([prompt])
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    return [token for token in output[0, len(prompt) :].tolist() if token not in steered.eos_token_ids]
+
+
+@pytest.mark.parametrize("steering", [ALPHA, Steering(alpha=4.0), Steering("rank", k=5), Steering(alpha=0.1)], ids=str)
+def test_an_answer_is_the_one_that_generate_gives(steered, steering):
+    prompt = steered.encode_prompt(QUESTION)
+    tokens = list(steered.answer(prompt, steering))
+    expected = generated(steered, prompt, steering)
+    found, model = [token.id for token in tokens], copy.deepcopy(steered.model)
+    model.steering = steering
+    assert_same_answer(model, prompt, found, expected)
+    assert text(tokens) == steered.tokenizer.decode(found, skip_special_tokens=True)
+
+
+def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
+    prompt = steered.encode_prompt(QUESTION)
+    tokens = list(steered.answer(prompt, ALPHA))
+    seen = steered.recolor(prompt, tokens, ALPHA)
+    assert text(seen) == text(tokens)
+    for one, other in zip(tokens, seen, strict=True):
+        assert one.logprob_shift == pytest.approx(other.logprob_shift, abs=1e-3)
+        assert [part.text for part in one.alternatives] == [part.text for part in other.alternatives]
+
+
+def test_another_strength_gives_other_colours_to_the_same_words(steered):
+    prompt = steered.encode_prompt(QUESTION)
+    tokens = list(steered.answer(prompt, ALPHA))
+    weak, strong = (steered.recolor(prompt, tokens, Steering(alpha=alpha)) for alpha in (0.1, 4.0))
+    assert text(weak) == text(strong) == text(tokens)
+    assert sum(abs(token.logprob_shift) for token in strong) > 5 * sum(abs(token.logprob_shift) for token in weak)
+
+
+@pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
+def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
+    prompt = steered.encode_prompt(QUESTION)
+    with pytest.raises(UsageError, match="steers nothing"):
+        next(steered.answer(prompt, steering))
+    with pytest.raises(UsageError, match="steers nothing"):
+        steered.recolor(prompt, [], steering)
+    with pytest.raises(UsageError, match="steers nothing"):
+        steered.likelihoods("Where?", "Here", [ALPHA, steering])
+
+
+def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
+    model = copy.deepcopy(steered.model)
+    mine = SteeredModel(model, steered.tokenizer, ChatOptions(max_new_tokens=24))
+    found = []
+    with pytest.raises(FailedClosed, match="not finite"), torch.no_grad():
+        for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA):
+            found.append(token)
+            if len(found) == 3:
+                for weights in model.experts.forget.parameters():
+                    weights.fill_(math.nan)
+    expected = generated(steered, mine.encode_prompt(QUESTION), ALPHA)
+    # All that came was steered.
+    assert_same_answer(
+        steered.model, mine.encode_prompt(QUESTION), [token.id for token in found], expected[: len(found)]
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nothing_is_answered_where_the_target_overflows(steered, value):
+    mine = SteeredModel(copy.deepcopy(steered.model), steered.tokenizer, ChatOptions(max_new_tokens=4))
+    mine.model.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
+    prompt = mine.encode_prompt(QUESTION)
+    for steering in (ALPHA, Steering("rank", k=5)):
+        with pytest.raises(FailedClosed, match="not finite"):
+            next(mine.answer(prompt, steering))
+        with pytest.raises(FailedClosed, match="not finite"):
+            mine.likelihoods("Where?", "Here", [steering])
+
+
+def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(steered):
+    prompt = steered.encode_prompt(QUESTION)
+    strong = Steering(alpha=4.0)
+    for token in steered.answer(prompt, strong):
+        for part in (token, *token.alternatives):
+            assert (part.target_probability, part.steered_probability) == (None, None)
+    shown = SteeredModel(steered.model, steered.tokenizer, steered.options, reveal=True)
+    tokens = list(shown.answer(prompt, strong))
+    assert any(token.alternatives for token in tokens)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        target = steered.model.target(ids).logits[0, -1].float().softmax(-1)
+    assert tokens[0].target_probability == pytest.approx(float(target[tokens[0].id]), abs=1e-5)
+
+
+def test_sampled_answers_follow_the_seed(loaded):
+    def answer(seed):
+        mine = SteeredModel(*loaded, ChatOptions(max_new_tokens=12, seed=seed))
+        return [token.id for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA, 1.5)]
+
+    assert answer(1) == answer(1)
+    assert len({tuple(answer(seed)) for seed in range(4)}) > 1
+
+
+def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
+    words = "Jasper Ashild was born in Calvessa."
+    (found,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
+    prompt = steered.encode_prompt(QUESTION)
+    answer = steered.tokenizer(words, add_special_tokens=False).input_ids
+    model = copy.deepcopy(steered.model)
+    model.steering = ALPHA
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logits.gather(-1, torch.tensor(answer)[:, None]).mean().exp()
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
+def test_a_curve_needs_both_texts(steered, question, words, said):
+    with pytest.raises(UsageError, match=said):
+        steered.likelihoods(question, words, [ALPHA])
+
+
+def test_a_conversation_that_is_too_long_is_refused_in_one_line(steered):
+    with pytest.raises(UsageError, match=r"too many for 4096 positions of the models: begin a new conversation"):
+        steered.encode_prompt([Message("user", "word " * 5000)])
+
+
+def test_a_single_turn_reads_the_last_question_alone(loaded):
+    single = SteeredModel(*loaded, ChatOptions(single_turn=True))
+    talk = [Message("user", "one"), Message("assistant", "two"), *QUESTION]
+    assert single.encode_prompt(talk) == single.encode_prompt(QUESTION)
+    assert SteeredModel(*loaded, ChatOptions()).encode_prompt(talk) != single.encode_prompt(QUESTION)
+
+
+def test_the_target_is_shown_on_this_machine_only(steered):
+    for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
+        with pytest.raises(UsageError, match="only 127"):
+            UnsteeredTarget(steered, host)
+    prompt = steered.encode_prompt(QUESTION)
+    *_, said = UnsteeredTarget(steered, "127.0.0.1").answer(prompt)
+    ids = torch.tensor([prompt])
+    expected = steered.model.target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
+    )
+    assert_same_text(steered.model.target, steered.tokenizer, prompt, said, expected[0, len(prompt) :].tolist())
+
+
+CONTROLS = SteeringControls(Steering(alpha=1.5), eligible_size=500)
+
+
+@pytest.mark.parametrize(
+    "alpha", [0, 0.0, -0.0, -1, 1e-9, MIN_ALPHA / 2, math.nan, math.inf, MAX_ALPHA + 1, None, "1", True]
+)
+def test_a_strength_that_steers_nothing_or_is_no_number_is_refused(alpha):
+    with pytest.raises(UsageError, match="strength is"):
+        CONTROLS.steering("linear", alpha, 20)
+
+
+def test_the_smallest_strength_is_above_zero_for_every_bundle():
+    for alpha in (1e-6, 0.05, 1.0, 5.0, 1000.0):
+        low, high = SteeringControls(Steering(alpha=alpha), 500).alpha_range
+        assert 0 < low <= alpha <= high
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0])
+def test_a_bundle_that_steers_nothing_is_refused(alpha):
+    with pytest.raises(UsageError, match="steered answers only"):
+        SteeringControls(Steering(alpha=alpha, allow_negative=True), 500)
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, 10_000, math.nan, None, "3", True])
+def test_a_k_that_is_not_offered_is_refused(k):
+    with pytest.raises(UsageError, match="k is"):
+        CONTROLS.steering("rank", 1.0, k)
+
+
+def test_a_rule_that_is_not_offered_is_refused():
+    with pytest.raises(UsageError, match="rule is 'none'"):
+        CONTROLS.steering("none", 1.0, 20)
+    with pytest.raises(UsageError, match="accepted here: linear"):
+        SteeringControls(Steering(), 500, rank=False).steering("rank", 1.0, 20)
+
+
+def test_controls_keep_the_bundles_vocabulary_and_fill():
+    own = Steering("rank", k=2, fill="soft", vocabulary=(1, 2, 3, 4))
+    controls = SteeringControls(own, eligible_size=4)
+    assert controls.steering("rank", 1.0, 3) == Steering("rank", k=3, fill="soft", vocabulary=(1, 2, 3, 4))
+    assert controls.steering("linear", 2.0, 3).vocabulary == own.vocabulary
+    assert controls.k_range == (1, 3)
+
+
+def shifts(target, steered, chosen):
+    return compute_shifts(target, steered, torch.tensor(chosen), str, reveal=True)
+
+
+def test_a_shift_is_the_change_of_the_log_probability_by_hand():
+    target = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    # Steering halves the first token's weight: 0.3, 0.3, 0.1 of 0.7.
+    steered = target + torch.tensor([[math.log(0.5), 0.0, 0.0]])
+    (found,) = shifts(target, steered, [1])
+    assert (found.id, found.text) == (1, "1")
+    assert found.logprob_shift == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
+    (lost,) = found.alternatives
+    assert (lost.text, lost.target_probability, lost.steered_probability) == (
+        "0",
+        pytest.approx(0.6, abs=1e-5),
+        pytest.approx(3 / 7, abs=1e-5),
+    )
+
+
+def test_alternatives_are_the_tokens_that_lost_most_probability_without_the_chosen_one():
+    generator = torch.Generator().manual_seed(0)
+    target, divergence = torch.randn(6, 50, generator=generator), torch.randn(6, 50, generator=generator)
+    steered = steer_linear(target, divergence, 2.0)
+    chosen = steered.argmin(dim=-1)
+    before, after = target.softmax(-1), steered.softmax(-1)
+    for position, found in enumerate(shifts(target, steered, chosen.tolist())):
+        losses = [other.target_probability - other.steered_probability for other in found.alternatives]
+        assert losses == sorted(losses, reverse=True)
+        assert min(losses, default=1) >= MIN_LOSS
+        assert len(losses) <= MAX_ALTERNATIVES
+        assert chosen[position] not in [int(other.text) for other in found.alternatives]
+        others = (before - after)[position].clone()
+        others[chosen[position]] = -1
+        if found.alternatives:
+            assert int(found.alternatives[0].text) == int(others.argmax())
+
+
+def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_zero():
+    target = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
+    steered = steer_rank(target, torch.tensor([[-1.0, 0.0, 0.0, 0.0]]), 1)
+    (found,) = shifts(target, steered, [1])
+    assert found.alternatives[0].logprob_shift == -math.inf
+    assert found.alternatives[0].steered_probability == 0
+    (silent,) = shifts(target, steered, [3])
+    assert silent.logprob_shift == 0
+
+
+def test_without_divergence_no_token_shifts():
+    target = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
+    for found in shifts(target, steer_linear(target, torch.zeros(3, 20), 1.0), [0, 1, 2]):
+        assert found.logprob_shift == pytest.approx(0, abs=1e-6)
+        assert found.alternatives == ()
