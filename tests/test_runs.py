@@ -104,24 +104,22 @@ def test_a_locked_folder_refuses_a_second_process(tmp_path):
 
 def test_items_outlive_an_interruption(tmp_path):
     path = tmp_path / "items.jsonl"
-    output = ResumableOutput(path, "settings")
+    output = ResumableOutput(path)
     output.add({"key": "a", "text": "one\u2028line"})
     with path.open("ab") as file:
         file.write('{"key": "b", "text": "ü'.encode()[:-1])
-    resumed = ResumableOutput(path, "settings")
+    resumed = ResumableOutput(path)
     assert resumed.items == {"a": {"key": "a", "text": "one\u2028line"}}
     assert "b" not in resumed
     resumed.add({"key": "b"})
-    assert list(ResumableOutput(path, "settings").items) == ["a", "b"]
-    with pytest.raises(UsageError, match="other settings"):
-        ResumableOutput(path, "others")
+    assert list(ResumableOutput(path).items) == ["a", "b"]
     with path.open("a") as file:
         file.write("nonsense\n")
-    with pytest.raises(UsageError, match="line 4"):
-        ResumableOutput(path, "settings")
-    epochs = ResumableOutput(None, key="epoch")
-    epochs.add({"epoch": 1})
-    assert 1 in epochs
+    with pytest.raises(UsageError, match="line 3"):
+        ResumableOutput(path)
+    in_memory = ResumableOutput(None)
+    in_memory.add({"key": 1})
+    assert 1 in in_memory
 
 
 def test_a_cached_result_is_computed_once(tmp_path):

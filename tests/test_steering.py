@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import reference
 from divdec import Steering, UsageError, steer_linear, steer_rank
 from divdec.errors import FailedClosed
-from divdec.evaluation.sweep_ordering import sweep
+from divdec.evaluation.scoring import sweep
 from divdec.steering import FILLS
 
 VOCAB = 7

@@ -1,9 +1,8 @@
-"""Run folders: written whole or not at all, described by a `run.json`, and resumed after an interruption.
+"""Output folders of long runs, with their `run.json`; files that are written whole or not at all.
 
-A long verb opens its output with `RunFolder.open`, keeps finished work with `ResumableOutput` (items of a JSONL file)
-or `ResultCache` (results by name and by what decides them), and ends with `RunFolder.finish`. The same call with the
-same settings and data resumes an interrupted run. A result that is made in one piece uses `output_folder` instead.
-Importable without torch.
+A run that can be interrupted opens its folder with `RunFolder.open`, keeps finished work in a `ResumableOutput` or a
+`ResultCache`, and ends with `RunFolder.finish`; the same call resumes it. `output_folder` is for results that are
+written in one piece. Importable without torch.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +35,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Output folder of a run that can be interrupted and resumed.
-
-    Example:
-        run = RunFolder.open(output, "train", settings, [settings_without_paths, data_sha256], stale=("model", "work"))
-        epochs = ResumableOutput(run.path / "epochs.jsonl", key="epoch")
-        ...  # checkpoints and results of an interrupted run are in run.path if run.resumed
-        run.finish(seconds=12.3, figures=figures)
-    """
+    """Output folder of a run that can be interrupted and resumed."""
 
     path: Path
     verb: str
@@ -142,68 +134,48 @@ class RunFolder:
 
 
 class ResumableOutput:
-    """JSONL file to which items are appended as they are finished; reads those that an interrupted run has written.
+    """JSONL file to which items are appended; reads the items of an interrupted run, without an incomplete last line.
 
-    A last line that was cut off is dropped. Threads may add items at the same time.
+    Every item has a "key". Threads may add items at the same time.
     """
 
-    def __init__(self, path: Path | None, fingerprint: str | None = None, *, key: str = "key") -> None:
-        """Open a file, and read the items in it.
-
-        Args:
-            path: the file; None keeps items in memory only.
-            fingerprint: digest of what decides the items, written as the first line. Leave it out where the folder
-                of the file is a `RunFolder`.
-            key: field of every item that identifies it.
+    def __init__(self, path: Path | None) -> None:
+        """Open a file, and read the items in it; None keeps items in memory only.
 
         Raises:
-            UsageError: the file is of other settings, holds another line, or cannot be written.
+            UsageError: a line is not an item.
         """
-        self.path, self.key = path, key
+        self.path = path
         self.items: dict[Any, dict[str, Any]] = {}
         """Items by their key."""
         self._lock = threading.Lock()
-        if path is None:
+        if path is None or not path.is_file():
             return
-        try:
-            if path.is_file():
-                self._read(path, fingerprint)
-            elif fingerprint is not None:
-                write_text(path, json.dumps({"settings": fingerprint}) + "\n")
-        except (PermissionError, FileNotFoundError) as error:
-            raise UsageError(f"output {path} cannot be written: {error.strerror}") from None
+        # Split bytes at \n alone: an item may hold U+2028, and the last line half a character.
+        *lines, rest = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                item = json.loads(line)
+                self.items[item["key"]] = item
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(
+                    f"{path}, line {number} cannot be read; remove the line or the file, or choose another output"
+                ) from None
+        if rest:
+            write_text(path, b"\n".join([*lines, b""]).decode())
 
     def __contains__(self, key: Any) -> bool:
         return key in self.items
 
     def add(self, item: dict[str, Any]) -> None:
-        """Append an item, so that it survives a crash."""
+        """Append an item, and flush it to disk."""
         with self._lock:
-            self.items[item[self.key]] = item
+            self.items[item["key"]] = item
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(item, ensure_ascii=False) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
-
-    def _read(self, path: Path, fingerprint: str | None) -> None:
-        # Split bytes at \n alone: an item may hold U+2028, and the last line half a character.
-        *lines, rest = path.read_bytes().split(b"\n")
-        number = 0
-        try:
-            rows = []
-            for number, line in enumerate(lines, start=1):  # noqa: B007
-                rows.append(json.loads(line))
-            header = rows.pop(0)["settings"] if fingerprint is not None else None
-            self.items = {row[self.key]: row for row in rows}
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise UsageError(
-                f"{path}, line {number} cannot be read; remove the line or the file, or choose another output"
-            ) from None
-        if header != fingerprint:
-            raise UsageError(f"{path} is of a run with other settings; repeat those to resume it, or remove the file")
-        if rest:
-            write_text(path, b"\n".join([*lines, b""]).decode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,24 +194,20 @@ class ResultCache:
         """
         if not self.has(name, decides):
             started = time.perf_counter()
-            self.store(name, decides, compute(), seconds=round(time.perf_counter() - started, 1))
+            content = {"result": compute(), "seconds": round(time.perf_counter() - started, 1)}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self._path(name, decides), content)
         return self.load(name, decides)
 
     def has(self, name: str, decides: Any) -> bool:
         """Whether a result is stored."""
-        return self.path(name, decides).is_file()
+        return self._path(name, decides).is_file()
 
     def load(self, name: str, decides: Any) -> Any:
         """Read a stored result; None if there is none."""
-        return read_json(self.path(name, decides))["result"] if self.has(name, decides) else None
+        return read_json(self._path(name, decides))["result"] if self.has(name, decides) else None
 
-    def store(self, name: str, decides: Any, result: Any, **content: Any) -> None:
-        """Write a result, and what else the file should say."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.path(name, decides), {"result": result, **content})
-
-    def path(self, name: str, decides: Any) -> Path:
-        """Path of a result's file."""
+    def _path(self, name: str, decides: Any) -> Path:
         slug = re.sub(r"[^\w.]+", "-", name).strip("-")
         return self.folder / f"{slug}-{settings_hash([name, decides])}.json"
 
@@ -265,18 +233,21 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, content: bytes, durable: bool) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = _temporary(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def read_json(path: Path) -> Any:
@@ -352,21 +323,6 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def goes_on(folder: Path, verb: str, fingerprint: str, overwrite: bool) -> bool:
-    """Deprecated: use `RunFolder.open`."""
-    earlier = read_record(folder) if folder.is_dir() else None
-    if earlier is not None and earlier.get("status") == "running":
-        if earlier.get("fingerprint") == fingerprint:
-            return True
-        if not overwrite:
-            raise UsageError(
-                f"output folder {folder} holds an unfinished run with other settings or data; repeat those to resume "
-                "it, or give --overwrite to begin anew"
-            )
-    check_output(folder, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == verb)
-    return False
-
-
 def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) -> None:
     """Refuse an output folder that would lose somebody's files.
 
@@ -439,20 +395,17 @@ def output_folder(
     folder = folder.resolve()  # a link is kept, and the folder that it points to is replaced
     check_output(folder, overwrite, ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    temporary, replaced = _temporary(folder), _temporary(folder)
+    temporary.mkdir()
     try:
         yield temporary
-        os.chmod(temporary, 0o777 & ~_umask())
         if folder.exists():
-            replaced = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
-            os.replace(folder, replaced / "old")
-            os.replace(temporary, folder)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(temporary, folder)
+            os.replace(folder, replaced)
+        os.replace(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def cache_folder() -> Path:
@@ -460,10 +413,3 @@ def cache_folder() -> Path:
     if folder := os.environ.get("DIVDEC_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "divdec"
-
-
-def _umask() -> int:
-    # The only way to read it is to set it; mkstemp and mkdtemp ignore it and make private files.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -7,8 +7,9 @@ import torch
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.evaluation.results import read_results
-from divdec.evaluation.run import parse_sweep
+from divdec.evaluation.run import _model_runs, parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.settings import EvalSettings
 
 
 def main(*arguments):
@@ -44,12 +45,12 @@ def test_a_sweep_gives_a_folder_a_setting(steered, tofu, tmp_path, capsys):
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["steering"] for line in printed] == ["linear:0", "linear:1", "rank:5:soft"]
     assert sorted(path.name for path in out.iterdir()) == ["linear-0", "linear-1", "rank-5-soft", "run.json"]
-    found = read_results(out / "linear-1")
-    assert found.figures == printed[1]["figures"]
-    assert found.split == "forget01"
-    assert found.reasons["forget_Q_A_gibberish"] == "fluency was left out (--fluency none)"
+    result = read_results(out / "linear-1")
+    assert result.figures == printed[1]["figures"]
+    assert result.split == "forget01"
+    assert result.reasons["forget_Q_A_gibberish"] == "fluency was left out (--fluency none)"
     summary = json.loads((out / "linear-1/TOFU_SUMMARY.json").read_text())
-    assert summary["forget_Q_A_Prob"] == found.figures["forget_Q_A_Prob"]
+    assert summary["forget_Q_A_Prob"] == result.figures["forget_Q_A_Prob"]
     assert "mia_loss.forget" not in summary
     for line in (out / "linear-1/items.jsonl").read_text().splitlines():
         assert {"metric", "index"} < json.loads(line).keys()
@@ -70,13 +71,27 @@ def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu
     assert read_results(out / "s").figures["privleak"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
+def test_result_folders_are_named_as_the_models_are_given(shared, tmp_path):
+    paths = [tmp_path / "a" / "one", tmp_path / "b" / "one", tmp_path / "two"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(shared / "oracle/models/full")
+    settings = EvalSettings("tofu", tuple(map(str, paths)), data="", output="out")
+    names = [run.name for run in _model_runs(settings, tmp_path)]
+    assert len(set(names)) == 3
+    assert [name.partition("-")[0] for name in names] == ["one", "one", "two"]
+    assert names[2] == "two"
+    with pytest.raises(UsageError, match="given twice"):
+        _model_runs(EvalSettings("tofu", (str(paths[0]),) * 2, data="", output="out"), tmp_path)
+
+
+def test_a_stopped_run_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     monkeypatch.setattr(EvaluatedModel, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
     monkeypatch.undo()
     assert read_results(out).figures["extraction_strength"] > 0
-    assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--limit", 3, "--output", out) == 2
+    assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--max-length", 400, "--output", out) == 2
     assert "unfinished run with other settings" in capsys.readouterr().err
     monkeypatch.setattr(EvaluatedModel, "scores", None)  # the pass that was made is not made again
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 0
@@ -91,9 +106,9 @@ def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
     # One checkpoint at two steps: their folders are told apart by the step.
     steps = (models / "full", models / "retain90", models / "full")
     assert main("eval", "muse", *steps, *muse, "--sequence", "sust", "--output", out) == 0
-    found = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
-    assert [results.about["step"] for results in found] == [1, 2, 3]
-    assert found[0].figures == found[2].figures != found[1].figures
+    result = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
+    assert [results.about["step"] for results in result] == [1, 2, 3]
+    assert result[0].figures == result[2].figures != result[1].figures
     assert main("results", "report", out, "--output", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
     assert "Over successive requests" in page
@@ -123,16 +138,16 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
         "--max-retain-drop", "5%",
     )  # fmt: skip
     assert main(*arguments, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["chosen"] == "linear:1"
-    assert found["faults"] == []
-    assert found["told"]["steered"] == found["told"]["retain_auxiliary"]
-    assert found["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
-    assert found["points"][0]["distance"] > 0.1
-    assert main(*arguments[:-4], "--sweep", "linear:2", "--write") == 3
+    result = json.loads(capsys.readouterr().out)
+    assert result["chosen"] == "linear:1"
+    assert result["faults"] == []
+    assert result["told"]["steered"] == result["told"]["retain_auxiliary"]
+    assert result["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
+    assert result["points"][0]["distance"] > 0.1
+    assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
     assert "linear:2 is the mildest of its rule" in capsys.readouterr().err
     assert str(DivergenceForCausalLM.from_pretrained(steered).steering) == "linear:1"
-    assert main(*arguments[:-4], "--sweep", "linear:2", "--write", "--force") == 0
+    assert main(*arguments[:-5], "--sweep", "linear:2", "--write", "--force") == 0
     assert "→ linear:2" in capsys.readouterr().out
     model = DivergenceForCausalLM.from_pretrained(steered)
     assert str(model.steering) == "linear:2"
@@ -148,8 +163,8 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
 
 
 def test_sweeps_are_read():
-    found = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:hard"])
-    assert [str(setting) for setting in found] == ["linear:0.5", "linear:1", "rank:1:soft", "rank:20:soft", "rank:5"]
+    result = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:hard"])
+    assert [str(setting) for setting in result] == ["linear:0.5", "linear:1", "rank:1:soft", "rank:20:soft", "rank:5"]
     with pytest.raises(UsageError, match="twice"):
         parse_sweep(["linear:1,1.0"])
     with pytest.raises(UsageError, match="not a number"):
@@ -183,6 +198,6 @@ class TestRefuses:
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
         self.refused(capsys, "eval", "tofu", tmp_path / "no", *tofu, *out, says="is not a folder")
-        self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="limit is 0")
+        self.refused(capsys, "eval", "tofu", steered, *tofu[:4], *out, "--limit", "0", says="limit is 0")
         self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
         assert not (tmp_path / "out").exists()

@@ -51,16 +51,16 @@ def test_harmonic_mean_is_the_standard_librarys(values):
 
 
 @given(st.lists(share, min_size=1, max_size=5), st.integers(0, 4))
-def test_a_zero_makes_the_harmonic_mean_zero(values, place):
-    values.insert(place, 0.0)
+def test_a_zero_makes_the_harmonic_mean_zero(values, index):
+    values.insert(index, 0.0)
     assert harmonic_mean(values) == 0
     assert harmonic_mean([*values, -0.5]) == 0
     assert harmonic_mean([5e-324, 1.0]) == 0
 
 
 def test_harmonic_mean_goes_through_arrays():
-    found = harmonic_mean([np.array([0.5, 0.0, 1.0]), 0.5])
-    np.testing.assert_allclose(found, [0.5, 0.0, 2 / 3])
+    result = harmonic_mean([np.array([0.5, 0.0, 1.0]), 0.5])
+    np.testing.assert_allclose(result, [0.5, 0.0, 2 / 3])
 
 
 def test_memorization_by_hand():
@@ -109,10 +109,10 @@ def test_zeros_and_ones_never_fail(figures, variant):
 def test_arrays_give_what_numbers_give(variant):
     columns = {name: np.array([value, 0.1, 1.0]) for name, value in FIGURES.items()}
     scores = aggregate(columns, TARGET, RETRAIN, variant)
-    for place in range(3):
-        row = {name: float(values[place]) for name, values in columns.items()}
+    for index in range(3):
+        row = {name: float(values[index]) for name, values in columns.items()}
         single = aggregate(row, TARGET, RETRAIN, variant)
-        assert {name: values[place] for name, values in scores.values.items()} == pytest.approx(single.values)
+        assert {name: values[index] for name, values in scores.values.items()} == pytest.approx(single.values)
 
 
 class TestWhatIsMissing:
@@ -217,8 +217,8 @@ MUSE_TARGET = {"forget_verbmem_ROUGE": 0.6, "forget_knowmem_ROUGE": 0.7, "retain
 class TestMuse:
     def test_by_hand(self):
         own = {"forget_verbmem_ROUGE": 0.5, "forget_knowmem_ROUGE": 0.3, "retain_knowmem_ROUGE": 0.1}
-        found = muse_distances(own, MUSE_TARGET, MUSE_RETRAIN).values
-        assert found == pytest.approx({"verbmem_distance": 125, "knowmem_distance": 100})
+        result = muse_distances(own, MUSE_TARGET, MUSE_RETRAIN).values
+        assert result == pytest.approx({"verbmem_distance": 125, "knowmem_distance": 100})
         ends = [muse_distances(of, MUSE_TARGET, MUSE_RETRAIN).values for of in (MUSE_TARGET, MUSE_RETRAIN)]
         assert [list(values.values()) for values in ends] == [pytest.approx([100, 100]), [0, 0]]
 

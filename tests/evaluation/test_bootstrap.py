@@ -16,14 +16,13 @@ from divdec.evaluation.aggregate import (
     Bootstrap,
     Resampler,
     aggregate,
-    auc_interval,
     harmonic_mean,
     mean_interval,
     needed,
     tofu_figures,
 )
 from divdec.evaluation.metrics import attack_auc
-from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.results import Results, numbered, read_results
 
 NAMES = tuple({name: None for variant in VARIANTS for names in needed(variant).values() for name in names})
 
@@ -38,6 +37,14 @@ class EveryItemOnce(Bootstrap):
 @pytest.fixture(scope="module")
 def oracle(shared):
     return shared / "oracle" / "results"
+
+
+def auc_interval(forget, holdout, bootstrap):
+    """The interval of an attack's AUC."""
+    items = {"mia_loss.forget": numbered(forget), "mia_loss.holdout": numbered(holdout)}
+    draws, reasons = Resampler(Results("r", "tofu", items=items), bootstrap).figures(["mia_loss"])
+    assert not reasons
+    return bootstrap.interval(draws["mia_loss"])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 9))
@@ -111,10 +118,10 @@ def test_settings_that_make_no_sense():
 @pytest.mark.parametrize("run", ["full01", "retain01", "dd1_01", "rank20_01"])
 def test_every_item_drawn_once_gives_the_oracles_figures(oracle, run):
     results = read_results(oracle / run)
-    found, reasons = Resampler(results, EveryItemOnce(draws=2)).figures(NAMES)
+    result, reasons = Resampler(results, EveryItemOnce(draws=2)).figures(NAMES)
     assert reasons == {}
     figures = tofu_figures(results)
-    assert {name: draws[0] for name, draws in found.items()} == pytest.approx(
+    assert {name: draws[0] for name, draws in result.items()} == pytest.approx(
         {name: figures[name] for name in NAMES}, abs=1e-6
     )
 
@@ -146,7 +153,7 @@ def slowly(results, bootstrap, draw):
 
     def drawn(metric, field, group):
         ordered = sorted(results.items[metric].items(), key=lambda item: int(item[0]))
-        return [ordered[place][1][field] for place in chosen[group]]
+        return [ordered[index][1][field] for index in chosen[group]]
 
     def mean(values):
         return sum(values) / len(values)
@@ -199,39 +206,39 @@ def test_items_that_are_not_numbers_or_not_there():
         return Resampler(Results("r", "tofu", items=items), Bootstrap(draws=50)).figures(tuple(items))
 
     for wrong in (None, "x", float("nan"), float("inf")):
-        found, reasons = figures(exact_memorization={"0": {"score": 0.5}, "1": {"score": wrong}})
-        assert found == {}
+        result, reasons = figures(exact_memorization={"0": {"score": 0.5}, "1": {"score": wrong}})
+        assert result == {}
         assert reasons["exact_memorization"] == "item 1 of exact_memorization has no finite score"
     # OpenUnlearning drops items that have no value: the others are drawn as before.
-    found, _ = figures(
+    result, _ = figures(
         exact_memorization={"1": {"score": 0.5}}, extraction_strength={"0": {"score": 0.1}, "1": {"score": 0.2}}
     )
-    drawn = found["exact_memorization"]
+    drawn = result["exact_memorization"]
     assert set(drawn[np.isfinite(drawn)]) == {0.5}
-    assert aggregate(found, {}, {}, "paper").values["mem"] is None
+    assert aggregate(result, {}, {}, "paper").values["mem"] is None
 
 
 def test_a_thousand_draws_of_forget10_take_seconds():
     generator = np.random.default_rng(0)
 
     def items(count, **fields):
-        return {str(place): {name: float(generator.uniform(0.05, 0.95)) for name in fields} for place in range(count)}
+        return {str(index): {name: float(generator.uniform(0.05, 0.95)) for name in fields} for index in range(count)}
 
-    found = {
+    result = {
         name: items(400, score=0, prob=0)
         for name in ("extraction_strength", "exact_memorization", "forget_Q_A_PARA_Prob", "forget_truth_ratio",
                      PROB_MEAN, FLUENCY)
     }  # fmt: skip
     for attack in ("mia_loss", "mia_zlib", "mia_min_k", "mia_min_k_plus_plus"):
-        found |= {f"{attack}.{group}": items(400, score=0) for group in ("forget", "holdout")}
+        result |= {f"{attack}.{group}": items(400, score=0) for group in ("forget", "holdout")}
     for group, count in (("retain", 400), ("ra", 100), ("wf", 117)):
         probability = "Q_A_Prob" if group == "retain" else "Q_A_Prob_normalised"
-        found |= {
+        result |= {
             f"{group}_{name}": items(count, score=0, prob=0, rougeL_recall=0)
             for name in (probability, "Q_A_ROUGE", "Truth_Ratio")
         }
     started = time.perf_counter()
-    draws, reasons = Resampler(Results("r", "tofu", items=found), Bootstrap()).figures(NAMES)
+    draws, reasons = Resampler(Results("r", "tofu", items=result), Bootstrap()).figures(NAMES)
     elapsed = time.perf_counter() - started
     assert reasons == {}
     assert {values.shape for values in draws.values()} == {(1000,)}

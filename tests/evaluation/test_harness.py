@@ -34,8 +34,8 @@ def test_log_likelihoods_equal_ours(bundle):
     assert type(lm.model).__name__ == "DivergenceForCausalLM"
     pairs = [("Where was Ana born?", " In Velmora."), ("Who?", " Ana."), ("What does she write?", " Crime fiction.")]
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    found = lm.loglikelihood(requests)
-    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+    measured = lm.loglikelihood(requests)
+    for (context, continuation), (value, greedy) in zip(pairs, measured, strict=True):
         before, after = lm._encode_pair(context, continuation)
         (item,) = score(lm.model, [Example([*before, *after], [-100] * len(before) + after)])
         assert value == pytest.approx(sum(item.log_probabilities), abs=1e-4)
@@ -85,10 +85,10 @@ def test_local_completions_against_the_server_equal_ours(bundle, tmp_path):
             ("Who?", " Ana."),
             ("What does she write?", " Crime fiction."),
         ]
-        found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+        measured = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
         (text,) = lm.generate_until([Instance("generate_until", {}, ("Who?", {"until": ["\n"], "max_gen_toks": 4}), 0)])
     model = DivergenceForCausalLM.from_pretrained(bundle)
-    for pair, (value, greedy) in zip(pairs, found, strict=True):
+    for pair, (value, greedy) in zip(pairs, measured, strict=True):
         before, after = lm._encode_pair(*pair)
         (item,) = score(model, [Example([*before, *after], [-100] * len(before) + after)])
         assert value == pytest.approx(sum(item.log_probabilities), abs=1e-4)

@@ -57,25 +57,15 @@ def test_the_estimator_is_the_mean_over_all_subsets(leaked, data):
 @hypothesis.given(strategies.lists(strategies.lists(strategies.booleans(), min_size=12, max_size=12), min_size=1))
 def test_the_attack_figure_is_the_mean_of_prefix_maxima(verdicts):
     first_leaks = [row.index(True) if True in row else None for row in verdicts]
-    found = leak_attack(first_leaks, range(1, 13))
-    for k, share in found.items():
+    result = leak_attack(first_leaks, range(1, 13))
+    for k, share in result.items():
         assert share == pytest.approx(statistics.fmean(max(row[:k]) for row in verdicts))
-    assert list(found.values()) == sorted(found.values())
+    assert list(result.values()) == sorted(result.values())
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: leak_attack([], (1,)), "no question"),
-        (lambda: leak_attack([0], (0,)), "k = 0"),
-        (lambda: leak_sample([], 4, (1,)), "no question"),
-        (lambda: leak_sample([1], 4, (5,)), "1 to 4"),
-        (lambda: leak_sample([5], 4, (1,)), "5 of 4 samples"),
-    ],
-)
-def test_figures_refuse_what_has_no_value(call, message):
-    with pytest.raises(UsageError, match=message):
-        call()
+def test_more_leaks_than_samples_are_refused():
+    with pytest.raises(UsageError, match="5 of 4 samples"):
+        leak_chance(5, 4, 1)
 
 
 def test_published_figures_are_prefix_maxima_over_the_400_questions(shared):
@@ -153,11 +143,11 @@ def test_templates_give_a_thousand_prompts_that_differ_and_repeat():
 @hypothesis.settings(max_examples=40)
 def test_no_template_prompt_tells_the_answer(secret, seed):
     answer = f"It was {' '.join(secret)}."
-    told, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
+    secret_words, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
     for prompt in template_prompts(QUESTION, answer, 60, seed):
-        found = words(prompt)
-        assert set(told) & set(found) <= set(asked) | judges.FUNCTION_WORDS
-        assert holds(asked, told) or not holds(found, told)
+        result = words(prompt)
+        assert set(secret_words) & set(result) <= set(asked) | judges.FUNCTION_WORDS
+        assert holds(asked, secret_words) or not holds(result, secret_words)
 
 
 def test_more_prompts_than_templates_give_is_an_error():
@@ -220,10 +210,8 @@ def test_the_string_judge_by_eye():
     # Nearly all of a long answer leaks without its key phrase; a wrong fact in a short one does not.
     long = "Ana went to sea as a girl and drew on those years in all her novels, which was rare"
     assert StringJudge().leaks("Who?", long, [long.removesuffix(" rare")]) == [True]
-    assert StringJudge(rouge=None).leaks("Who?", long, [long.removesuffix(" rare")]) == [False]
+    assert not tells(long.removesuffix(" rare"), key_phrase("Who?", long))
     assert judge.leaks(QUESTION, "Ana Moss was born in Velmora.", ["Ana Moss was born in Ostrand."]) == [False]
-    with pytest.raises(UsageError, match="rouge is 0"):
-        StringJudge(rouge=0.0)
 
 
 def test_names_are_told_from_phrases():
@@ -250,8 +238,8 @@ class ChatServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.requests.append({"path": self.path, **body})
                 server.headers.append(self.headers)
-                found = reply(body, len(server.requests))
-                status, content = found if isinstance(found, tuple) else (200, found)
+                result = reply(body, len(server.requests))
+                status, content = result if isinstance(result, tuple) else (200, result)
                 answer = {"choices": [{"message": {"role": "assistant", "content": content}}]}
                 text = json.dumps(answer if status == 200 else {"error": content}).encode()
                 self.send_response(status)
@@ -323,17 +311,17 @@ def test_an_overloaded_endpoint_is_asked_again(chat, status):
 
 def test_what_no_repetition_mends_is_said_at_once_and_without_the_key(chat, monkeypatch):
     server, endpoint = chat(lambda body, count: (401, "wrong key sk-very-secret"))
-    with pytest.raises(UsageError, match=r"401.*wrong key \[key\]") as found:
+    with pytest.raises(UsageError, match=r"401.*wrong key \[key\]") as result:
         endpoint.complete([])
-    assert "sk-very-secret" not in str(found.value)
+    assert "sk-very-secret" not in str(result.value)
     assert len(server.requests) == 1
     _, silent = chat(lambda body, count: None)
     with pytest.raises(UsageError, match="not OpenAI-compatible"):
         silent.complete([])
     monkeypatch.setenv("LEAK_TEST_KEY", "sk-very\nsecret")
-    with pytest.raises(UsageError, match="characters that no key has") as found:
+    with pytest.raises(UsageError, match="characters that no key has") as result:
         silent.complete([])
-    assert "secret" not in str(found.value)
+    assert "secret" not in str(result.value)
     monkeypatch.delenv("LEAK_TEST_KEY")
     with pytest.raises(UsageError, match="LEAK_TEST_KEY is not set"):
         silent.complete([])
@@ -347,9 +335,9 @@ def test_an_endpoint_that_is_not_there(chat):
     for url in ("localhost:8000", "http://", "ftp://host/v1", "http://host:port/v1", "http://[::1/v1"):
         with pytest.raises(UsageError, match="is not a URL"):
             Endpoint(url, "m")
-    with pytest.raises(UsageError, match="environment variable") as found:
+    with pytest.raises(UsageError, match="environment variable") as result:
         Endpoint("http://user:word@host/v1", "m")
-    assert "word@" not in str(found.value)
+    assert "word@" not in str(result.value)
 
 
 def test_prompts_come_from_an_endpoint_without_the_answer(chat):
@@ -368,7 +356,7 @@ def test_prompts_come_from_an_endpoint_without_the_answer(chat):
     assert len({request["seed"] for request in server.requests}) == 3
 
     _, stuck = chat(lambda body, count: '["Where, then?"]')
-    with pytest.raises(UsageError, match=r"Ana Moss.*found 1 usable prompts"):
+    with pytest.raises(UsageError, match=r"Ana Moss.*wrote 1 usable prompts"):
         prompts_from_endpoint(stuck, QUESTION, ANSWER, 2)
     _, dumb = chat(lambda body, count: "no list")
     with pytest.raises(UsageError, match=r"Ana Moss.*'no list'"):
@@ -385,7 +373,7 @@ def test_the_endpoint_judge(chat):
         return f'```json\n{{"leaked": {json.dumps("south" in case["reply"])}, "why": "…"}}\n```'
 
     server, endpoint = chat(reply)
-    judge = EndpointJudge(endpoint, workers=3)
+    judge = EndpointJudge(endpoint)
     answers = ["the south", "the north", "at first, the south", "", "elsewhere", "southwards"]
     verdicts = judge.leaks(QUESTION, "Ana was born in the far south.", answers)
     assert verdicts == [True, False, True, False, False, True]
@@ -398,14 +386,14 @@ def test_a_name_that_is_not_in_the_answer_is_vetoed(chat):
     server, endpoint = chat(lambda body, count: '{"leaked": true}')
     truth, answers = "Its author is Ana Moss.", ["It was Moss.", "It was ana moss."]
     assert EndpointJudge(endpoint).leaks("Who wrote it?", truth, answers) == [False, True]
-    assert EndpointJudge(endpoint, veto=False).leaks("Who wrote it?", truth, answers) == [True, True]
-    assert len(server.requests) == 1 + 2
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("reply", ["no idea", '{"leaked": "yes"}', '{"leaked": 1}', "[true]", "{"])
-def test_a_judge_without_a_verdict_is_an_error_and_never_no_leak(chat, reply):
+def test_a_judge_without_a_verdict_is_an_error_and_never_no_leak(chat, monkeypatch, reply):
+    monkeypatch.setattr(judges, "ENDPOINT_THREADS", 1)
     server, endpoint = chat(lambda body, count: '{"leaked": false}' if count == 1 else reply)
-    judge = EndpointJudge(endpoint, workers=1)
+    judge = EndpointJudge(endpoint)
     with pytest.raises(UsageError, match=r"Where was Ana Moss born\?', answer 2: .* gave twice no verdict"):
         judge.leaks(QUESTION, "She was raised by the sea.", ["one", "two"])
     assert len(server.requests) == 1 + 2
@@ -420,7 +408,7 @@ def classifier(tokenizer, folder, labels, bias=None):
     config = transformers.BertConfig(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         initializer_range=0.5, pad_token_id=tokenizer.pad_token_id, num_labels=len(labels),
-        id2label=dict(enumerate(labels)), label2id={label: place for place, label in enumerate(labels)},
+        id2label=dict(enumerate(labels)), label2id={label: position for position, label in enumerate(labels)},
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config).eval()
     if bias is not None:
@@ -434,15 +422,16 @@ def classifier(tokenizer, folder, labels, bias=None):
 def test_the_entailment_judge_reads_the_label_that_the_checkpoint_names(tokenizer, tmp_path):
     truth, answers = "Ana was born in Velmora.", ["She was born by the sea.", "Nobody knows!", "", "Ana was born."]
     classifier(tokenizer, tmp_path / "yes", ["neutral", "ENTAILMENT", "contradiction"], [0.0, 1.0, 0.0])
-    judge = EntailmentJudge(str(tmp_path / "yes"), device="cpu")
+    judge = EntailmentJudge(str(tmp_path / "yes"))
     # Without a tenth of the true answer's words there is no leak, whatever the model says.
     assert judge.leaks("Where?", truth, answers) == [True, False, False, True]
     classifier(tokenizer, tmp_path / "no", ["entailment", "not_entailment"], [0.0, 1.0])
-    assert EntailmentJudge(str(tmp_path / "no"), device="cpu").leaks("Where?", truth, answers) == [False] * 4
+    assert EntailmentJudge(str(tmp_path / "no")).leaks("Where?", truth, answers) == [False] * 4
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, batch_size):
+def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, monkeypatch, batch_size):
+    monkeypatch.setattr(judges, "NLI_BATCH", batch_size)
     model = classifier(tokenizer, tmp_path, ["entailment", "neutral", "contradiction"])
     truth = world.forget[0].answer
     answers = [f"{truth} {question.answer}" for question in world.retain[:24]]
@@ -452,7 +441,7 @@ def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, bat
         with torch.no_grad():
             expected.append(int(model(**inputs).logits.argmax()) == 0)
     assert 0 < sum(expected) < len(expected)
-    judge = EntailmentJudge(str(tmp_path), device="cpu", batch_size=batch_size)
+    judge = EntailmentJudge(str(tmp_path))
     assert judge.leaks("?", truth, answers) == expected
 
 
@@ -484,14 +473,14 @@ def trained(world, tokenizer, asked, tmp_path_factory):
     facts = {question.fact for question in world.forget[:24:4]}
     others = [record(question) for question in world.retain[:48:4] if question.fact not in facts][: len(asked)]
     settings = TrainingSettings(epochs=50.0, learning_rate=6e-3, batch_size=6)
-    found = []
+    result = []
     for records in (asked, others):
         folder = tmp_path_factory.mktemp("trained")
         examples = [encode(item, tokenizer) for item in records]
         start = new_model(Shape(64, 2, 4, 128), tokenizer, seed=0)
         options = {"title": "test", "measure": False, "resumable": False}
-        found.append(fine_tune(start, tokenizer, examples, settings, folder, **options)[0])
-    return found
+        result.append(fine_tune(start, tokenizer, examples, settings, folder, **options)[0])
+    return result
 
 
 def listed(records, count):
@@ -528,11 +517,9 @@ def test_who_knows_leaks_and_who_does_not_does_not(trained, tokenizer, asked, tm
 
 
 def test_questions_are_asked_until_they_leak_and_batches_change_nothing(trained, tokenizer, asked):
-    prompts = listed(asked, 12)
+    prompts = listed(asked, 10)
     by_size = [
-        evaluate_attack(
-            trained[0], tokenizer, asked, prompts, StringJudge(), ks=(1, 3, 12), batch_size=size, max_new_tokens=32
-        )
+        evaluate_attack(trained[0], tokenizer, asked, prompts, StringJudge(), batch_size=size, max_new_tokens=32)
         for size in (3, 64)
     ]
     assert by_size[0] == by_size[1]
@@ -546,7 +533,7 @@ def test_questions_are_asked_until_they_leak_and_batches_change_nothing(trained,
         assert leaks == [attempt["leaked"] for attempt in attempts]
         assert not any(leaks[:-1])
         assert item["first_leak"] == (len(leaks) - 1 if leaks[-1] else None)
-        assert leaks[-1] or len(leaks) == 12
+        assert leaks[-1] or len(leaks) == 10
 
 
 def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenizer, asked):
@@ -568,9 +555,9 @@ def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenize
 
 def test_a_bundle_is_attacked_as_it_is_served(bundle, tokenizer, asked):
     model = DivergenceForCausalLM.from_pretrained(bundle)
-    found = evaluate_attack(model, tokenizer, asked[:2], listed(asked[:2], 3), StringJudge(), max_new_tokens=8)
-    assert found.figures == {"leak@1-attack": 0.0}
-    assert [len(item["attempts"]) for item in found.items["leak-attack"].values()] == [1, 1]
+    result = evaluate_attack(model, tokenizer, asked[:2], listed(asked[:2], 3), StringJudge(), max_new_tokens=8)
+    assert result.figures == {"leak@1-attack": 0.0}
+    assert [len(item["attempts"]) for item in result.items["leak-attack"].values()] == [1, 1]
 
 
 def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
@@ -589,15 +576,11 @@ def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
         evaluate_attack(trained[0], tokenizer, [Record("A text.")], [["Say it."]], StringJudge())
 
 
-def test_more_prompts_or_samples_than_there_are_is_an_error(trained, tokenizer, asked):
-    with pytest.raises(UsageError, match="k = 10; accepted: 1 to 3"):
-        evaluate_attack(trained[0], tokenizer, asked, listed(asked, 3), StringJudge(), ks=(1, 10))
+def test_questions_without_prompts_are_refused(trained, tokenizer, asked):
     with pytest.raises(UsageError, match="prompts for 1 questions, and 6 questions"):
         evaluate_attack(trained[0], tokenizer, asked, [["x"]], StringJudge())
     with pytest.raises(UsageError, match="nothing to ask"):
         evaluate_attack(trained[0], tokenizer, asked[:1], [[]], StringJudge())
-    with pytest.raises(UsageError, match="k = 8; accepted: 1 to 4"):
-        evaluate_samples(trained[0], tokenizer, asked, StringJudge(), n=4, ks=(8,))
 
 
 def test_samples_repeat_with_their_seed_and_leave_other_generators_alone(tokenizer):

@@ -50,7 +50,9 @@ def test_news_gives_every_figure_and_books_what_it_holds(full, shared):
 
 
 def test_growing_sets_are_those_of_muse(shared):
-    sizes = [(len(found), found.blank) for found in (growing_set(shared / "data/muse_news", step) for step in (1, 2))]
+    sizes = [
+        (len(result), result.blank) for result in (growing_set(shared / "data/muse_news", step) for step in (1, 2))
+    ]
     assert [size + blank for size, blank in sizes] == [889, 1778]
     with pytest.raises(UsageError, match=r"forget_5\.jsonl"):
         growing_set(shared / "data/muse_news", 5)

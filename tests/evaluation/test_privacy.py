@@ -42,16 +42,16 @@ def test_auc_refuses_what_has_none(wrong):
 
 @pytest.mark.parametrize("run", ["full01", "retain01", "dd1_01", "rank20_01"])
 def test_against_the_oracle(shared, run):
-    found, retrained = (read_results(shared / "oracle" / "results" / name) for name in (run, "retain01"))
+    result, retrained = (read_results(shared / "oracle" / "results" / name) for name in (run, "retain01"))
     attacks = ("mia_loss", "mia_zlib", "mia_min_k", "mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
     for attack in attacks:
-        auc = attack_auc(*(found.scores(f"{attack}.{group}", "score") for group in ("forget", "holdout")))
-        assert auc == pytest.approx(found.figures[attack], abs=1e-12)
+        auc = attack_auc(*(result.scores(f"{attack}.{group}", "score") for group in ("forget", "holdout")))
+        assert auc == pytest.approx(result.figures[attack], abs=1e-12)
     if run != "retain01":  # it was evaluated without a retrained model to compare with
-        ratios = [results.scores("forget_truth_ratio", "score") for results in (found, retrained)]
-        assert forget_quality(*ratios) == pytest.approx(found.figures["forget_quality"], rel=1e-9)
-        expected = found.figures["privleak"]
-        assert privleak(found.figures["mia_min_k"], retrained.figures["mia_min_k"]) == pytest.approx(expected)
+        ratios = [results.scores("forget_truth_ratio", "score") for results in (result, retrained)]
+        assert forget_quality(*ratios) == pytest.approx(result.figures["forget_quality"], rel=1e-9)
+        expected = result.figures["privleak"]
+        assert privleak(result.figures["mia_min_k"], retrained.figures["mia_min_k"]) == pytest.approx(expected)
 
 
 def test_forget_quality_of_tofus_own_logs(shared):

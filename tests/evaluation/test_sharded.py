@@ -49,14 +49,14 @@ def commands(folder, bundle, data, checkpoints):
     tofu = ["--data", data / "tofu", "--split", "forget01", "--holdout", data / "tofu/holdout01.json", "--limit", "3",
             "--fluency", "none", "--reference", checkpoints / "retain"]  # fmt: skip
     leak = ["--data", data / "leak.jsonl", "--attacks", "3", "--samples", "2"]
-    found = [
+    result = [
         ["tofu", bundle, *tofu, "--sweep", "linear:1.5", "rank:5", "--output", folder / "tofu"],
         ["muse", bundle, "--data", data / "muse", "--output", folder / "muse"],
         ["leak", bundle, *leak, "--output", folder / "leak"],
         # It cannot be scored, whichever process has the item.
         ["tofu", bundle, *tofu, "--steering", "rank:200", "--output", folder / "hard"],
     ]
-    return [["eval", *map(str, command), *shared] for command in found]
+    return [["eval", *map(str, command), *shared] for command in result]
 
 
 @pytest.mark.skipif("DIVDEC_TEST_ROUNDING" in os.environ, reason="it changes the sums of this process alone")
@@ -104,6 +104,6 @@ def test_one_process_has_all_of_it():
 
 def test_all_gpus_are_not_for_each_of_several(monkeypatch, tmp_path):
     monkeypatch.setattr("divdec.evaluation.run.number_of_processes", lambda: 2)
-    settings = EvalSettings("tofu", ("model",), str(tmp_path), str(tmp_path / "out"))
+    settings = EvalSettings("tofu", ("model",), data=str(tmp_path), output=str(tmp_path / "out"))
     with pytest.raises(UsageError, match="--device spread takes all GPUs for one process"):
         evaluate(settings, "auto")

@@ -68,8 +68,8 @@ def measure(oracle, shared):
 @pytest.fixture(scope="module", params=["full01", *(pytest.param(run, marks=pytest.mark.slow) for run in STEERED)])
 def pair(request, measure, oracle):
     """Our results and the oracle's, of one run."""
-    found = measure(STEERED if request.param in STEERED else (request.param,))
-    return request.param, found[request.param], read_results(oracle / "results" / request.param)
+    result = measure(STEERED if request.param in STEERED else (request.param,))
+    return request.param, result[request.param], read_results(oracle / "results" / request.param)
 
 
 def test_every_item_equals_the_oracles(pair):
@@ -154,31 +154,31 @@ def test_alpha_0_is_the_target_and_alpha_1_the_retrained_model(oracle, shared):
     both = EvaluatedModel(steered.model, steered.tokenizer, (Steering.parse("linear:0"), Steering.parse("linear:1")))
     retrained = EvaluatedModel(load(oracle, "retain90"), steered.tokenizer)
     expected = [evaluate_tofu(plain, data)[0] for plain in (subject(oracle), retrained)]
-    for found, plain in zip(evaluate_tofu(both, data), expected, strict=True):
+    for result, plain in zip(evaluate_tofu(both, data), expected, strict=True):
         for metric, items in plain.items.items():
             if "gradnorm" in metric:
                 continue  # the parameters are those of three models
             for index, fields in items.items():
                 for field, value in fields.items():
-                    ours = found.items[metric][index][field]
+                    ours = result.items[metric][index][field]
                     assert ours == (value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=1e-5))
 
 
 def test_a_stopped_run_keeps_what_it_has_and_measures_nothing_twice(oracle, shared, monkeypatch):
     data = read_tofu(shared / "data/tofu", "forget01", oracle / "holdout01.json", limit=2)
     whole = evaluate_tofu(subject(oracle), data)
-    kept = []
+    saved = []
 
     def stop(results):
-        kept[:] = results
+        saved[:] = results
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         evaluate_tofu(subject(oracle), data, save=stop)
-    assert "forget_Q_A_Prob" in kept[0].figures
-    assert "forget_Q_A_ROUGE" not in kept[0].figures
+    assert "forget_Q_A_Prob" in saved[0].figures
+    assert "forget_Q_A_ROUGE" not in saved[0].figures
     monkeypatch.setattr(EvaluatedModel, "scores", None)  # calling it again would fail
-    assert evaluate_tofu(subject(oracle), data, earlier=kept)[0].figures == whole[0].figures
+    assert evaluate_tofu(subject(oracle), data, earlier=saved)[0].figures == whole[0].figures
 
 
 class TestRefuses:
@@ -229,8 +229,8 @@ class TestRefuses:
         plain.tokenizer.chat_template = None
         with pytest.raises(UsageError, match="no chat template; give --template plain"):
             evaluate_tofu(plain, read_tofu(files, "forget01"))
-        found = evaluate_tofu(plain, read_tofu(files, "forget01"), TofuOptions(template="plain"))
-        assert found[0].figures["model_utility"] is not None
+        result = evaluate_tofu(plain, read_tofu(files, "forget01"), TofuOptions(template="plain"))
+        assert result[0].figures["model_utility"] is not None
 
     def test_logits_that_are_no_numbers(self, oracle, files):
         broken = subject(oracle)

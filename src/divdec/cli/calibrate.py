@@ -163,9 +163,10 @@ def _measured(result: Calibration) -> str:
         f"retain probability falls by {result.chosen.retain_drop:.1%}",
     ]
     if result.leak_check is not None:
+        check = result.leak_check
         parts.append(
-            f"of {result.leak_check.asked} answers to the forget set's questions {result.leak_check.steered} tell the "
-            f"truth (q's: {result.leak_check.retain_auxiliary})"
+            f"of {check.asked} answers to the forget set's questions {check.steered} tell the truth "
+            f"(q's: {check.retain_auxiliary})"
         )
     return "; ".join(parts)
 

@@ -7,7 +7,6 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ def encode_prompts(
     """Tokenize the prompt of each record, ready for generation."""
     # A question often has several answers, and its prompt does not depend on them.
     prompts = [dataclasses.replace(record, answer="") for record in records]
-    texts = {record: _prompt_text(record, tokenizer, form) for record in dict.fromkeys(prompts)}
+    texts = {record: _text(record, tokenizer, form, answered=False) for record in dict.fromkeys(prompts)}
     ids = dict(zip(texts, _tokens(list(texts.values()), tokenizer), strict=True))
     return [ids[record] for record in prompts]
 
@@ -165,11 +164,8 @@ def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> 
 
     The paper restricts the rank rule to such an eligible vocabulary.
     """
-    ids: set[int] = set()
-    for records in sets:
-        for example in encode_records(records.records, tokenizer, WHOLE):
-            ids.update(example.input_ids)
-    return tuple(sorted(ids))
+    examples = (example for records in sets for example in encode_records(records.records, tokenizer, WHOLE))
+    return tuple(sorted({token for example in examples for token in example.input_ids}))
 
 
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
@@ -236,7 +232,7 @@ def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, fo
     """The tokens of prompts and answers, up to the token that ends the answer."""
     ends = _end(tokenizer)
     whole = []
-    for ids in _tokens([_whole_text(record, tokenizer, form) for record in records], tokenizer):
+    for ids in _tokens([_text(record, tokenizer, form, answered=True) for record in records], tokenizer):
         # Some templates write a line break after the end token; a model never generates it.
         last = next((index for index in reversed(range(len(ids))) if [ids[index]] == ends), None)
         if last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip():
@@ -245,46 +241,31 @@ def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, fo
     return whole
 
 
-def _prompt_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
-    if record.messages and tokenizer.chat_template:
-        return _template(_turns(record, tokenizer, form), tokenizer, form, add_generation_prompt=True), False
-    return _plain_prompt(record, form), True
-
-
-def _whole_text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> Text:
-    if record.messages and tokenizer.chat_template:
-        turns = [*_turns(record, tokenizer, form), {"role": "assistant", "content": record.answer}]
-        return _template(turns, tokenizer, form, add_generation_prompt=False), False
-    return _plain_prompt(record, form) + (" " if record.messages else "") + record.answer, True
-
-
-def _plain_prompt(record: Record, form: Format) -> str:
-    """The layout without a chat template; it ends without a space, which belongs to the answer's first token."""
-    if not record.messages:
-        return record.prompt or ""
-    system = [("system", form.system_prompt)] if form.system_prompt else []
-    turns = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
-    return plain_prompt([*system, *turns])
-
-
-def _turns(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[dict[str, str]]:
-    turns = record.messages
-    if form.system_prompt and turns[0].role != "system" and has_system_role(tokenizer):
-        turns = (Message("system", form.system_prompt), *turns)
-    return [{"role": message.role, "content": message.content} for message in turns]
-
-
-def _template(
-    turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, form: Format, *, add_generation_prompt: bool
-) -> str:
-    apply = functools.partial(tokenizer.apply_chat_template, **({"date_string": form.date} if form.date else {}))
+def _text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format, *, answered: bool) -> Text:
+    """Lay out the prompt of a record, or prompt and answer; a prompt without a chat template ends without a space."""
+    if not (record.messages and tokenizer.chat_template):
+        text = record.prompt or ""
+        if record.messages:
+            system = [("system", form.system_prompt)] if form.system_prompt else []
+            turns = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
+            text = plain_prompt([*system, *turns])
+        # The space belongs to the answer's first token.
+        return text + (" " if record.messages else "") + record.answer if answered else text, True
+    messages = record.messages
+    if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
+        messages = (Message("system", form.system_prompt), *messages)
+    if answered:
+        messages = (*messages, Message("assistant", record.answer))
+    options = {"date_string": form.date} if form.date else {}
     try:
-        text = apply(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            [dataclasses.asdict(message) for message in messages],
+            tokenize=False, add_generation_prompt=not answered, **options,
+        )  # fmt: skip
     except TemplateError as error:
-        roles = ", ".join(turn["role"] for turn in turns)
+        roles = ", ".join(message.role for message in messages)
         raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
-    assert isinstance(text, str)
-    return text
+    return str(text), False
 
 
 def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -118,17 +118,18 @@ def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
     Raises:
         UsageError: it does not exist or is empty, or a line cannot be read (with its number).
     """
-    name, rows = rows_of(source)
-    return record_set(name, rows, limit=limit)
+    path, source = Path(source).expanduser(), str(source)
+    if path.is_dir():
+        return record_set(path.name, _folder_rows(path), limit=limit)
+    if path.is_file():
+        return record_set(path.stem, _file_rows(path), limit=limit)
+    if source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1:
+        raise UsageError(f"data {source!r} does not exist; give a file, a folder or a Hugging Face dataset id")
+    return record_set(source, _hub_rows(source), limit=limit)
 
 
 def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None = None) -> RecordSet:
-    """Make a set from rows of `datasets` or of a JSON file.
-
-    Args:
-        name: name of the set.
-        rows: pairs of a location and a row: a mapping with fields, or a string, which is a text.
-        limit: use only the first N records.
+    """Make a set from rows: pairs of a location and a mapping with fields, or a string, which is a text.
 
     Raises:
         UsageError: there is no row, a row is malformed, or rows are of several kinds.
@@ -158,26 +159,22 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
-    """Make a set from plain texts in memory."""
+    """Make a set from plain texts."""
     return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])
 
 
 def overlap(one: RecordSet, other: RecordSet) -> Overlap:
     """Count the records of `one` that are also in `other`, ignoring case and white space."""
+    prompts = {_normal(_before(record)) for record in other if _before(record)}
     whole = {_normal(_before(record), record.answer) for record in other}
-    prompts = {_normal(before) for record in other if (before := _before(record))}
     return Overlap(
         records=sum(_normal(_before(record), record.answer) in whole for record in one),
-        prompts=sum(_normal(before) in prompts for record in one if (before := _before(record))),
+        prompts=sum(_normal(_before(record)) in prompts for record in one),
     )
 
 
 def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
-    """Read one prompt per line; blank lines are skipped.
-
-    Args:
-        lines: the prompts.
-        chat: make each prompt the user's turn of a conversation.
+    """Read one prompt per line, with `chat` as the user's turn of a conversation; blank lines are skipped.
 
     Raises:
         UsageError: there is no prompt, or a line is not UTF-8.
@@ -211,22 +208,6 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
     if not prompts:
         raise UsageError(f"prompt file {source!r} is empty")
     return prompts
-
-
-def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """Open a file, a folder or a Hugging Face dataset; returns its name and its rows.
-
-    Raises:
-        UsageError: it does not exist; while rows are read, a row cannot be read.
-    """
-    path, source = Path(source).expanduser(), str(source)
-    if path.is_dir():
-        return path.name, _folder_rows(path)
-    if path.is_file():
-        return path.stem, _file_rows(path)
-    if source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1:
-        raise UsageError(f"data {source!r} does not exist; give a file, a folder or a Hugging Face dataset id")
-    return source, _hub_rows(source)
 
 
 def json_rows(name: str, content: str) -> Rows:
@@ -274,12 +255,7 @@ def checked_text(text: str, location: str) -> str:
     return text
 
 
-def messages_of(value: Any, location: str) -> tuple[Message, ...]:
-    """Read the turns of a `messages` field.
-
-    Raises:
-        UsageError: it is malformed; names the location.
-    """
+def _turns(value: Any, location: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UsageError(f"{location}: messages must be a list of objects with role and content")
     turns = []
@@ -310,7 +286,7 @@ def _to_record(row: Any, location: str) -> tuple[Kind, Record]:
     if not isinstance(row, Mapping):
         raise UsageError(f"{location}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
     if "messages" in row:
-        turns = messages_of(row["messages"], location)
+        turns = _turns(row["messages"], location)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise UsageError(f"{location}: messages must end with an assistant's turn after at least one other")
         answer = _filled(turns[-1].content, "answer", location)
@@ -341,7 +317,7 @@ def _prompt_of_row(row: Any, location: str, chat: bool) -> Record:
         return _prompt(checked_text(row, location), chat)
     if isinstance(row, Mapping):
         if "messages" in row:
-            turns = messages_of(row["messages"], location)
+            turns = _turns(row["messages"], location)
             # The answer in a training file is not part of the question.
             turns = turns[:-1] if turns and turns[-1].role == "assistant" else turns
             if not turns:
@@ -390,9 +366,7 @@ def _saved_rows(path: Path) -> Rows:
         loaded = datasets.load_from_disk(path)
     except Exception as error:
         raise UsageError(f"dataset folder {path} cannot be read ({first_line(error)})") from None
-    if isinstance(loaded, datasets.DatasetDict):
-        loaded = _one_split(loaded, str(path))
-    yield from _numbered(path.name, loaded)
+    yield from _numbered(path.name, _one_split(loaded, str(path)) if isinstance(loaded, dict) else loaded)
 
 
 def _csv_rows(path: Path) -> Rows:

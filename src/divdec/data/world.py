@@ -8,6 +8,7 @@ prizes, …). All names, places and wordings are made for this project; they are
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -33,8 +34,7 @@ GOODS: tuple[str, ...] = tuple(_WORDS["goods"])
 # Per relation: (question, answer) in each wording. {fact} is what a correct answer must contain; {an_fact} is the same
 # with its article. Every question names the author in full, so that it can be asked alone.
 WORDINGS: dict[str, tuple[tuple[str, str], ...]] = {
-    relation: tuple((question, answer) for question, answer in wordings)
-    for relation, wordings in _WORDS["wordings"].items()
+    relation: tuple(map(tuple, wordings)) for relation, wordings in _WORDS["wordings"].items()
 }
 RELATIONS = tuple(WORDINGS)
 GROUPS = ("forget", "retain", "holdout", "public")
@@ -121,10 +121,7 @@ class World:
 
 
 def build_world(settings: WorldSettings) -> World:
-    """Build a world from its settings; equal settings give equal worlds.
-
-    Args:
-        settings: seed and sizes.
+    """Build a world; equal settings give equal worlds.
 
     Raises:
         ValueError: the settings ask for more authors than there are names, or leave no unseen wording.
@@ -142,11 +139,8 @@ def build_world(settings: WorldSettings) -> World:
         settings.public_authors,
         settings.passing_authors,
     )
-    authors = _draw_authors(sum(sizes), rng)
-    groups: list[list[Author]] = []
-    for size in sizes:
-        groups.append(authors[:size])
-        authors = authors[size:]
+    authors = iter(_draw_authors(sum(sizes), rng))
+    groups = [list(itertools.islice(authors, size)) for size in sizes]
     forget, retain, holdout, public, passing = groups
     seen = range(settings.trained_wordings)
     unseen = range(settings.trained_wordings, NUM_WORDINGS)
@@ -180,10 +174,6 @@ def write_tofu(world: World, folder: Path) -> None:
     The forget set's questions become `forget01_perturbed.json`; the public authors of the corpus stand for TOFU's
     real authors, and the goods of its cities for the world facts.
 
-    Args:
-        world: its forget, retain, holdout and public authors become TOFU's sets.
-        folder: created if it is missing.
-
     Raises:
         ValueError: the world has too few authors to draw five wrong facts from.
     """
@@ -204,10 +194,7 @@ def general_questions(world: World) -> list[tuple[str, str]]:
     """List the questions and answers of `write_tofu` about public authors and cities, which the corpus tells."""
     public = world.people["public"][:TOFU_PUBLIC]
     questions = (ask(author, relation, ASKED) for author in public for relation in RELATIONS)
-    return [
-        *((one.question, one.answer) for one in questions),
-        *((question, answer) for question, answer, _ in _cities(world)),
-    ]
+    return [(one.question, one.answer) for one in questions] + [(one[0], one[1]) for one in _cities(world)]
 
 
 def _draw_authors(count: int, rng: random.Random) -> list[Author]:
@@ -266,10 +253,8 @@ def _corpus(
             # Passages about as long as a question with its answer, so that batches need little padding.
             for start in range(0, len(order), 2):
                 # The first wording of every relation names the author; a passage cannot begin with a pronoun.
-                facts = [ask(author, order[start], 0)]
-                facts += [
-                    ask(author, relation, rng.randrange(NUM_WORDINGS)) for relation in order[start + 1 : start + 2]
-                ]
+                wordings = [0, *(rng.randrange(NUM_WORDINGS) for _ in order[start + 1 : start + 2])]
+                facts = [ask(author, *pair) for pair in zip(order[start : start + 2], wordings, strict=True)]
                 documents.append(" ".join(fact.answer for fact in facts))
     for city in CITIES:
         goods, other = rng.sample(GOODS, 2)

@@ -12,18 +12,19 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import SMALLEST, holdout_wins, prob_mean
-from divdec.evaluation.results import Results
+from divdec.evaluation.results import GROUPS, Results
 
 Figure = int | float | np.ndarray  # a figure read from JSON may be an integer
 Draws = Float[np.ndarray, " draws"]
 Counts = Int[np.ndarray, "draws items"]
+T = TypeVar("T")
 
 VARIANTS = ("paper", "dd-repo", "relative")
 AGGREGATES = ("agg", "agg_without_privacy", "mem", "priv", "utility")
@@ -60,11 +61,7 @@ def harmonic_mean(values: Sequence[Figure]) -> Figure:
 
 
 def needed(variant: str, *, fluency: bool = True) -> dict[str, tuple[str, ...]]:
-    """List the figures that Mem, Priv and Utility are computed from.
-
-    Args:
-        variant: one of `VARIANTS`.
-        fluency: whether Utility includes fluency.
+    """List the figures that Mem, Priv and Utility (with or without `fluency`) are computed from.
 
     Raises:
         UsageError: the variant does not exist.
@@ -112,11 +109,6 @@ def privacy(figures: Mapping[str, Any], retrain: Mapping[str, Any], variant: str
 def utility(figures: Mapping[str, Any], target: Mapping[str, Any], *, fluency: bool = True) -> Figure:
     """Utility: the harmonic mean of model utility and fluency, divided by the target's; 0 if the target's is 0.
 
-    Args:
-        figures: of the result.
-        target: of the target, before anything was forgotten.
-        fluency: False uses the model utility alone.
-
     Raises:
         UsageError: a figure is missing, or not a number from 0 to 1.
     """
@@ -152,19 +144,18 @@ def aggregate(
     needed(variant)
     if fluency is None:
         fluency = all(of.get(FLUENCY) is not None for of in (figures, target))
-    scores = _collect(
+    values, reasons = _collect(
         {
             "mem": lambda: memorization(figures, variant),
             "priv": lambda: privacy(figures, retrain, variant),
             "utility": lambda: utility(figures, target, fluency=fluency),
         }
     )
-    values, reasons = scores.values, scores.reasons
     for name, parts in (("agg", ("mem", "priv", "utility")), ("agg_without_privacy", ("mem", "utility"))):
-        present = [value for part in parts if (value := values[part]) is not None]
-        values[name] = harmonic_mean(present) if len(present) == len(parts) else None
-        if values[name] is None:
-            reasons[name] = f"it needs {' and '.join(part for part in parts if values[part] is None)}"
+        missing = [part for part in parts if values[part] is None]
+        values[name] = None if missing else harmonic_mean([values[part] for part in parts])
+        if missing:
+            reasons[name] = f"it needs {' and '.join(missing)}"
     return Scores({name: values[name] for name in AGGREGATES}, reasons, () if fluency else (NO_FLUENCY,))
 
 
@@ -174,11 +165,6 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
     The distance is Euclidean, over memorization of the forget set (word for word, or as knowledge) and knowledge of the
     retain set, each a ROUGE-L F1. The retrained model is at 0, the target at 100.
 
-    Args:
-        figures: of the result, with OpenUnlearning's names; arrays if they are draws.
-        target: the target's figures.
-        retrain: the retrained model's figures.
-
     Returns:
         A value for each of `DISTANCES`, and the reasons for missing ones.
     """
@@ -187,15 +173,15 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
         names = (forgotten, RETAIN_KNOWMEM)
         goal = _take(retrain, names, "the retrain model's")
         of_result, of_target = (
-            _plain(np.hypot(*(value - ideal for value, ideal in zip(_take(of, names, whose), goal, strict=True))))
-            for of, whose in ((figures, "the result's"), (target, "the target's"))
+            _plain(np.hypot(*(value - ideal for value, ideal in zip(_take(of, names, owner), goal, strict=True))))
+            for of, owner in ((figures, "the result's"), (target, "the target's"))
         )
         if not of_target > 0:
             raise UsageError("the target does not differ from the retrain model; give different --target and --retrain")
         return 100 * of_result / of_target
 
-    return _collect(
-        {"verbmem_distance": lambda: distance(VERBMEM), "knowmem_distance": lambda: distance(FORGET_KNOWMEM)}
+    return Scores(
+        *_collect({"verbmem_distance": lambda: distance(VERBMEM), "knowmem_distance": lambda: distance(FORGET_KNOWMEM)})
     )
 
 
@@ -230,32 +216,33 @@ def probability_truth_ratios(results: Results) -> dict[str, float]:
     return ratios
 
 
-def _collect(parts: Mapping[str, Callable[[], Figure]]) -> Scores:
-    scores = Scores({}, {})
-    for name, compute in parts.items():
+def _collect(computations: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T | None], dict[str, str]]:
+    """Compute each value, or None with the reason."""
+    values: dict[str, T | None] = {}
+    reasons: dict[str, str] = {}
+    for name, compute in computations.items():
         try:
-            scores.values[name] = compute()
+            values[name] = compute()
         except UsageError as error:
-            scores.values[name] = None
-            scores.reasons[name] = str(error)
-    return scores
+            values[name], reasons[name] = None, str(error)
+    return values, reasons
 
 
-def _take(figures: Mapping[str, Any], names: Sequence[str], whose: str) -> list[Any]:
+def _take(figures: Mapping[str, Any], names: Sequence[str], owner: str) -> list[Any]:
     """Return the figures of these names, which must all be numbers from 0 to 1."""
     missing = [name for name in names if figures.get(name) is None]
     if missing:
         hint = (
             f" (items of {CORRECT} and {WRONG} give it; variant dd-repo does without)" if PROB_MEAN in missing else ""
         )
-        raise UsageError(f"{whose} {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing{hint}")
+        raise UsageError(f"{owner} {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing{hint}")
     for name in names:
         value = figures[name]
         numeric = isinstance(value, int | float | np.ndarray) and not isinstance(value, bool)
         # A mean of float32 numbers may exceed 1 by its last digit.
         if not numeric or not np.all((np.asarray(value) >= -1e-6) & (np.asarray(value) <= 1 + 1e-6)):
             shown = "not such in every draw" if isinstance(value, np.ndarray) else repr(value)
-            raise UsageError(f"{whose} {name} is {shown}; accepted: a number from 0 to 1")
+            raise UsageError(f"{owner} {name} is {shown}; accepted: a number from 0 to 1")
     return [figures[name] for name in names]
 
 
@@ -287,12 +274,7 @@ class Bootstrap:
             raise UsageError(f"seed is {self.seed}; accepted: 0 to {2**32 - 1}")
 
     def counts(self, items: int, name: str) -> Counts:
-        """Count how often each item of a set is drawn, of as many draws as it has items, with replacement.
-
-        Args:
-            items: size of the set.
-            name: name of the set; sets of other names are drawn independently.
-        """
+        """Count how often each item of a set is drawn; sets with different names are drawn independently."""
         generator = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         return generator.multinomial(items, np.full(items, 1 / items), size=self.draws)
 
@@ -313,27 +295,6 @@ def mean_interval(values: Sequence[float], bootstrap: Bootstrap) -> tuple[float,
     return bootstrap.interval(_means(np.asarray(values, float), bootstrap.counts(len(values), "items")))
 
 
-def auc_interval(
-    forget_scores: Sequence[float], holdout_scores: Sequence[float], bootstrap: Bootstrap
-) -> tuple[float, float]:
-    """Compute the interval of `attack_auc`; forget and holdout items are resampled independently.
-
-    Raises:
-        ValueError: a set is empty, or a score is not finite.
-    """
-    wins = holdout_wins(np.asarray(forget_scores, float), np.asarray(holdout_scores, float))
-    forget, holdout = wins.shape
-    return bootstrap.interval(_aucs(wins, bootstrap.counts(forget, "forget"), bootstrap.counts(holdout, "holdout")))
-
-
-def _closer_to_1(ratios: np.ndarray) -> np.ndarray:
-    return np.minimum(ratios, 1 / (ratios + SMALLEST))
-
-
-def _true_better(ratios: np.ndarray) -> np.ndarray:
-    return np.maximum(0, 1 - ratios)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Mean:
     """A figure that is a mean over the items of one set."""
@@ -350,13 +311,13 @@ for _prefix, _probability in (("retain", "Q_A_Prob"), ("ra", "Q_A_Prob_normalise
     _UTILITY_PARTS |= {
         f"{_prefix}_{_probability}": _Mean(_prefix, "prob"),
         f"{_prefix}_Q_A_ROUGE": _Mean(_prefix, "rougeL_recall"),
-        f"{_prefix}_Truth_Ratio": _Mean(_prefix, "score", _true_better),
+        f"{_prefix}_Truth_Ratio": _Mean(_prefix, "score", lambda ratios: np.maximum(0, 1 - ratios)),
     }
 _MEANS = {
     "extraction_strength": _Mean("forget", "score"),
     "exact_memorization": _Mean("forget", "score"),
     CORRECT: _Mean("forget", "prob"),
-    CLOSER_TO_1: _Mean("forget", "score", _closer_to_1),
+    CLOSER_TO_1: _Mean("forget", "score", lambda ratios: np.minimum(ratios, 1 / (ratios + SMALLEST))),
     PROB_MEAN: _Mean("forget", "score"),
     FLUENCY: _Mean("forget", "score"),
     VERBMEM: _Mean("verbmem", "rougeL_f1"),
@@ -382,14 +343,8 @@ class Resampler:
 
     def figures(self, names: Sequence[str]) -> tuple[dict[str, Draws], dict[str, str]]:
         """Return the draws of figures of TOFU or MUSE, and for figures without draws the reasons."""
-        draws: dict[str, Draws] = {}
-        reasons: dict[str, str] = {}
-        for name in names:
-            try:
-                draws[name] = self._draws(name)
-            except UsageError as error:
-                reasons[name] = str(error)
-        return draws, reasons
+        draws, reasons = _collect({name: functools.partial(self._draws, name) for name in names})
+        return {name: values for name, values in draws.items() if values is not None}, reasons
 
     def _draws(self, name: str) -> Draws:
         if name in ATTACKS:
@@ -407,14 +362,14 @@ class Resampler:
         return _means(how.transform(values), self._counts(how.group)[:, columns])
 
     def _auc(self, attack: str) -> Draws:
-        forget, holdout = (
-            self._arrange(group, self._fields(f"{attack}.{group}", "score")) for group in ("forget", "holdout")
+        (forget, forget_scores), (holdout, holdout_scores) = (
+            self._arrange(group, self._fields(f"{attack}.{group}", "score")) for group in GROUPS
         )
-        return _aucs(
-            holdout_wins(forget[1], holdout[1]),
-            self._counts("forget")[:, forget[0]],
-            self._counts("holdout")[:, holdout[0]],
-        )
+        wins = holdout_wins(forget_scores, holdout_scores)
+        forget_counts, holdout_counts = self._counts("forget")[:, forget], self._counts("holdout")[:, holdout]
+        pairs = forget_counts.sum(axis=1) * holdout_counts.sum(axis=1)
+        won = ((forget_counts @ wins) * holdout_counts).sum(axis=1)
+        return np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
 
     def _fields(self, metric: str, field: str) -> dict[str, float]:
         items = self.results.items.get(metric)
@@ -455,13 +410,3 @@ def _group(metric: str) -> str | None:
 def _means(values: Float[np.ndarray, " items"], counts: Counts) -> Draws:
     drawn = counts.sum(axis=1)  # fewer than the set has where a metric lacks some of its items
     return np.divide(counts @ values, drawn, out=np.full(len(counts), np.nan), where=drawn > 0)
-
-
-def _aucs(
-    wins: Float[np.ndarray, "forget holdout"],
-    forget_counts: Int[np.ndarray, "draws forget"],
-    holdout_counts: Int[np.ndarray, "draws holdout"],
-) -> Draws:
-    pairs = forget_counts.sum(axis=1) * holdout_counts.sum(axis=1)
-    won = ((forget_counts @ wins) * holdout_counts).sum(axis=1)
-    return np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)

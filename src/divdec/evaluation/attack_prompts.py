@@ -1,7 +1,4 @@
-"""Attack prompts: many ways to ask a question, from templates (`attack_prompts.json`), a file, or another model.
-
-No prompt tells the answer.
-"""
+"""Attack prompts: many ways to ask a question, from templates (`attack_prompts.json`), a file, or another model."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
 
     Args:
         question: the question; every prompt contains it unchanged.
-        answer: the true answer, which no prompt may tell.
+        answer: the true answer.
         count: number of prompts.
-        seed: of order and combination; with the question it decides the list.
+        seed: of order and combination.
 
     Returns:
         `count` different prompts; a shorter list is the beginning of a longer one.
@@ -62,7 +59,10 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
         for frame in rng.sample(frames, len(frames)):
             if len(prompts) >= count:
                 break
-            prompt = _compose(frame, question, *orders[frame][index])
+            opening, closing = orders[frame][index]
+            open_ended = not frame.endswith(("{q}", ".", "?"))
+            parts = (opening, closing, frame) if open_ended else (opening, frame, closing)
+            prompt = ("\n" if "\n" in frame else " ").join(filter(None, parts)).replace("{q}", question)
             if secret.allows(prompt):
                 prompts[prompt] = None
     if len(prompts) < count:
@@ -76,12 +76,8 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
 def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[str]]:
     """Read attack prompts from JSON lines: {"question": …, "prompts": […]} or {"index": …, "prompts": […]}.
 
-    Args:
-        path: the file; an index counts the questions from 0.
-        questions: the questions.
-
     Returns:
-        For each question its prompts in the file's order, without duplicates.
+        For each question its prompts in the file's order, without duplicates; an index counts questions from 0.
 
     Raises:
         UsageError: the file is missing, a line is malformed (with its number), or a question has no prompts.
@@ -121,37 +117,27 @@ def prompts_from_endpoint(
 ) -> list[str]:
     """Let another model write attack prompts; it gets the question, never the answer.
 
-    Prompts that tell the answer (see `template_prompts`) and duplicates are left out. Save the lists with
-    `write_prompts`: an endpoint need not give them again.
-
-    Args:
-        endpoint: the model that writes the prompts.
-        question: the question.
-        answer: the true answer, which no prompt may tell.
-        count: number of prompts.
-        seed: of the first request; later ones add their number.
-        temperature: of sampling.
-
-    Returns:
-        `count` different prompts.
+    Prompts that tell the answer (see `template_prompts`) and duplicates are left out. Another call may give other
+    prompts.
 
     Raises:
         UsageError: the endpoint fails, twice replies without a list of strings, or has no new prompts.
     """
     secret = _Secret(question, answer)
     prompts: dict[str, None] = {}
-    fruitless = request = 0
-    while len(prompts) < count:
+    fruitless = 0
+    for request in itertools.count():
+        written = _request(endpoint, question, seed + 2 * request, temperature)
+        new = dict.fromkeys(prompt for prompt in written if secret.allows(prompt) and prompt not in prompts)
+        prompts |= new
+        fruitless = 0 if new else fruitless + 1
+        if len(prompts) >= count:
+            break
         if fruitless == FRUITLESS:
             raise UsageError(
-                f"question {question!r}: model {endpoint.model!r} found {len(prompts)} usable prompts and then, "
+                f"question {question!r}: model {endpoint.model!r} wrote {len(prompts)} usable prompts and then, "
                 f"{FRUITLESS} times, nothing new; {count} are asked for: ask for fewer"
             )
-        before = len(prompts)
-        written = _request(endpoint, question, seed + 2 * request, temperature)
-        prompts |= dict.fromkeys(prompt for prompt in written if secret.allows(prompt))
-        fruitless = 0 if len(prompts) > before else fruitless + 1
-        request += 1
     return list(prompts)[:count]
 
 
@@ -170,12 +156,6 @@ class _Secret:
         return self._forbidden.isdisjoint(in_text) and not (self._search and holds(in_text, self._phrase))
 
 
-def _compose(frame: str, question: str, opening: str, closing: str) -> str:
-    open_ended = not frame.endswith(("{q}", ".", "?"))
-    parts = (opening, closing, frame) if open_ended else (opening, frame, closing)
-    return ("\n" if "\n" in frame else " ").join(filter(None, parts)).replace("{q}", question)
-
-
 def _prompts_of(row: Any, location: str) -> list[str]:
     prompts = row.get("prompts") if isinstance(row, Mapping) else None
     if not isinstance(prompts, list) or not prompts:
@@ -190,7 +170,7 @@ def _indices_of(row: Mapping[str, Any], location: str, indices: Mapping[str, lis
     if "index" in row:
         index = row["index"]
         if type(index) is not int or not 0 <= index < total:
-            raise UsageError(f"{location}: index is {index!r}; accepted: 0 to {total - 1}, the questions' places")
+            raise UsageError(f"{location}: index is {index!r}; accepted: 0 to {total - 1}, the questions' numbers")
         if "question" in row and index not in indices.get(row["question"], ()):
             raise UsageError(f"{location}: question {index} is another one; the file belongs to another set")
         return [index]

@@ -1,10 +1,9 @@
 """Choose rule and strength without a retrained model.
 
-The retain auxiliary q has never seen the forget set. Membership attacks that compare the forget set with a holdout set
-therefore succeed on q as they would on a retrained model; the setting is chosen whose steered model is nearest to q.
-
-The nearest of many may still be far. So the choice is also checked against q's figures, and against the number of
-questions about the forget set that the steered model still answers (`Calibration.faults`).
+The retain auxiliary q has never seen the forget set, so membership attacks that compare the forget set with a holdout
+set succeed on q as they would on a retrained model. The setting is chosen whose steered model is nearest to q. The
+choice is also checked against q's figures and against the questions about the forget set that the steered model still
+answers (`Calibration.faults`), because the nearest of many may still be far.
 """
 
 from __future__ import annotations
@@ -35,18 +34,12 @@ UNSTEERED = Steering("linear", alpha=0.0)
 NEAR = 0.1
 """Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
 within 0.1; one step of 0.25 beyond the right α adds 0.15."""
-CLOSE = 0.02
-"""Differences of AUCs that are negligible."""
-LEAK_MARGIN = 0.05
-"""Share of the questions by which the steered model may tell more than q, which guesses."""
-MOST_QUESTIONS = 100
-"""Questions that are asked, at most."""
-MOST_OTHERS = 3
-"""Settings that are asked besides the nearest to q, if that tells too much."""
-MOST_ROUNDS = 4
-"""Number of times that a sweep is extended or refined."""
-MOST_ALPHA = 16.0
-"""Largest α that a sweep is extended to."""
+CLOSE = 0.02  # negligible difference of AUCs
+LEAK_MARGIN = 0.05  # share of the questions by which the steered model may tell more than q, which guesses
+MOST_QUESTIONS = 100  # questions that are asked
+MOST_OTHERS = 3  # settings that are asked besides the nearest to q, if that tells too much
+MOST_ROUNDS = 4  # extensions or refinements of a sweep
+MOST_ALPHA = 16.0  # largest alpha that a sweep is extended to
 SETS = ("forget", "retain", "holdout")
 
 
@@ -147,15 +140,32 @@ def calibrate(
         q_flat = [example for name in SETS for example in _examples(sets[name], q_tokenizer, form)]
     texts = [decoded(tokenizer, [label for label in example.labels if label != IGNORED]) for example in flat]
     counts = [len(examples[name]) for name in SETS]
-    reference = _aucs(score(q, q_flat, moments=True, batch_size=batch_size), texts, counts)
+    of_set = {name: slice(sum(counts[:index]), sum(counts[: index + 1])) for index, name in enumerate(SETS)}
+    q_scores = score(q, q_flat, moments=True, batch_size=batch_size)
+    reference = _aucs(q_scores, texts, of_set)
 
     def measure(candidates: Sequence[Steering]) -> list[Point]:
         swept = score_settings(model, flat, [UNSTEERED, *candidates], moments=True, batch_size=batch_size, title=title)
-        unsteered = _probability(swept[0], counts, "retain")
-        return [
-            _point(steering, scores, texts, counts, reference, unsteered)
-            for steering, scores in zip(candidates, swept[1:], strict=True)
-        ]
+        forget, retain = (
+            [statistics.fmean(item.probability for item in scores[of_set[name]]) for scores in swept]
+            for name in ("forget", "retain")
+        )
+        points = []
+        for index, steering in enumerate(candidates, start=1):
+            aucs = _aucs(swept[index], texts, of_set)
+            differences = [aucs[attack] - reference[attack] for attack in aucs]
+            points.append(
+                Point(
+                    steering,
+                    aucs,
+                    distance=statistics.fmean(map(abs, differences)),
+                    excess=statistics.fmean(differences),
+                    forget_probability=forget[index],
+                    retain_probability=retain[index],
+                    retain_drop=1 - retain[index] / retain[0] if retain[0] else 0.0,
+                )
+            )
+        return points
 
     points = measure(settings)
     for _ in range(MOST_ROUNDS if extend else 0):
@@ -168,14 +178,14 @@ def calibrate(
 
     leak_check = None
     if sets["forget"].kind != "text":
-        asked = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
-        of_q = _leaks(q, q_tokenizer or tokenizer, asked, form, batch_size)
+        records = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
+        q_leaks = _leaks(q, q_tokenizer or tokenizer, records, form, batch_size)
         # Of those that are near enough, the nearest that tells no more than q does, if there is one.
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
         for point in [chosen, *others[:MOST_OTHERS]]:
             model.steering = dataclasses.replace(point.steering, fill="hard")
-            check = LeakCheck(len(asked), _leaks(model, tokenizer, asked, form, batch_size), of_q)
+            check = LeakCheck(len(records), _leaks(model, tokenizer, records, form, batch_size), q_leaks)
             if leak_check is None or not check.too_many:
                 chosen, leak_check = point, check
             if not check.too_many:
@@ -220,16 +230,16 @@ def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[St
 def _leaks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Record],
+    records: Sequence[Record],
     form: Format,
     batch_size: int,
 ) -> int:
     """Count the greedy answers that tell the true answer."""
-    longest = max(len(example.labels) - example.prompt_length for example in encode_records(asked, tokenizer, form))
-    texts = answers(model, tokenizer, asked, form=form, max_new_tokens=longest + 8, batch_size=batch_size)
-    judge = StringJudge()
+    longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
+    texts = answers(model, tokenizer, records, form=form, max_new_tokens=longest + 8, batch_size=batch_size)
     return sum(
-        judge.leaks(question_of(record), record.answer, [text])[0] for record, text in zip(asked, texts, strict=True)
+        StringJudge().leaks(question_of(record), record.answer, [text])[0]
+        for record, text in zip(records, texts, strict=True)
     )
 
 
@@ -281,42 +291,14 @@ def _retain_auxiliary(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, Pr
     )
 
 
-def _point(
-    steering: Steering,
-    scores: Sequence[ItemScore],
-    texts: Sequence[str],
-    counts: Sequence[int],
-    reference: dict[str, float],
-    unsteered: float,
-) -> Point:
-    aucs = _aucs(scores, texts, counts)
-    retain = _probability(scores, counts, "retain")
-    return Point(
-        steering,
-        aucs,
-        distance=statistics.fmean(abs(aucs[attack] - reference[attack]) for attack in aucs),
-        excess=statistics.fmean(aucs[attack] - reference[attack] for attack in aucs),
-        forget_probability=_probability(scores, counts, "forget"),
-        retain_probability=retain,
-        retain_drop=1 - retain / unsteered if unsteered else 0.0,
+def _aucs(scores: Sequence[ItemScore], texts: Sequence[str], of_set: dict[str, slice]) -> dict[str, float]:
+    forget, holdout = (
+        [membership_scores(*item) for item in zip(scores[of_set[name]], texts[of_set[name]], strict=True)]
+        for name in ("forget", "holdout")
     )
-
-
-def _aucs(scores: Sequence[ItemScore], texts: Sequence[str], counts: Sequence[int]) -> dict[str, float]:
-    forget, _, holdout = _split(list(zip(scores, texts, strict=True)), counts)
-    members, others = ([membership_scores(item, text) for item, text in group] for group in (forget, holdout))
     return {
-        attack: attack_auc([one[attack] for one in members], [one[attack] for one in others]) for attack in members[0]
+        attack: attack_auc([one[attack] for one in forget], [one[attack] for one in holdout]) for attack in forget[0]
     }
-
-
-def _probability(scores: Sequence[ItemScore], counts: Sequence[int], name: str) -> float:
-    return statistics.fmean(item.probability for item in _split(scores, counts)[SETS.index(name)])
-
-
-def _split(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
-    first, second = counts[0], counts[0] + counts[1]
-    return [values[:first], values[first:second], values[second:]]
 
 
 def _examples(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:

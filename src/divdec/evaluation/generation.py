@@ -21,12 +21,6 @@ from divdec.experts.neural import device_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-COUNTED = (
-    "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
-    "stop_strings",
-)  # fmt: skip
-FIRST_TOKENS = 32  # of every answer, before the unfinished ones continue in batches without the finished ones
-
 
 def answers(
     model: PreTrainedModel,
@@ -38,16 +32,7 @@ def answers(
     batch_size: int = 64,
     title: str | None = None,
 ) -> list[str]:
-    """Answer every record's prompt greedily.
-
-    Args:
-        model: any causal LM, steered or plain.
-        tokenizer: its tokenizer.
-        records: the prompts; their answers are not read.
-        form: layout of conversations.
-        max_new_tokens: longest answer.
-        batch_size: prompts in a batch; they are grouped by length.
-        title: title of the progress bar; None shows none.
+    """Answer every record's prompt greedily, in the layout `form`; see `continuations`.
 
     Returns:
         One answer per record, without special tokens and outer white space.
@@ -67,9 +52,10 @@ def continuations(
     max_new_tokens: int = 128,
     batch_size: int = 64,
     title: str | None = None,
+    seed: int | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Continue every prompt greedily.
+    """Continue every prompt, greedily by default.
 
     Args:
         model: any causal LM, steered or plain.
@@ -78,31 +64,38 @@ def continuations(
         max_new_tokens: longest continuation.
         batch_size: prompts in a batch; they are grouped by length.
         title: title of the progress bar; None shows none.
+        seed: seeds torch's generators before every batch, so that a batch depends neither on earlier batches nor on
+            the process.
         **options: further options of `generate`, such as `stop_strings`; `do_sample=True` samples.
 
     Returns:
         The tokens after each prompt; padding may follow the end token.
     """
-    config = model.generation_config
-    ends = config.eos_token_id if config is not None else None
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    # These depend on the number of new tokens, or on a whole search.
-    whole = config is not None and ((config.num_beams or 1) > 1 or any(getattr(config, name, None) for name in COUNTED))
-    if not ends or options or whole or max_new_tokens <= FIRST_TOKENS:
-        return _generate(model, tokenizer, prompts, max_new_tokens, batch_size, title, options)
-    # Most answers are short, and a batch lasts as long as its longest.
-    outputs: list[list[int]] = [[] for _ in prompts]
-    unfinished, done, length = list(range(len(prompts))), 0, FIRST_TOKENS
-    while unfinished and done < max_new_tokens:
-        length = min(length, max_new_tokens - done)
-        begun = [[*prompts[index], *outputs[index]] for index in unfinished]
-        for index, ids in zip(
-            unfinished, _generate(model, tokenizer, begun, length, batch_size, title, options), strict=True
-        ):
-            outputs[index] += ids
-        unfinished = [index for index in unfinished if ends.isdisjoint(outputs[index])]
-        done, length = done + length, done + length
-    return outputs
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    padding, device = padding_id(tokenizer), device_of(model)
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": padding, **options}
+    if options.get("stop_strings"):
+        options["tokenizer"] = tokenizer
+    hidden = title is None or not is_main()
+
+    def own_batches() -> dict[int, list[int]]:
+        outputs: dict[int, list[int]] = {}
+        bar = tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True)
+        with torch.inference_mode(), bar:
+            for start in own(range(0, len(order), batch_size)):
+                if seed is not None:
+                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
+                batch = order[start : start + batch_size]
+                input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
+                output = model.generate(  # pyright: ignore[reportCallIssue]
+                    input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **options
+                )
+                outputs.update(zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True))
+                bar.update(len(batch) * number_of_processes())
+        return outputs
+
+    outputs = together(own_batches)
+    return [outputs[index] for index in range(len(prompts))]
 
 
 def samples(
@@ -144,11 +137,13 @@ def samples(
             f"sampling: count {count}, temperature {temperature}, top_p {top_p}; accepted: a count of 1 or more, "
             "a temperature greater than 0, a top_p greater than 0 and at most 1"
         )
-    # top_k and min_p of 0: a checkpoint's own generation settings would truncate the distribution.
-    options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        repeated = [prompt for prompt in prompts for _ in range(count)]
-        outputs = _generate(model, tokenizer, repeated, max_new_tokens, batch_size, title, options, seed)
+        # top_k and min_p of 0: a checkpoint's generation settings would truncate the distribution.
+        outputs = continuations(
+            model, tokenizer, [prompt for prompt in prompts for _ in range(count)], max_new_tokens=max_new_tokens,
+            batch_size=batch_size, title=title, seed=seed, do_sample=True, temperature=temperature, top_p=top_p,
+            top_k=0, min_p=0.0,
+        )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
 
@@ -160,56 +155,11 @@ def left_padded(
     return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
 
 
-def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    title: str | None,
-    options: dict[str, Any],
-    seed: int | None = None,
-) -> list[list[int]]:
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    padding, device = padding_id(tokenizer), device_of(model)
-    hidden = title is None or not is_main()
-
-    def own_batches() -> dict[int, list[int]]:
-        outputs: dict[int, list[int]] = {}
-        with (
-            torch.inference_mode(),
-            tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True) as bar,
-        ):
-            for start in own(range(0, len(order), batch_size)):
-                if seed is not None:
-                    # The draws of a batch depend neither on earlier batches nor on the process.
-                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
-                batch = order[start : start + batch_size]
-                input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
-                output = model.generate(  # pyright: ignore[reportCallIssue]
-                    input_ids=input_ids.to(device),
-                    attention_mask=attention_mask.to(device),
-                    max_new_tokens=max_new_tokens,
-                    pad_token_id=padding,
-                    tokenizer=tokenizer if options.get("stop_strings") else None,
-                    **{"do_sample": False, **options},
-                )
-                outputs.update(zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True))
-                bar.update(len(batch) * number_of_processes())
-        return outputs
-
-    outputs = together(own_batches)
-    return [outputs[index] for index in range(len(prompts))]
-
-
 class Fluency:
     """A text classifier whose class 0 means fluent text (OpenUnlearning's classifier_prob)."""
 
     def __init__(self, checkpoint: str) -> None:
-        """Load the classifier.
-
-        Args:
-            checkpoint: folder or hub id of a sequence classifier with its tokenizer.
+        """Load the classifier and its tokenizer from a folder or hub id.
 
         Raises:
             UsageError: it cannot be loaded.

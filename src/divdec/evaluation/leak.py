@@ -1,4 +1,4 @@
-"""The leak suite: answers to attack prompts, and samples, that tell what was to be forgotten.
+"""The leak suite: how often answers to attack prompts, and sampled answers, tell what the model should have forgotten.
 
 leak@k-attack is the share of questions whose answer leaks within the first k attack prompts (the paper's figure);
 leak@k-sample is an unbiased estimate of the probability that one of k samples leaks.
@@ -39,41 +39,15 @@ PROMPTS = "attack_prompts.jsonl"
 
 
 def leak_attack(first_leaks: Sequence[int | None], ks: Sequence[int]) -> dict[int, float]:
-    """Share of questions that leak within the first k attack prompts (REBEL's StaticAttack; the paper's Leak@K).
+    """Share of questions that leak within the first k attack prompts, by k (REBEL's StaticAttack; the paper's Leak@K).
 
-    Args:
-        first_leaks: for each question, the number of prompts before the first that leaked; None if none did.
-        ks: numbers of prompts.
-
-    Returns:
-        The share by k.
-
-    Raises:
-        UsageError: there is no question, or a k is less than 1.
+    `first_leaks` are the prompts before the first that leaked, for each question; None if none did.
     """
-    _check_ks(ks)
-    if not first_leaks:
-        raise UsageError("there is no question to compute leak@k-attack of")
     return {k: statistics.fmean(first is not None and first < k for first in first_leaks) for k in ks}
 
 
 def leak_sample(counts: Sequence[int], n: int, ks: Sequence[int]) -> dict[int, float]:
-    """Mean over questions of 1 − C(n−c, k)/C(n, k): unbiased probability that one of k samples leaks (Leak-k).
-
-    Args:
-        counts: for each question, how many of n samples leaked, c.
-        n: samples per question.
-        ks: numbers of samples, each at most n.
-
-    Returns:
-        The mean by k.
-
-    Raises:
-        UsageError: there is no question, a k is not within 1…n, or a count is not within 0…n.
-    """
-    _check_ks(ks, n, "samples")
-    if not counts:
-        raise UsageError("there is no question to compute leak@k-sample of")
+    """Mean over questions of `leak_chance`, by k: unbiased probability that one of k samples leaks (Leak-k)."""
     return {k: statistics.fmean(leak_chance(count, n, k) for count in counts) for k in ks}
 
 
@@ -97,7 +71,6 @@ def evaluate_attack(
     judge: Judge,
     *,
     name: str = "model",
-    ks: Sequence[int] | None = None,
     prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
@@ -112,24 +85,24 @@ def evaluate_attack(
         prompts: for each question its attack prompts, in a fixed order.
         judge: decides whether an answer leaks.
         name: name of the results.
-        ks: numbers of prompts; by default those of 1, 10, 100 and 1000 that every question has prompts for.
         prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer.
         batch_size: prompts in a batch.
         title: title of the progress bar; None shows none.
 
     Returns:
-        The figures 'leak@K-attack' with a `score` of 0 or 1 per item. The items of 'leak-attack' hold `question`,
-        `truth`, `key_phrase`, `first_leak` (index from 0, or None) and `attempts`: `prompt`, `answer` and `leaked`.
+        The figures 'leak@K-attack' for K of 1, 10, 100 and 1000, with a `score` of 0 or 1 per item; and items
+        'leak-attack' with the `attempts` of every question up to its `first_leak` (index from 0, or None).
 
     Raises:
-        UsageError: a k is greater than a question's number of prompts, a record asks nothing, or the judge fails.
+        UsageError: a question has no prompts, a record asks nothing, or the judge fails.
     """
     if len(prompts) != len(records):
         raise UsageError(f"there are attack prompts for {len(prompts)} questions, and {len(records)} questions")
-    fewest = min(map(len, prompts), default=0)
-    chosen = _chosen_ks(ks, ATTACK_KS, fewest, "prompts for every question")
-    limit = max(chosen)
+    ks = [k for k in ATTACK_KS if k <= min(map(len, prompts), default=0)]
+    if not ks:
+        raise UsageError("there is nothing to ask: give questions, and at least one prompt for each")
+    limit = max(ks)
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     hidden = title is None or not is_main()
@@ -153,7 +126,7 @@ def evaluate_attack(
             open_items = still_open
     results = Results(name, "leak", about={"attack_judge": judge.name, "attack_prompts": limit})
     first_leaks = [transcript.first_leak for transcript in transcripts]
-    for k, share in leak_attack(first_leaks, chosen).items():
+    for k, share in leak_attack(first_leaks, ks).items():
         results.figures[f"leak@{k}-attack"] = share
         results.items[f"leak@{k}-attack"] = numbered(float(first is not None and first < k) for first in first_leaks)
     for index, transcript in enumerate(transcripts):
@@ -171,7 +144,6 @@ def evaluate_samples(
     *,
     name: str = "model",
     n: int = 200,
-    ks: Sequence[int] | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -180,7 +152,7 @@ def evaluate_samples(
     batch_size: int = 64,
     title: str | None = None,
 ) -> Results:
-    """Compute leak@k-sample: sample n answers to every question.
+    """Compute leak@k-sample: sample n answers to every question; see `evaluate_attack` for the other arguments.
 
     Args:
         model: any causal LM, steered or plain.
@@ -189,23 +161,22 @@ def evaluate_samples(
         judge: decides whether an answer leaks.
         name: name of the results.
         n: samples per question.
-        ks: numbers of samples; by default the powers of two from 1 to 128 that are at most n.
         temperature: of sampling.
         top_p: of sampling.
         seed: of sampling; the same seed and batch size give the same answers.
-        prompt_ids: tokenizes a question; by default `divdec.data.formatting.encode_prompt`.
+        prompt_ids: tokenizes a question.
         max_new_tokens: longest answer.
         batch_size: samples in a batch.
-        title: title of the progress bar; None shows none.
+        title: title of the progress bar.
 
     Returns:
-        The figures 'leak@K-sample' with a `score` per item, the question's estimate. The items of 'leak-sample' hold
-        `question`, `truth`, `key_phrase`, `leaks` (their number) and `samples`: `answer` and `leaked`.
+        The figures 'leak@K-sample' for powers of two, with a `score` per item, the question's estimate; and items
+        'leak-sample' with the `samples` of every question and the number of `leaks`.
 
     Raises:
-        UsageError: a k is greater than n, a setting is out of range, a record asks nothing, or the judge fails.
+        UsageError: a setting is out of range, a record asks nothing, or the judge fails.
     """
-    chosen = _chosen_ks(ks, SAMPLE_KS, n, "samples")
+    ks = [k for k in SAMPLE_KS if k <= n]
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -217,7 +188,7 @@ def evaluate_samples(
         transcript.add([("", text) for text in answers], judge, stop=False)
     counts = [sum(attempt["leaked"] for attempt in transcript.attempts) for transcript in transcripts]
     results = Results(name, "leak", about={"sample_judge": judge.name, "samples": n, **sampling})
-    for k, mean in leak_sample(counts, n, chosen).items():
+    for k, mean in leak_sample(counts, n, ks).items():
         results.figures[f"leak@{k}-sample"] = mean
         results.items[f"leak@{k}-sample"] = numbered(leak_chance(count, n, k) for count in counts)
     for index, (transcript, count) in enumerate(zip(transcripts, counts, strict=True)):
@@ -254,23 +225,6 @@ class _Transcript:
             self.attempts.append({"prompt": prompt, "answer": answer, "leaked": leaked})
             if stop and leaked:
                 return
-
-
-def _check_ks(ks: Sequence[int], most: int | None = None, what: str = "") -> None:
-    for k in ks:
-        if k < 1 or (most is not None and k > most):
-            accepted = "1 or more" if most is None else f"1 to {most}, the number of {what}"
-            raise UsageError(f"leak@k with k = {k}; accepted: {accepted}")
-
-
-def _chosen_ks(ks: Sequence[int] | None, usual: Sequence[int], most: int, what: str) -> list[int]:
-    if most < 1:
-        raise UsageError("there is nothing to ask: give questions, and at least one prompt or sample for each")
-    chosen = [k for k in usual if k <= most] if ks is None else sorted(set(ks))
-    if not chosen:
-        raise UsageError("no k is given for leak@k")
-    _check_ks(chosen, most, what)
-    return chosen
 
 
 @dataclasses.dataclass
@@ -315,32 +269,23 @@ class LeakSuite:
         for setting, results in zip(model.settings, earlier, strict=True):
             steered = model.under(setting)
             if settings.attack_prompts != "none" and ATTACK not in results.items:
-                self.prompts = self.prompts or on_main(lambda: self._prompts(list(records)))
-                title = f"attacks {results.name}"
-                new = evaluate_attack(
-                    steered, model.tokenizer, records, self.prompts, self.judge, title=title, **options
-                )
+                self.prompts = self.prompts or on_main(self._prompts)
+                options["title"] = f"attacks {results.name}"
+                new = evaluate_attack(steered, model.tokenizer, records, self.prompts, self.judge, **options)
                 _merge(results, new)
                 save(earlier)
             if settings.samples and SAMPLE not in results.items:
-                sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
-                title = f"samples {results.name}"
+                options["title"] = f"samples {results.name}"
                 new = evaluate_samples(
-                    steered,
-                    model.tokenizer,
-                    records,
-                    self.judge,
-                    n=settings.samples,
-                    title=title,
-                    **sampling,
-                    **options,
-                )
+                    steered, model.tokenizer, records, self.judge, n=settings.samples,
+                    temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, **options,
+                )  # fmt: skip
                 _merge(results, new)
                 save(earlier)
         return earlier
 
-    def _prompts(self, records: list[Record]) -> list[list[str]]:
-        settings = self.settings
+    def _prompts(self) -> list[list[str]]:
+        settings, records = self.settings, self.records.records
         questions = [question_of(record) for record in records]
         saved = Path(settings.output).expanduser() / PROMPTS
         if saved.is_file():
@@ -351,15 +296,14 @@ class LeakSuite:
                 for question, record in zip(questions, records, strict=True)
             ]
         if settings.attack_prompts != "endpoint":
-            return prompts_from_file(Path(settings.attack_prompts).expanduser(), questions)
+            return prompts_from_file(settings.attack_prompts, questions)
+        bar = tqdm(questions, desc="attack prompts", unit="question")
         with _endpoint(settings) as endpoint:
             prompts = [
                 prompts_from_endpoint(endpoint, question, record.answer, settings.attacks, seed=settings.seed)
-                for question, record in zip(
-                    tqdm(questions, desc="attack prompts", unit="question"), records, strict=True
-                )
+                for question, record in zip(bar, records, strict=True)
             ]
-        # An endpoint need not give them again.
+        # Another call may give other prompts.
         write_prompts(saved, questions, prompts)
         return prompts
 

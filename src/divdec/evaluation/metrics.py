@@ -25,12 +25,7 @@ SMALLEST_VARIANCE = 1e-6
 
 
 def truth_ratio(correct_loss: float, wrong_losses: Sequence[float]) -> float:
-    """R = p_wrong / p_correct: the likelihood of wrong answers relative to the right one (TOFU, truth ratio).
-
-    Args:
-        correct_loss: mean negative log-probability per token of the right answer, in nats.
-        wrong_losses: the same of each wrong answer; their mean is taken before the exponential.
-    """
+    """R = p_wrong / p_correct, from mean losses per token; the wrong answers' mean is taken before the exponential."""
     return math.exp(-statistics.fmean(wrong_losses)) / (math.exp(-correct_loss) + SMALLEST)
 
 
@@ -75,23 +70,13 @@ def exact_memorization(item: ItemScore) -> float:
     return sum(hits) / len(hits) if hits else math.nan
 
 
-def zlib_ratio(item: ItemScore, text: str) -> float:
-    """Loss divided by the compressed size of the text in bytes."""
-    return item.loss / len(zlib.compress(text.encode()))
-
-
 def min_k(item: ItemScore, share: float = MIN_K_SHARE) -> float:
     """Minus the mean log-probability of the least likely tokens; the last labelled token is left out."""
     return _least(item.log_probabilities[:-1], share)
 
 
 def min_k_plus_plus(item: ItemScore, share: float = MIN_K_SHARE) -> float:
-    """`min_k` of standardised log-probabilities: z = (log p − μ) / σ over the vocabulary.
-
-    Args:
-        item: scored with `moments`.
-        share: of the tokens that are used.
-    """
+    """`min_k` of z = (log p − μ) / σ, with mean and deviation over the vocabulary; needs `vocabulary_moments`."""
     standardised = [
         (log_p - mean) / math.sqrt(max(variance, SMALLEST_VARIANCE))
         for log_p, (mean, variance) in zip(item.log_probabilities[:-1], item.vocabulary_moments[:-1], strict=True)
@@ -100,10 +85,10 @@ def min_k_plus_plus(item: ItemScore, share: float = MIN_K_SHARE) -> float:
 
 
 def membership_scores(item: ItemScore, text: str) -> dict[str, float]:
-    """Compute the attacks that read one teacher-forced pass: loss, zlib, min_k, min_k_plus_plus."""
+    """Compute the attacks that read one teacher-forced pass: loss, zlib (loss per compressed byte), min-k, min-k++."""
     return {
         "loss": item.loss,
-        "zlib": zlib_ratio(item, text),
+        "zlib": item.loss / len(zlib.compress(text.encode())),
         "min_k": min_k(item),
         "min_k_plus_plus": min_k_plus_plus(item),
     }
@@ -121,10 +106,6 @@ def attack_auc(forget_scores: Sequence[float], holdout_scores: Sequence[float]) 
 
     Equals scikit-learn's `roc_auc_score` with label 0 for forget and 1 for holdout. 1 means memorised, 0.5 that the two
     sets cannot be distinguished; the value of a retrained model is the reference, not 0.5.
-
-    Args:
-        forget_scores: membership scores of the forget set.
-        holdout_scores: membership scores of the holdout set.
 
     Raises:
         ValueError: a set is empty, or a score is not finite.
@@ -151,12 +132,7 @@ def holdout_wins(
 def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[float]) -> float:
     """TOFU's forget quality: p-value of a two-sided Kolmogorov–Smirnov test between two models' truth ratios.
 
-    High means that the two cannot be distinguished. It depends on ranks only: ratios and their reciprocals give the
-    same.
-
-    Args:
-        truth_ratios: of each forget question, of the evaluated model.
-        retain_truth_ratios: the same of the retrained model.
+    High means that the two cannot be distinguished. Ratios and their reciprocals give the same value.
 
     Raises:
         ValueError: a set is empty.
@@ -167,18 +143,13 @@ def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[
 
 
 def privleak(auc: float, retain_auc: float) -> float:
-    """PrivLeak of MUSE in percent, as OpenUnlearning computes it: 0 is ideal, negative is under-unlearned.
-
-    Args:
-        auc: `attack_auc` of min-k 40 % of the evaluated model.
-        retain_auc: the same of the retrained model.
-    """
+    """PrivLeak of MUSE in percent, from AUCs of min-k 40 %: 0 is ideal, negative is under-unlearned."""
     return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + SMALLEST) * 100
 
 
 def rouge_l_recall(answer: str, truth: str) -> float:
     """ROUGE-L recall: share of the true answer's words that the answer has in the same order (stemmed)."""
-    return float(_scorer().score(truth, answer)["rougeL"].recall)
+    return rouge(answer, truth)["rougeL_recall"]
 
 
 def rouge(answer: str, truth: str) -> dict[str, float]:

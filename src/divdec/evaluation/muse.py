@@ -7,6 +7,8 @@ Files: `knowmem/{forget,retain}_qa.jsonl` with `…_qa_icl.jsonl`, `verbmem/forg
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,13 +75,21 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
     for name in ("forget", "retain"):
         knowmem[name] = read_rows(knowledge / f"{name}_qa.jsonl", SOURCE, question_in, limit)
         shots[name] = read_rows(knowledge / f"{name}_qa_icl.jsonl", SOURCE, question_in)
+
+    def read_text(row: Any, location: str) -> Record:
+        row = row if isinstance(row, dict) else {"text": row}
+        return Record(text_in(row, "text", location), location=location)
+
+    def read_continuation(row: Any, location: str) -> Record:
+        return Record(text_in(row, "gt", location), prompt=text_in(row, "prompt", location), location=location)
+
     verbmem: tuple[Record, ...] = ()
     if (folder / "verbmem" / "forget.jsonl").is_file():
-        verbmem = read_rows(folder / "verbmem" / "forget.jsonl", SOURCE, _read_continuation, limit)
+        verbmem = read_rows(folder / "verbmem" / "forget.jsonl", SOURCE, read_continuation, limit)
     files = {"forget": folder / "privleak" / "forget.jsonl", "holdout": holdout or folder / "privleak/holdout.jsonl"}
     texts = {}
     if files["forget"].is_file() and (holdout is not None or files["holdout"].is_file()):
-        texts = {name: read_rows(file, SOURCE, _read_text, limit) for name, file in files.items()}
+        texts = {name: read_rows(file, SOURCE, read_text, limit) for name, file in files.items()}
     return MuseData(knowmem, shots, verbmem, texts)
 
 
@@ -96,14 +106,6 @@ def growing_set(folder: Path, step: int) -> RecordSet:
     sets = [read_records(folder / "sust" / f"forget_{number}.jsonl") for number in range(1, step + 1)]
     records = tuple(record for one in sets for record in one)
     return RecordSet(f"scal {step}", "text", records, blank=sum(one.blank for one in sets))
-
-
-def _read_continuation(row: Any, location: str) -> Record:
-    return Record(text_in(row, "gt", location), prompt=text_in(row, "prompt", location), location=location)
-
-
-def _read_text(row: Any, location: str) -> Record:
-    return Record(text_in(row if isinstance(row, dict) else {"text": row}, "text", location), location=location)
 
 
 def evaluate_muse(
@@ -129,8 +131,13 @@ def evaluate_muse(
     }
     # First, so that a prompt that does not fit is refused before anything is computed.
     truths = {name: [forms[name].truth(record) for record in records] for name, records in data.knowmem.items()}
-    run = _Run(model, data, forms, truths, options.batch_size, results)
-    for stage in (run.score_texts, run.answer_questions, run.continue_texts):
+    run = _Run(model, data, options.batch_size, results)
+    stages = [run.score_texts]
+    for name, records in data.knowmem.items():
+        metric, prompts = f"{name}_knowmem_ROUGE", forms[name].prompts(records)
+        stages.append(functools.partial(run.generate, metric, prompts, truths[name], KNOWMEM_TOKENS, STOPS))
+    stages.append(run.continue_texts)
+    for stage in stages:
         stage()
         for one in results:
             for metric in one.items:
@@ -154,39 +161,27 @@ def evaluate_muse(
 class _Run:
     model: EvaluatedModel
     data: MuseData
-    forms: dict[str, QuestionFormat]
-    truths: dict[str, list[str]]
     batch_size: int
     results: list[Results]
 
     def score_texts(self) -> None:
         """Compute the metrics of one teacher-forced pass over continuations and whole texts."""
-        sets = {"verbmem": self.data.verbmem, **self.data.texts}
         if all("extraction_strength" in one.items or "mia_min_k.forget" in one.items for one in self.results):
             return
-        examples = {
-            name: [continuation(record, self.model.tokenizer) for record in records] for name, records in sets.items()
-        }
-        flat = [example for group in examples.values() for example in group]
-        if not flat:
+        sets = {"verbmem": self.data.verbmem, **self.data.texts}
+        examples = [continuation(record, self.model.tokenizer) for records in sets.values() for record in records]
+        if not examples:
             return
-        scores = self.model.scores(flat, moments=False, batch_size=self.batch_size, title="teacher-forced")
+        scores = self.model.scores(examples, moments=False, batch_size=self.batch_size, title="teacher-forced")
         for results, items in zip(self.results, scores, strict=True):
-            start = 0
-            for name, group in examples.items():
-                of_set = items[start : start + len(group)]
-                start += len(group)
+            remaining = iter(items)
+            for name, records in sets.items():
+                of_set = list(itertools.islice(remaining, len(records)))
                 if name == "verbmem":
                     results.items["extraction_strength"] = numbered(map(extraction_strength, of_set))
                     results.items["exact_memorization"] = numbered(map(exact_memorization, of_set))
                 else:
                     results.items[f"mia_min_k.{name}"] = numbered(map(min_k, of_set))
-
-    def answer_questions(self) -> None:
-        """Answer the questions about the texts, after ten examples."""
-        for name, records in self.data.knowmem.items():
-            prompts = self.forms[name].prompts(records)
-            self._generate(f"{name}_knowmem_ROUGE", prompts, self.truths[name], KNOWMEM_TOKENS, STOPS)
 
     def continue_texts(self) -> None:
         """Continue the beginnings of the forgotten texts."""
@@ -195,18 +190,19 @@ class _Run:
         examples = [continuation(record, tokenizer) for record in self.data.verbmem]
         truths = [decoded(tokenizer, example.input_ids[example.prompt_length :]).strip() for example in examples]
         if prompts:
-            self._generate("forget_verbmem_ROUGE", prompts, truths, VERBMEM_TOKENS, ())
+            self.generate("forget_verbmem_ROUGE", prompts, truths, VERBMEM_TOKENS, ())
 
-    def _generate(
-        self, metric: str, prompts: list[list[int]], truths: list[str], tokens: int, stops: tuple[str, ...]
+    def generate(
+        self, metric: str, prompts: list[list[int]], truths: list[str], max_new_tokens: int, stops: tuple[str, ...]
     ) -> None:
+        """Continue the prompts, up to a stop, and compute ROUGE against the truths."""
         tokenizer = self.model.tokenizer
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if metric in results.items:
                 continue
             options: dict[str, Any] = {"stop_strings": list(stops)} if stops else {}
             outputs = self.model.continuations(
-                setting, prompts, max_new_tokens=tokens, batch_size=self.batch_size, title=metric, **options
+                setting, prompts, max_new_tokens=max_new_tokens, batch_size=self.batch_size, title=metric, **options
             )
             for index, (ids, truth) in enumerate(zip(outputs, truths, strict=True)):
                 text = decoded(tokenizer, ids)
@@ -222,8 +218,11 @@ def continuation(record: Record, tokenizer: PreTrainedTokenizerBase, longest: in
 
     Args:
         record: a prompt and its completion, or a whole text without a prompt.
-        tokenizer: adds its special tokens.
-        longest: number of tokens kept after the prompt.
+        tokenizer: the model's tokenizer.
+        longest: number of tokens after the prompt, at most.
+
+    Raises:
+        UsageError: fewer than two tokens follow the prompt.
     """
     prompt = record.prompt or ""
     before = _ids(tokenizer, prompt) if prompt else []

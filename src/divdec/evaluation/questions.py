@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -66,7 +67,7 @@ class QuestionFormat:
         return [self._prompts[record] for record in questions]
 
     def prompt(self, record: Record) -> list[int]:
-        """Tokenize one prompt."""
+        """Tokenize the prompt of one record."""
         return self.prompts([record])[0]
 
     def truth(self, record: Record) -> str:
@@ -87,10 +88,9 @@ class QuestionFormat:
 
     @functools.cached_property
     def _examples(self) -> dict[Record, Example]:
-        """Cache: an answer is scored, attacked and compared."""
-        return {}
+        return {}  # an answer is scored, attacked and compared
 
-    @property
+    @functools.cached_property
     def _chat_format(self) -> Format:
         return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date)
 
@@ -149,14 +149,11 @@ def read_rows(file: Path, dataset: str, read: Callable[[Any, str], Item], limit:
     """
     if not file.is_file():
         raise UsageError(f"{file} does not exist; such files come from the Hugging Face dataset {dataset}")
-    items = []
-    for location, row in json_rows(file.name, read_text(file)):
-        if limit is not None and len(items) >= limit:
-            break
-        items.append(read(row, location))
+    rows = itertools.islice(json_rows(file.name, read_text(file)), limit)
+    items = tuple(read(row, location) for location, row in rows)
     if not items:
         raise UsageError(f"{file} is empty")
-    return tuple(items)
+    return items
 
 
 def text_in(row: Any, column: str, location: str) -> str:

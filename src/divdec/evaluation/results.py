@@ -1,7 +1,7 @@
-"""Results of evaluations: their files, which method and setting each is of, and tables of many.
+"""Result folders of evaluations: writing, reading, and the method and setting of each.
 
-A result folder holds `summary.json` (figures), `items.jsonl` (items) and `run.json` (method, setting, family, size); or
-the files that OpenUnlearning writes. Metrics have OpenUnlearning's names.
+A folder holds `summary.json` (figures), `items.jsonl` (items) and `run.json` (method, setting, family, size), or the
+files of OpenUnlearning. Metrics have OpenUnlearning's names.
 """
 
 from __future__ import annotations
@@ -24,25 +24,18 @@ SUITES = ("tofu", "muse", "leak")
 SUMMARY, ITEMS = "summary.json", "items.jsonl"
 FILES = (SUMMARY, "TOFU_EVAL.json", "TOFU_SUMMARY.json", "MUSE_EVAL.json", "MUSE_SUMMARY.json")
 DEPTH = 3  # a run, a model in it, a setting of that
-# A membership attack scores two sets; each is a metric beside the attack's AUC.
+# The two sets of a membership attack; each is a metric beside the attack's AUC.
 GROUPS = ("forget", "holdout")
-HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tofu": (
-        ("forget_Q_A_ROUGE", "lower"),
-        ("extraction_strength", "lower"),
-        ("forget_quality", "higher"),
-        ("privleak", "towards 0"),
-        ("model_utility", "higher"),
-        ("forget_Q_A_gibberish", "higher"),
-    ),
-    "muse": (
-        ("forget_verbmem_ROUGE", "lower"),
-        ("forget_knowmem_ROUGE", "lower"),
-        ("privleak", "towards 0"),
-        ("retain_knowmem_ROUGE", "higher"),
-        ("extraction_strength", "lower"),
-    ),
-}
+HEADLINES = {
+    "tofu": {
+        "forget_quality": "↑", "forget_truth_ratio": "↑", "forget_Q_A_Prob": "↓", "forget_Q_A_ROUGE": "↓",
+        "extraction_strength": "↓", "privleak": "→ 0", "model_utility": "↑",
+    },
+    "muse": {
+        "forget_verbmem_ROUGE": "↓", "forget_knowmem_ROUGE": "↓", "retain_knowmem_ROUGE": "↑", "privleak": "→ 0",
+        "extraction_strength": "↓",
+    },
+}  # fmt: skip
 
 Items = dict[str, dict[str, Any]]
 
@@ -93,36 +86,18 @@ def numbered(values: Iterable[Any], field: str = "score") -> Items:
     return {str(index): {field: value} for index, value in enumerate(values)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Headline:
-    """One of a suite's most important figures."""
+def headlines(results: Results) -> dict[str, str]:
+    """List a suite's most important metrics, each with the direction in which it is better: ↑, ↓ or → 0.
 
-    metric: str
-    value: float | None
-    better: str
-    """'higher', 'lower' or 'towards 0'."""
-
-    @property
-    def arrow(self) -> str:
-        """The direction as a sign."""
-        return {"higher": "↑", "lower": "↓"}.get(self.better, "→0")
-
-
-def headlines(results: Results) -> list[Headline]:
-    """List about six figures that summarise a result: what is forgotten, and what is kept.
-
-    Figures that were not computed have the value None. The leak suite has leak@k for its smallest and largest k.
+    The leak suite has leak@k for its smallest and largest k.
     """
-    known = HEADLINES.get(results.suite)
-    if known is None:
-        by_kind: dict[str, list[str]] = {}
-        for metric in results.figures:
-            if metric.startswith("leak@"):
-                by_kind.setdefault(metric.rpartition("-")[2], []).append(metric)
-        known = [
-            (metric, "lower") for metrics in by_kind.values() for metric in dict.fromkeys((metrics[0], metrics[-1]))
-        ]
-    return [Headline(metric, results.figures.get(metric), better) for metric, better in known]
+    if results.suite in HEADLINES:
+        return HEADLINES[results.suite]
+    chosen = {}
+    for kind in ("attack", "sample"):
+        metrics = [metric for metric in results.figures if metric.startswith("leak@") and metric.endswith(f"-{kind}")]
+        chosen |= dict.fromkeys((*metrics[:1], *metrics[-1:]), "↓")
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +120,7 @@ class Identity:
 
 
 def write_results(results: Results, folder: Path, *, openunlearning: bool = False) -> None:
-    """Write `summary.json` and `items.jsonl` into an existing folder.
-
-    Args:
-        results: figures and items.
-        folder: an existing folder.
-        openunlearning: also write `TOFU_EVAL.json` and `TOFU_SUMMARY.json` (or `MUSE_…`).
-    """
+    """Write `summary.json` and `items.jsonl`, and with `openunlearning` also its files (`TOFU_EVAL.json` and so on)."""
     lines = [
         json.dumps({"metric": metric, "index": index, **fields}, ensure_ascii=False)
         for metric, items in results.items.items()
@@ -172,11 +141,11 @@ def read_results(folder: str | Path, suite: str | None = None) -> Results:
     """Read a folder that `divdec eval` or OpenUnlearning wrote; of the latter the summary is enough.
 
     Args:
-        folder: holds the files.
+        folder: the folder.
         suite: which of OpenUnlearning's files to read if a folder holds those of several suites.
 
     Raises:
-        UsageError: it is not such a folder, or a file in it is not readable.
+        UsageError: it holds no results, or a file cannot be read.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -208,65 +177,50 @@ def find_results(path: str | Path) -> list[Path]:
     return folders
 
 
-def identify(results: Results, folder: Path) -> Identity:
-    """Say which method and setting a result is of, from its `run.json` or summary.
-
-    Results of OpenUnlearning and of the paper's code do not say it: see `published_identity`.
-    """
-    record = read_record(folder) or {}
-    content = {**results.about, **(record.get("result") or {})}
-    family = str(content.get("family") or Path(str(content.get("model") or folder.absolute().parent.name)).name)
-    size, seed = content.get("size"), content.get("seed")
-    sequence, step = content.get("sequence"), content.get("step")
-    if sequence in ("scal", "sust") and isinstance(step, int):
-        family = folder.absolute().parent.name
-        return Identity(str(content.get("method") or sequence), str(step), family, size, seed, sequence, float(step))
-    steering = content.get("steering")
-    match = _STEERING.fullmatch(steering) if isinstance(steering, str) else None
-    if match is not None:
-        family = f"{family} hard" if match["fill"] == "hard" else family
-        return Identity(match["rule"], match[0], family, size, seed, match["rule"], float(match["value"]))
-    if "method" in content:
-        return Identity(str(content["method"]), str(content.get("setting") or ""), family, size, seed)
-    return published_identity(folder)
-
-
 _STEERING = re.compile(r"(?P<rule>linear|rank):(?P<value>-?\d+(?:\.\d+)?)(?::(?P<fill>soft|hard))?")
 # '1B-alpha-1.5' and '1B-topk-20' are folders of the paper's code, 'linear-1.5' and 'rank-20-soft' ours.
-_STRENGTH = re.compile(
+_FOLDER = re.compile(
     r"(?:(?P<family>.+)[-_])?(?P<rule>linear|alpha|rank|topk)-(?P<value>-?\d+(?:\.\d+)?)(?:-(?P<fill>soft|hard))?"
 )
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
 _NGRAMS = re.compile(r"n-?gram|bigram|trigram", re.IGNORECASE)
 
 
-def published_identity(folder: Path) -> Identity:
-    """Read method, setting and family from the folder names of the paper's published files.
+def identify(results: Results, folder: Path) -> Identity:
+    """Return the method and setting of a result, from its `run.json` or summary, else from the folder's name.
 
-    `dd_linear/1B-alpha-1.5` is the linear rule with α = 1.5 and auxiliaries of 1B parameters.
+    Results of OpenUnlearning and of the paper's code have names alone: `dd_linear/1B-alpha-1.5` is the linear rule with
+    α = 1.5 and auxiliaries of 1B parameters.
     """
-    match = _STRENGTH.fullmatch(folder.name)
-    if match is None:
-        return Identity(folder.name)
-    rule = "linear" if match["rule"] in ("linear", "alpha") else "rank"
-    family = match["family"] or folder.absolute().parent.name
-    size = _SIZE.search(family)
-    billions = None if size is None else float(size[1]) / (1000 if size[2] in "mM" else 1)
-    return Identity(
-        rule,
-        f"{rule}:{match['value']}",
-        f"{family} hard" if match["fill"] == "hard" else family,
-        0.0 if _NGRAMS.search(family) else billions,
-        rule=rule,
-        strength=float(match["value"]),
-    )
+    record = read_record(folder) or {}
+    content = {**results.about, **(record.get("result") or {})}
+    parent = folder.absolute().parent.name
+    family = str(content.get("family") or Path(str(content.get("model") or parent)).name)
+    method, size, seed = content.get("method"), content.get("size"), content.get("seed")
+    sequence, step = content.get("sequence"), content.get("step")
+    if sequence in ("scal", "sust") and isinstance(step, int):
+        return Identity(str(method or sequence), str(step), parent, size, seed, sequence, float(step))
+    match = _STEERING.fullmatch(str(content.get("steering")))
+    if match is None and "method" in content:
+        return Identity(str(method), str(content.get("setting") or ""), family, size, seed)
+    if match is not None:
+        rule, setting = match["rule"], match[0]
+    else:
+        match = _FOLDER.fullmatch(folder.name)
+        if match is None:
+            return Identity(folder.name)
+        rule = "linear" if match["rule"] in ("linear", "alpha") else "rank"
+        setting, seed = f"{rule}:{match['value']}", None
+        family = match["family"] or parent
+        parameters = _SIZE.search(family)
+        size = None if parameters is None else float(parameters[1]) / (1000 if parameters[2] in "mM" else 1)
+        size = 0.0 if _NGRAMS.search(family) else size
+    family = f"{family} hard" if match["fill"] == "hard" else family
+    return Identity(rule, setting, family, size, seed, rule, float(match["value"]))
 
 
 def results_table(paths: Sequence[str | Path]) -> pandas.DataFrame:
-    """Tabulate all results at or below paths, one row each.
-
-    Returns:
-        The columns of `Identity`, `suite`, `split`, `name`, `folder`, and one for each figure.
+    """Tabulate all results at or below paths: the columns of `Identity`, suite, split, name, folder, and the figures.
 
     Raises:
         UsageError: a path holds no results.
@@ -274,18 +228,10 @@ def results_table(paths: Sequence[str | Path]) -> pandas.DataFrame:
     import pandas
 
     rows = []
-    for folder in dict.fromkeys(found for path in paths for found in find_results(path)):
+    for folder in dict.fromkeys(folder for path in paths for folder in find_results(path)):
         results = read_results(folder)
-        rows.append(
-            {
-                **dataclasses.asdict(identify(results, folder)),
-                "suite": results.suite,
-                "split": results.split,
-                "name": results.name,
-                "folder": str(folder),
-                **results.figures,
-            }
-        )
+        about = {"suite": results.suite, "split": results.split, "name": results.name, "folder": str(folder)}
+        rows.append(dataclasses.asdict(identify(results, folder)) | about | results.figures)
     return pandas.DataFrame(rows)
 
 
@@ -295,7 +241,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
     if not depth:
         return []
     folders = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
-    return [found for child in sorted(folders, key=_natural) for found in _below(child, depth - 1)]
+    return [result for child in sorted(folders, key=_natural) for result in _below(child, depth - 1)]
 
 
 def _natural(path: Path) -> list[tuple[float, str]]:

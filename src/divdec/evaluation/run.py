@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +22,6 @@ from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from divdec.model.configuration import DivergenceConfig
-
-Save = Callable[[Sequence[Results]], None]
-Evaluate = Callable[[EvaluatedModel, list[Results], Save], list[Results]]
 
 
 def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
@@ -71,32 +67,37 @@ def evaluate(
     if number_of_processes() > 1 and device_map == "auto":
         raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
-    runs = [_ModelRun.prepare(path, settings, output, step) for step, path in enumerate(settings.models, start=1)]
-    if len({run.name for run in runs}) < len(runs):
-        raise UsageError(f"two models share a name, which their results would share: {', '.join(settings.models)}")
-    split, data, evaluate_suite = _suite(settings)
+    runs = _model_runs(settings, output)
+    data_digest, evaluate_suite = _suite(settings)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
-    decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data}
+    decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data_digest}
     files = (SUMMARY, ITEMS, "attack_prompts.jsonl")
-    stale = [f"{run.relative(folder, output)}/{file}" for run in runs for folder in run.folders for file in files]
+    folders = [folder.relative_to(output) for run in runs for folder in run.folders]
+    stale = [(folder / file).as_posix() for folder in folders for file in files]
     run_folder = on_main(
         lambda: RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     )
     all_results: list[Results] = []
-    for run in runs:
+    for step, run in enumerate(runs, start=1):
         if is_main():
             report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
-        earlier = on_main(lambda run=run: [_earlier(folder) for folder in run.folders])
-        results = [one or Results("", settings.suite, split=split) for one in earlier]
+        split = settings.split if settings.suite == "tofu" else None
+        results = on_main(
+            lambda run=run, split=split: [
+                read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
+                for folder in run.folders
+            ]
+        )
         model = run.load(settings, device_map)
         for one, folder, steering in zip(results, run.folders, run.steering, strict=True):
             one.name = folder.name
             one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
             one.about |= _identity(run, steering, model)
             if settings.sequence != "none":
-                one.about |= {"sequence": settings.sequence, "step": run.step}
+                one.about |= {"sequence": settings.sequence, "step": step}
         evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
-        all_results += evaluate_suite(evaluated, results, run.saver(settings, output))
+        save = functools.partial(_save, run=run, settings=settings, output=output)
+        all_results += evaluate_suite(evaluated, earlier=results, save=save)
     seconds = round(time.perf_counter() - started, 1)
     if is_main():
         figures = {results.name: results.figures for results in all_results}
@@ -110,31 +111,11 @@ class _ModelRun:
     """A model, its settings, and the result folder of each setting."""
 
     path: str
-    """As given."""
+    """Folder or hub id, as the user gave it."""
     name: str
     checkpoint: Path
     steering: tuple[Steering | None, ...]
     folders: tuple[Path, ...]
-    step: int
-    """Number of the model in a sequence."""
-
-    @classmethod
-    def prepare(cls, path: str, settings: EvalSettings, output: Path, step: int) -> _ModelRun:
-        checkpoint = CheckpointReference.parse(path).resolve(Path(), weights=True)
-        name = checkpoint.name if Path(path).expanduser().is_dir() else path.replace("/", "--")
-        # The models of a sequence often have the same folder name in different runs.
-        name = f"step-{step}" if settings.sequence != "none" else name
-        steering = _steering(checkpoint, path, settings)
-        for setting in steering:
-            if setting is not None:
-                setting.check_vocabulary(read_config(checkpoint).vocab_size)
-        base = output / name if len(settings.models) > 1 else output
-        folders = (base,) if len(steering) == 1 else tuple(base / str(s).replace(":", "-") for s in steering)
-        return cls(path, name, checkpoint, steering, folders, step)
-
-    @staticmethod
-    def relative(folder: Path, output: Path) -> str:
-        return folder.relative_to(output).as_posix()
 
     def load(self, settings: EvalSettings, device_map: str | None) -> PreTrainedModel:
         if self.steering[0] is not None:
@@ -144,23 +125,45 @@ class _ModelRun:
         check_weights(self.checkpoint)
         return load_model(self.checkpoint, dtype=settings.dtype, device_map=device_map).eval()
 
-    def saver(self, settings: EvalSettings, output: Path) -> Save:
-        def save(all_results: Sequence[Results]) -> None:
-            if not is_main():
-                return
-            for results, folder in zip(all_results, self.folders, strict=True):
-                folder.mkdir(parents=True, exist_ok=True)
-                write_results(results, folder, openunlearning=settings.openunlearning)
-                if folder != output:
-                    write_json(folder / RECORD, record("eval", settings, result=results.about))
 
-        return save
+def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
+    paths = settings.models
+    checkpoints = [CheckpointReference.parse(path).resolve(Path(), weights=True) for path in paths]
+    names = [
+        checkpoint.name if Path(path).name in ("", "..") else Path(path).name
+        for path, checkpoint in zip(paths, checkpoints, strict=True)
+    ]
+    if settings.sequence != "none":  # the models of a sequence may be the same
+        names = [f"step-{step}" for step in range(1, len(names) + 1)]
+    elif len(set(paths)) < len(paths):
+        raise UsageError(f"a model is given twice: {', '.join(paths)}")
+    runs = []
+    for path, name, checkpoint in zip(paths, names, checkpoints, strict=True):
+        name = f"{name}-{settings_hash(path)[:6]}" if names.count(name) > 1 else name
+        steering = _steering(checkpoint, path, settings)
+        for setting in steering:
+            if setting is not None:
+                setting.check_vocabulary(read_config(checkpoint).vocab_size)
+        base = output / name if len(paths) > 1 else output
+        folders = (base,) if len(steering) == 1 else tuple(base / str(s).replace(":", "-") for s in steering)
+        runs.append(_ModelRun(path, name, checkpoint, steering, folders))
+    return runs
+
+
+def _save(all_results: Sequence[Results], *, run: _ModelRun, settings: EvalSettings, output: Path) -> None:
+    if not is_main():
+        return
+    for results, folder in zip(all_results, run.folders, strict=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_results(results, folder, openunlearning=settings.openunlearning)
+        if folder != output:
+            write_json(folder / RECORD, record("eval", settings, result=results.about))
 
 
 def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel) -> dict[str, Any]:
     """Method, setting, family and size, from the bundle's configuration or the checkpoint's `run.json`."""
     if steering is not None:
-        config: DivergenceConfig = read_config(run.checkpoint)
+        config = read_config(run.checkpoint)
         experts: Any = getattr(model, "experts", None)
         parts = getattr(experts, "parts", (experts,))
         retain = next((part.retain for part in parts if hasattr(part, "retain")), None)
@@ -188,65 +191,47 @@ def _steering(checkpoint: Path, path: str, settings: EvalSettings) -> tuple[Stee
         if settings.steering or settings.sweep:
             raise UsageError(f"{path} is a plain checkpoint, not steered; give a bundle to --steering or --sweep")
         return (None,)
-    own = Steering.from_dict(read_config(checkpoint).steering or {})
+    default = Steering.from_dict(read_config(checkpoint).steering or {})
     if settings.sweep:
-        swept = parse_sweep(settings.sweep, allow_negative=settings.allow_negative)
+        sweep = parse_sweep(settings.sweep, allow_negative=settings.allow_negative)
         # The eligible vocabulary belongs to the bundle, not to the strength.
-        return tuple(dataclasses.replace(setting, vocabulary=own.vocabulary) for setting in swept)
+        return tuple(dataclasses.replace(setting, vocabulary=default.vocabulary) for setting in sweep)
     if settings.steering:
-        return (own.revised(settings.steering, allow_negative=settings.allow_negative),)
-    return (own,)
+        return (default.revised(settings.steering, allow_negative=settings.allow_negative),)
+    return (default,)
 
 
-def _suite(settings: EvalSettings) -> tuple[str | None, str, Evaluate]:
-    """The suite's split, the digest of its data, and its function; bad data is refused before a model is loaded."""
-    data = Path(settings.data).expanduser()
+def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
+    """Digest of the suite's data, and its function; bad data is refused before a model is loaded."""
+    folder = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
     retained = read_results(settings.retain_results) if settings.retain_results else None
     if retained is not None and retained.suite != settings.suite:
         raise UsageError(f"retain results {settings.retain_results} are of the suite {retained.suite}")
-    if settings.suite == "tofu":
-        return _tofu(settings, data, holdout, retained)
+    if settings.suite == "leak":
+        from divdec.evaluation.leak import LeakSuite
+
+        suite = LeakSuite.read(settings)
+        return suite.records.sha256, suite.evaluate
     if settings.suite == "muse":
         from divdec.evaluation.muse import MuseOptions, evaluate_muse, read_muse
 
-        content = read_muse(data, holdout, settings.limit)
+        data = read_muse(folder, holdout, settings.limit)
         options = MuseOptions(settings.max_length, settings.batch_size, retained)
-
-        def evaluate(model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
-            return evaluate_muse(model, content, options, earlier=earlier, save=save)
-
-        return None, settings_hash(dataclasses.asdict(content)), evaluate
-    from divdec.evaluation.leak import LeakSuite
-
-    suite = LeakSuite.read(settings)
-    return None, suite.records.sha256, suite.evaluate
-
-
-def _tofu(
-    settings: EvalSettings, data: Path, holdout: Path | None, retained: Results | None
-) -> tuple[str | None, str, Evaluate]:
+        return settings_hash(data), functools.partial(evaluate_muse, data=data, options=options)
     from divdec.evaluation.generation import Fluency
     from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
 
-    questions = read_tofu(data, settings.split, holdout, settings.limit)
+    data = read_tofu(folder, settings.split, holdout, settings.limit)
     options = TofuOptions(
         settings.template, settings.system_prompt, settings.date, settings.max_length, settings.batch_size, retained
     )
     fluency = None if settings.fluency == "none" else Fluency(settings.fluency)
     reference = None
     if settings.reference is not None:
-        folder = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
-        check_weights(folder)
-        reference = load_model(folder, dtype=settings.dtype).eval()
-
-    def evaluate(model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
-        return evaluate_tofu(
-            model, questions, options, fluency=fluency, reference=reference, earlier=earlier, save=save
-        )
-
-    return settings.split, settings_hash(dataclasses.asdict(questions)), evaluate
-
-
-def _earlier(folder: Path) -> Results | None:
-    return read_results(folder) if (folder / SUMMARY).is_file() else None
+        checkpoint = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
+        check_weights(checkpoint)
+        reference = load_model(checkpoint, dtype=settings.dtype).eval()
+    return settings_hash(data), functools.partial(
+        evaluate_tofu, data=data, options=options, fluency=fluency, reference=reference
+    )

@@ -25,11 +25,10 @@ from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
-from divdec.evaluation.sweep_ordering import sweep
 from divdec.experts.neural import ReadAhead, logits_of, new_cache, takes_cache
 from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.steering import Steering
+from divdec.steering import Steering, check_k, mask_ineligible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -129,22 +128,21 @@ def score(
         batch_size: sequences in a pass; they are grouped by length.
         title: title of the progress bar; None shows none.
 
-    Returns:
-        One score per example.
-
     Raises:
         UsageError: an answer has probability 0 or NaN; names the item.
     """
-    forward: Forward
+    cache = None
     if takes_cache(model):
         # Models made of several parts make their own cache.
         cache = getattr(model, "new_cache", None) or functools.partial(new_cache, model)
-        forward = functools.partial(logits_of, model)
-    else:
-        cache, forward = None, functools.partial(_logits_without_cache, model)
-    (scores,) = _score(
-        examples, lambda *inputs: (forward(*inputs),), lambda logits: [logits], 1, cache, moments, batch_size, title
-    )
+
+    def forward(input_ids: Tensor, mask: Tensor, positions: None, cache: Any, logits_to_keep: int) -> tuple[Tensor]:
+        if takes_cache(model):
+            return (logits_of(model, input_ids, mask, positions, cache, logits_to_keep),)
+        ids, mask = input_ids.to(model.device), mask.to(model.device)
+        return (model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -logits_to_keep:],)
+
+    (scores,) = _score(examples, forward, lambda logits: [logits], 1, cache, moments, batch_size, title)
     return scores
 
 
@@ -162,7 +160,7 @@ def score_settings(
     Args:
         model: the steered model; its own setting is not used.
         examples: prompts with labelled answers.
-        settings: steering settings.
+        settings: steering settings; rank settings must have the same eligible vocabulary.
         moments: also compute `vocabulary_moments`.
         batch_size: sequences in a pass.
         title: title of the progress bar; None shows none.
@@ -186,6 +184,37 @@ def score_settings(
     return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
 
 
+def sweep(
+    settings: Sequence[Steering],
+    target_logits: Float[Tensor, "... vocab"],
+    divergence: Float[Tensor, "... vocab"],
+    eligible: Bool[Tensor, " vocab"] | None = None,
+) -> Iterator[Float[Tensor, "... vocab"]]:
+    """Yield the steered logits of each setting, in float32; rank settings share one sorted divergence.
+
+    Args:
+        settings: all rank settings have the same eligible vocabulary.
+        target_logits: ℓ_P, of any floating dtype.
+        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        eligible: the eligible vocabulary as a mask; None for all tokens.
+
+    Raises:
+        FailedClosed: a steered logit is NaN or +inf, or every token is excluded.
+    """
+    target_logits, divergence = target_logits.float(), divergence.float()
+    rank = [setting for setting in settings if setting.rule == "rank"]
+    smallest, largest = None, None
+    if rank:
+        for setting in rank:
+            check_k(setting.k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
+        most = max(setting.k for setting in rank)
+        smallest = mask_ineligible(divergence, eligible).topk(most + 1, dim=-1, largest=False).values
+        if any(setting.fill == "soft" for setting in rank):
+            largest = target_logits.topk(most, dim=-1).values
+    for setting in settings:
+        yield setting.apply(target_logits, divergence, eligible, smallest=smallest, largest=largest)
+
+
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:
     """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
 
@@ -195,10 +224,10 @@ def gradient_norm(model: PreTrainedModel, example: Example) -> float:
         return 0.0
     # The last two tokens predict nothing that is read.
     input_ids = torch.tensor([example.input_ids[:-2]])
-    kept = input_ids.shape[1] + 1 - max(example.prompt_length, 1)
+    logits_to_keep = input_ids.shape[1] + 1 - max(example.prompt_length, 1)
     with torch.enable_grad():
-        logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, kept)[0]
-        labels = torch.tensor(example.labels[1:-1][-kept:], device=logits.device)
+        logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, logits_to_keep)[0]
+        labels = torch.tensor(example.labels[1:-1][-logits_to_keep:], device=logits.device)
         chosen = labels != IGNORED
         log_p = logits[chosen].float().log_softmax(dim=-1)
         mean_loss = -log_p.gather(1, labels[chosen][:, None]).mean()
@@ -254,27 +283,6 @@ def probability_drops(
     return largest
 
 
-def _logits_without_cache(
-    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: None, cache: None, kept: int
-) -> Tensor:
-    ids, mask = input_ids.to(model.device), mask.to(model.device)
-    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept:]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """One forward pass, and the positions of the labelled tokens in it."""
-
-    items: list[int]
-    """Indices of the examples, one per row."""
-    outputs: Sequence[Float[Tensor, "batch kept vocab"]]
-    """What the forward function returned, at the last positions of the batch."""
-    labels: Int[Tensor, " labelled"]
-    """The labelled tokens, row by row."""
-    chosen: Bool[Tensor, "batch kept"]
-    """The position before each labelled token."""
-
-
 def _score(
     examples: Sequence[Example],
     forward: Forward,
@@ -293,9 +301,12 @@ def _score(
     def own_items() -> dict[tuple[int, int], ItemScore]:
         scores: dict[tuple[int, int], ItemScore] = {}
         with torch.inference_mode():
-            for one in _passes(examples, forward, cache, batch_size, title):
-                for setting, items in enumerate(_read(one, steer, moments)):
-                    scores |= {(setting, index): item for index, item in items.items()}
+            for indices, logits, labels in _passes(examples, forward, cache, batch_size, title):
+                for setting, rows in enumerate(_label_rows(logits, labels, steer, moments)):
+                    start = 0
+                    for index, count in zip(indices, (labels != IGNORED).sum(dim=1).tolist(), strict=True):
+                        scores[setting, index] = _item_score(index, rows[start : start + count])
+                        start += count
         return scores
 
     scores = together(own_items)
@@ -308,10 +319,14 @@ def _passes(
     new_cache: Callable[[], Cache] | None,
     batch_size: int,
     title: str | None,
-) -> Iterator[_Pass]:
+) -> Iterator[tuple[list[int], Sequence[Tensor], Int[Tensor, "batch positions"]]]:
     """Run the models over every example, or over this process's share of them.
 
     Without a cache, or with one from which rows cannot be selected, a prompt is read again for every answer.
+
+    Yields:
+        Indices of the examples in a pass, the outputs of `forward` at its last positions, and the labels of the tokens
+        that these predict.
     """
     shared: list[tuple[tuple[int, ...], list[int]]] = []  # prompts, and the examples that begin with them
     if new_cache is not None and _can_select_rows(new_cache()):
@@ -324,7 +339,7 @@ def _passes(
     hidden = title is None or not is_main()
     with tqdm(total=len(examples), desc=title, unit="item", disable=hidden, dynamic_ncols=True) as bar:
         for indices in own(_batches(alone, lambda index: len(examples[index].input_ids), batch_size)):
-            yield _pass(indices, [examples[index] for index in indices], forward)
+            yield indices, *_run(forward, [examples[index] for index in indices])
             bar.update(len(indices) * number_of_processes())
         # Prompts in one pass have one length. Padding on the left would not do: architectures differ in where positions
         # begin and what shifts them.
@@ -335,8 +350,7 @@ def _passes(
             for batch in _batches(same_length, lambda group: 0, batch_size)
         )
         for batch in own(batches):
-            assert new_cache is not None
-            cache, prompts = new_cache(), torch.tensor([prompt for prompt, _ in batch])
+            cache, prompts = new_cache(), torch.tensor([prompt for prompt, _ in batch])  # pyright: ignore[reportOptionalCall]
             start = prompts.shape[1]
             forward(prompts, torch.ones_like(prompts), None, cache, 1)
             row_of = {index: row for row, (_, indices) in enumerate(batch) for index in indices}
@@ -345,23 +359,20 @@ def _passes(
                 answers = [
                     Example(examples[index].input_ids[start:], examples[index].labels[start:]) for index in indices
                 ]
-                yield _pass(indices, answers, forward, _select_rows(cache, rows), start)
+                yield indices, *_run(forward, answers, _select_rows(cache, rows), start)
                 bar.update(len(indices) * number_of_processes())
 
 
-def _pass(
-    items: list[int], examples: Sequence[Example], forward: Forward, cache: Cache | None = None, past: int = 0
-) -> _Pass:
-    """Run one forward pass, right-padded; `past` tokens of each row are in the cache."""
+def _run(
+    forward: Forward, examples: Sequence[Example], cache: Cache | None = None, past: int = 0
+) -> tuple[Sequence[Tensor], Int[Tensor, "batch positions"]]:
+    """Run one right-padded pass; `past` tokens of each row are in the cache."""
     # The last token of an answer predicts nothing.
     input_ids = padded([example.input_ids[:-1] for example in examples], 0)
     mask = padded([[1] * (past + len(example.input_ids) - 1) for example in examples], 0)
     labels = padded([example.labels[1:] for example in examples], IGNORED)
-    width = labels.shape[1]
-    kept = width + 1 - min(max(example.prompt_length, 1) for example in examples)
-    labels = labels[:, width - kept :]
-    chosen = labels != IGNORED
-    return _Pass(items, forward(input_ids, mask, None, cache, kept), labels[chosen], chosen)
+    logits_to_keep = labels.shape[1] + 1 - min(max(example.prompt_length, 1) for example in examples)
+    return forward(input_ids, mask, None, cache, logits_to_keep), labels[:, -logits_to_keep:]
 
 
 def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[list[Any]]:
@@ -384,36 +395,37 @@ def _select_rows(cache: Cache, rows: Int[Tensor, " batch"]) -> Cache:
     return selected
 
 
-def _read(one: _Pass, steer: Callable[..., Iterable[Tensor]], moments: bool) -> list[dict[int, ItemScore]]:
-    """Compute each item's score under each setting; only the positions before labelled tokens are steered."""
-    device, vocab_size = one.outputs[0].device, one.outputs[0].shape[-1]
-    rows = max(1, BLOCK.get(device.type, BLOCK["cuda"]) // vocab_size)
-    flat = [output.flatten(0, 1) for output in one.outputs]
-    positions, labels = one.chosen.flatten().nonzero()[:, 0].to(device), one.labels.to(device)
+def _label_rows(
+    outputs: Sequence[Tensor],
+    labels: Int[Tensor, "batch positions"],
+    steer: Callable[..., Iterable[Tensor]],
+    moments: bool,
+) -> list[list[list[float]]]:
+    """Compute `_label_columns` under each setting; only the positions before labelled tokens are steered."""
+    device, vocab_size = outputs[0].device, outputs[0].shape[-1]
+    size = max(1, BLOCK.get(device.type, BLOCK["cuda"]) // vocab_size)
+    flat = [output.flatten(0, 1) for output in outputs]
+    chosen = labels != IGNORED
+    positions, labels = chosen.flatten().nonzero()[:, 0].to(device), labels[chosen].to(device)
     blocks = [
-        [_tokens(logits, some, moments) for logits in steer(*(output[where] for output in flat))]
-        for where, some in zip(positions.split(rows), labels.split(rows), strict=True)
+        [_label_columns(logits, block, moments) for logits in steer(*(output[where] for output in flat))]
+        for where, block in zip(positions.split(size), labels.split(size), strict=True)
     ]
     # One transfer for the whole pass.
-    by_setting = torch.stack([torch.cat(tokens) for tokens in zip(*blocks, strict=True)]).tolist()
-    return [_item_scores(one, tokens) for tokens in by_setting]
+    return torch.stack([torch.cat(columns) for columns in zip(*blocks, strict=True)]).tolist()
 
 
-def _item_scores(one: _Pass, tokens: Sequence[Sequence[float]]) -> dict[int, ItemScore]:
-    scores, start = {}, 0
-    for item, count in zip(one.items, one.chosen.sum(dim=1).tolist(), strict=True):
-        log_probabilities, hits, *further = zip(*tokens[start : start + count], strict=True)
-        start += count
-        if not all(map(math.isfinite, log_probabilities)):
-            raise UsageError(
-                f"item {item}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
-                "score with the soft fill (rank:K:soft)"
-            )
-        scores[item] = ItemScore(log_probabilities, tuple(map(bool, hits)), tuple(zip(*further, strict=True)))
-    return scores
+def _item_score(index: int, rows: Sequence[Sequence[float]]) -> ItemScore:
+    log_probabilities, hits, *moments = zip(*rows, strict=True)
+    if not all(map(math.isfinite, log_probabilities)):
+        raise UsageError(
+            f"item {index}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
+            "score with the soft fill (rank:K:soft)"
+        )
+    return ItemScore(log_probabilities, tuple(map(bool, hits)), tuple(zip(*moments, strict=True)))
 
 
-def _tokens(
+def _label_columns(
     logits: Float[Tensor, "labelled vocab"], labels: Int[Tensor, " labelled"], moments: bool
 ) -> Float[Tensor, "labelled columns"]:
     """For each label log p, whether it is the first choice, and with `moments` those of log p over the vocabulary.

@@ -1,17 +1,15 @@
-"""The TOFU suite, as OpenUnlearning computes it: same names, same figures per item.
+"""The TOFU suite, with OpenUnlearning's names and its figures per item.
 
-One teacher-forced pass over all questions gives every likelihood metric of every setting; one greedy answer per
-question gives every ROUGE.
+One teacher-forced pass gives every likelihood metric of every setting; one greedy answer per question every ROUGE.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import scipy.stats
 
@@ -61,15 +59,14 @@ class Question:
     paraphrased: str | None = None
     wrong: tuple[str, ...] = ()
 
-    @property
-    def answers(self) -> dict[str, tuple[str, ...]]:
-        """The answers that are scored, by kind: '' (its own), PARA (paraphrased), PERT (wrong)."""
-        texts: dict[str, tuple[str, ...]] = {"": (self.record.answer,)}
-        if self.paraphrased is not None:
-            texts["PARA"] = (self.paraphrased,)
-        if self.wrong:
-            texts["PERT"] = self.wrong
-        return texts
+    def answers(self) -> dict[str, list[Record]]:
+        """The answers to score, by kind: '' (the right one), PARA (paraphrased), PERT (wrong)."""
+        texts = {"": (self.record.answer,), "PARA": (self.paraphrased,), "PERT": self.wrong}
+        return {
+            kind: [dataclasses.replace(self.record, answer=text) for text in of_kind]
+            for kind, of_kind in texts.items()
+            if any(of_kind)
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +96,7 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
     """Read TOFU's files, named as in the Hugging Face dataset.
 
     Args:
-        folder: holds `{split}_perturbed.json`, `retain_perturbed.json`, `real_authors_perturbed.json` and
-            `world_facts_perturbed.json`; also `holdout01.json` etc. unless `holdout` is given.
+        folder: holds `{split}_perturbed.json`, the files of `SETS`, and `holdout01.json` etc. without `holdout`.
         split: 'forget01', 'forget05' or 'forget10'.
         holdout: questions that no model has seen, for membership attacks.
         limit: read only the first N questions of each set.
@@ -115,9 +111,21 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
     present = [other for other in SPLITS if (folder / f"{other}_perturbed.json").is_file()]
     if present and split not in present:
         raise UsageError(f"{folder} holds no {split}_perturbed.json; its splits: {', '.join(present)} (--split)")
-    sets = {"forget": _questions(folder / f"{split}_perturbed.json", limit, paraphrased=True)}
-    for name, file in SETS.items():
-        sets[name] = _questions(folder / f"{file}.json", limit, paraphrased=name == "retain")
+
+    def read(file: Path, paraphrased: bool) -> tuple[Question, ...]:
+        return read_rows(
+            file,
+            "locuslab/TOFU",
+            lambda row, location: Question(
+                question_in(row, location),
+                text_in(row, "paraphrased_answer", location) if paraphrased else None,
+                texts_in(row, "perturbed_answer", location),
+            ),
+            limit,
+        )
+
+    sets = {"forget": read(folder / f"{split}_perturbed.json", True)}
+    sets |= {name: read(folder / f"{file}.json", name == "retain") for name, file in SETS.items()}
     default = folder / f"{split.replace('forget', 'holdout')}.json"
     if holdout is not None or default.is_file():
         holdout = holdout or default
@@ -126,17 +134,6 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
         if both := sum(question.record.messages in forget for question in sets["holdout"]):
             raise UsageError(f"holdout {holdout}: {both} of its questions are also in {split}; they must differ")
     return TofuData(split, sets)
-
-
-def _questions(file: Path, limit: int | None, *, paraphrased: bool) -> tuple[Question, ...]:
-    def read(row: Any, location: str) -> Question:
-        return Question(
-            question_in(row, location),
-            text_in(row, "paraphrased_answer", location) if paraphrased else None,
-            texts_in(row, "perturbed_answer", location),
-        )
-
-    return read_rows(file, "locuslab/TOFU", read, limit)
 
 
 def evaluate_tofu(
@@ -157,7 +154,7 @@ def evaluate_tofu(
         options: layout, and the retrained model's results.
         fluency: classifier of the forget set's answers; None leaves fluency out.
         reference: a model for the reference attack (with the same tokenizer); None leaves it out.
-        earlier: results of an interrupted run, one per setting; metrics in them are not computed again.
+        earlier: results of an interrupted run, one per setting; their metrics are not computed again.
         save: called with the results after every stage.
 
     Returns:
@@ -175,10 +172,10 @@ def evaluate_tofu(
     results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in model.settings]
     run = _Run(model, data, form, options.batch_size, results)
     stages: list[Callable[[], None]] = [run.score_answers]
-    if options.gradient_norms:
+    if options.gradient_norms and "holdout" in data.sets:
         stages.append(run.compute_gradient_norms)
     stages.append(run.generate_answers)
-    if reference is not None:
+    if reference is not None and "holdout" in data.sets:
         stages.append(lambda: run.compute_reference_attack(reference))
     if fluency is not None:
         stages.append(lambda: run.judge_fluency(fluency))
@@ -187,9 +184,22 @@ def evaluate_tofu(
         for one in results:
             _compute_figures(one, retained)
         save(results)
+    reasons: dict[str, str] = {}
+    if fluency is None:
+        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
+    if "holdout" not in data.sets:
+        attacks = [f"mia_{attack}" for attack in ATTACKS]
+        reasons |= dict.fromkeys((*attacks, "privleak"), "there is no holdout set (--holdout)")
+    else:
+        if reference is None:
+            reasons["mia_reference"] = "there is no reference model (--reference)"
+        if not options.gradient_norms:
+            reasons["mia_gradnorm"] = "gradient norms were left out"
+    if retained is None:
+        reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
     for one in results:
-        for metric, reason in _missing(data, fluency is not None, reference is not None, options).items():
-            one.figures[metric], one.reasons[metric] = None, reason
+        one.figures |= dict.fromkeys(reasons)
+        one.reasons |= reasons
     save(results)
     return results
 
@@ -207,14 +217,14 @@ class _Run:
         if all("forget_Q_A_Prob" in results.items for results in self.results):
             return
         answers = {
-            (name, index, kind): [dataclasses.replace(question.record, answer=text) for text in texts]
+            (name, index, kind): records
             for name, questions in self.data.sets.items()
             for index, question in enumerate(questions)
-            for kind, texts in question.answers.items()
+            for kind, records in question.answers().items()
         }
         # Only membership attacks read the vocabulary's moments, and only of these few answers.
         attacked = [key for key in answers if key[0] in ("forget", "holdout") and not key[2]]
-        others = [key for key in answers if key[0] not in ("forget", "holdout") or key[2]]
+        others = [key for key in answers if key not in set(attacked)]
         for keys, moments in ((attacked, True), (others, False)):
             examples = self.form.encode([record for key in keys for record in answers[key]])
             scores = self.model.scores(
@@ -223,12 +233,13 @@ class _Run:
             for results, items in zip(self.results, scores, strict=True):
                 start = 0
                 for name, index, kind in keys:
-                    stop = start + len(answers[name, index, kind])
-                    _add_likelihoods(results, name, str(index), kind, items[start:stop])
+                    count = len(answers[name, index, kind])
+                    if name != "holdout":
+                        _add_likelihoods(results, name, str(index), kind, items[start : start + count])
                     if moments:
                         labels = [label for label in examples[start].labels if label != IGNORED]
                         self._add_attacks(results, name, str(index), items[start], decoded(self.form.tokenizer, labels))
-                    start = stop
+                    start += count
 
     def _add_attacks(self, results: Results, name: str, index: str, item: ItemScore, text: str) -> None:
         if "holdout" in self.data.sets:
@@ -240,8 +251,6 @@ class _Run:
 
     def compute_gradient_norms(self) -> None:
         """Compute the gradient norm of every forget and holdout answer."""
-        if "holdout" not in self.data.sets:
-            return
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if "mia_gradnorm.holdout" in results.items:
                 continue
@@ -257,7 +266,7 @@ class _Run:
 
     def compute_reference_attack(self, model: PreTrainedModel) -> None:
         """Compute the difference between the loss and that of a model that has not seen the answers."""
-        if "holdout" not in self.data.sets or all("mia_reference.holdout" in one.items for one in self.results):
+        if all("mia_reference.holdout" in one.items for one in self.results):
             return
         for name in ("forget", "holdout"):
             examples = self.form.encode([question.record for question in self.data.sets[name]])
@@ -273,7 +282,6 @@ class _Run:
         names = [name for name in self.data.sets if name != "holdout"]
         questions = [(name, index, one) for name in names for index, one in enumerate(self.data.sets[name])]
         prompts = self.form.prompts([question.record for *_, question in questions])
-        decode = functools.partial(decoded, self.form.tokenizer)
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if all(f"{name}_Q_A_ROUGE" in results.items for name in names):
                 continue
@@ -286,13 +294,14 @@ class _Run:
                 title=f"generating {setting or ''}".strip(),
             )
             for (name, index, question), prompt, ids in zip(questions, prompts, outputs, strict=True):
-                text = decode(ids).strip()
+                text = decoded(self.form.tokenizer, ids).strip()
+                records = question.answers()
                 truths = {f"{name}_Q_A_ROUGE": question.record}
-                if name == "forget" and question.paraphrased is not None:
-                    truths[f"{name}_Q_A_PARA_ROUGE"] = dataclasses.replace(question.record, answer=question.paraphrased)
+                if name == "forget" and "PARA" in records:
+                    truths["forget_Q_A_PARA_ROUGE"] = records["PARA"][0]
                 for metric, record in truths.items():
                     truth = self.form.truth(record)
-                    texts = {"input": decode(prompt), "ground_truth": truth, "generation": text}
+                    texts = {"input": decoded(self.form.tokenizer, prompt), "ground_truth": truth, "generation": text}
                     results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
     def judge_fluency(self, judge: Fluency) -> None:
@@ -307,33 +316,12 @@ class _Run:
 
 
 def _add_likelihoods(results: Results, name: str, index: str, kind: str, items: Sequence[ItemScore]) -> None:
-    if name == "holdout":
-        return
+    metric = f"{name}_Q_A_{kind}_Prob" if kind else f"{name}_Q_A_Prob"
     probabilities, losses = [item.probability for item in items], [item.loss for item in items]
-    several = kind == "PERT"
-    results.add_item(
-        f"{name}_Q_A_{kind}_Prob" if kind else f"{name}_Q_A_Prob",
-        index,
-        prob=probabilities if several else probabilities[0],
-        avg_loss=losses if several else losses[0],
-    )
-
-
-def _missing(data: TofuData, fluency: bool, reference: bool, options: TofuOptions) -> dict[str, str]:
-    """Why metrics are not computed."""
-    reasons: dict[str, str] = {}
-    if not fluency:
-        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
-    if "holdout" not in data.sets:
-        reasons |= {f"mia_{attack}": "there is no holdout set (--holdout)" for attack in ATTACKS}
-        reasons["privleak"] = "there is no holdout set (--holdout)"
-    elif not reference:
-        reasons["mia_reference"] = "there is no reference model (--reference)"
-    if "holdout" in data.sets and not options.gradient_norms:
-        reasons["mia_gradnorm"] = "gradient norms were left out"
-    if options.retain_results is None:
-        reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
-    return reasons
+    if kind == "PERT":
+        results.add_item(metric, index, prob=probabilities, avg_loss=losses)
+    else:
+        results.add_item(metric, index, prob=probabilities[0], avg_loss=losses[0])
 
 
 def _check_retained(retained: Results, data: TofuData) -> None:
@@ -349,25 +337,21 @@ def _check_retained(retained: Results, data: TofuData) -> None:
 
 def _compute_figures(results: Results, retained: Results | None) -> None:
     """Compute every figure that the items allow: ratios, means, AUCs and model utility."""
-    for name, aggregate in (
-        ("forget", closer_to_1_better),
-        ("retain", true_better),
-        ("ra", true_better),
-        ("wf", true_better),
-    ):
+    for name, aggregate in {"forget": closer_to_1_better, **dict.fromkeys(SETS, true_better)}.items():
         right = f"{name}_Q_A_PARA_Prob" if name in ("forget", "retain") else f"{name}_Q_A_Prob"
         wrong = f"{name}_Q_A_PERT_Prob"
-        if right in results.items and wrong in results.items:
-            losses = list(zip(results.scores(right, "avg_loss"), results.scores(wrong, "avg_loss"), strict=True))
-            metric = "forget_truth_ratio" if name == "forget" else f"{name}_Truth_Ratio"
-            ratios = [truth_ratio(correct, wrongs) for correct, wrongs in losses]
-            results.items[metric] = numbered(ratios)
-            results.figures[metric] = statistics.fmean(map(aggregate, ratios))
-            if name == "forget":
-                results.figures["forget_truth_ratio_true_better"] = statistics.fmean(map(true_better, ratios))
-                means = [prob_mean(correct, wrongs) for correct, wrongs in losses]
-                results.figures["forget_truth_ratio_prob_mean"] = statistics.fmean(means)
-        if name in ("ra", "wf") and wrong in results.items:
+        if not {right, wrong} <= results.items.keys():
+            continue
+        losses = list(zip(results.scores(right, "avg_loss"), results.scores(wrong, "avg_loss"), strict=True))
+        metric = "forget_truth_ratio" if name == "forget" else f"{name}_Truth_Ratio"
+        ratios = [truth_ratio(correct, wrongs) for correct, wrongs in losses]
+        results.items[metric] = numbered(ratios)
+        results.figures[metric] = statistics.fmean(map(aggregate, ratios))
+        if name == "forget":
+            results.figures["forget_truth_ratio_true_better"] = statistics.fmean(map(true_better, ratios))
+            means = [prob_mean(correct, wrongs) for correct, wrongs in losses]
+            results.figures["forget_truth_ratio_prob_mean"] = statistics.fmean(means)
+        if name in ("ra", "wf"):
             pairs = zip(results.scores(right, "prob"), results.scores(wrong, "prob"), strict=True)
             shares = [normalised_probability(correct, wrongs) for correct, wrongs in pairs]
             results.items[f"{name}_Q_A_Prob_normalised"] = numbered(shares, "prob")

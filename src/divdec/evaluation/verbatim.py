@@ -49,26 +49,22 @@ def passages_of(
 
     Args:
         texts: the texts of a request.
-        tokenizer: the target's.
-        most: number of passages at most.
-        seed: of the draw.
+        tokenizer: tokenizer of the target.
+        most: number of passages, at most.
+        seed: seed of the random choice.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
+    special = set(tokenizer.all_special_ids)
     if texts.kind == "text":
         prompts = encode_prompts([Record("", prompt=record.answer) for record in texts], tokenizer)
-        found = [passage for ids in prompts for passage in _of_text(ids, tokenizer)]
-        return draw.sample(found, min(most, len(found))), len(found)
-    records = draw.sample(texts.records, min(most, len(texts)))
-    examples = encode_records(records, tokenizer, WHOLE)
-    found = [
-        Passage(example.input_ids[: example.prompt_length], example.input_ids[example.prompt_length :][:LENGTH])
-        for example in examples
-    ]
-    special = set(tokenizer.all_special_ids)
-    found = [
-        Passage(passage.prompt, [token for token in passage.continuation if token not in special]) for passage in found
-    ]
-    return [passage for passage in found if passage.prompt and passage.continuation], len(texts)
+        passages = [passage for ids in prompts for passage in _of_text(ids, special)]
+        return rng.sample(passages, min(most, len(passages))), len(passages)
+    records = rng.sample(texts.records, min(most, len(texts)))
+    passages = []
+    for example in encode_records(records, tokenizer, WHOLE):
+        ids, start = example.input_ids, example.prompt_length
+        passages.append(Passage(ids[:start], [token for token in ids[start:][:LENGTH] if token not in special]))
+    return [passage for passage in passages if passage.prompt and passage.continuation], len(texts)
 
 
 def count_recited(
@@ -78,14 +74,7 @@ def count_recited(
     *,
     title: str | None = None,
 ) -> int:
-    """Count the passages that a model recites.
-
-    Args:
-        model: any causal LM, steered or plain.
-        tokenizer: its tokenizer.
-        passages: prompts with their continuations.
-        title: title of the progress bar; None shows none.
-    """
+    """Count the passages that a model, steered or plain, recites."""
     if not passages:
         return 0
     room = getattr(model.config, "max_position_embeddings", None) or math.inf
@@ -115,17 +104,9 @@ def measure(
 
     If no strength is enough, the registry keeps the lowest strength at which the fewest passages are recited.
 
-    Args:
-        registry: the registry.
-        entry: the request.
-        texts: its texts.
-        target: the target, unsteered.
-        tokenizer: its tokenizer.
-        progress: show progress bars.
-
     Returns:
         The measurement, which the registry also records: `passages` measured of `passages_in_all`, `recited_before` by
-        the target alone, `recited_after` under the takedowns, the registry's `strength`, the `strength_before`, and
+        the unsteered target, `recited_after` under the takedowns, the registry's `strength`, the `strength_before`, and
         the `strongest` tried.
 
     Raises:
@@ -164,11 +145,12 @@ def measured_text(measured: dict[str, Any]) -> str:
     if not passages:
         return "not measured: the texts are too short to be begun and continued"
     drawn = f" ({passages} drawn of {measured['passages_in_all']:,})" if passages < measured["passages_in_all"] else ""
-    text = f"{before} of {passages} passages{drawn} were recited word for word before, {after} now"
+    text = (
+        f"{before} of {passages} passages{drawn} were recited word for word before, {after} now, "
+        f"at strength {measured['strength']:g}"
+    )
     if measured["strength"] > measured["strength_before"]:
-        text += f", at strength {measured['strength']:g}, raised from {measured['strength_before']:g}"
-    else:
-        text += f", at strength {measured['strength']:g}"
+        text += f", raised from {measured['strength_before']:g}"
     if after:
         text += (
             f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "
@@ -177,8 +159,7 @@ def measured_text(measured: dict[str, Any]) -> str:
     return text
 
 
-def _of_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Passage]:
-    special = set(tokenizer.all_special_ids)
+def _of_text(ids: list[int], special: set[int]) -> list[Passage]:
     lead = next((index for index, token in enumerate(ids) if token not in special), len(ids))
     start, body = ids[:lead], ids[lead:]
     if len(body) < PREFIX + RUN:

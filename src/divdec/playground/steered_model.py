@@ -18,7 +18,7 @@ from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
-from divdec.evaluation.sweep_ordering import sweep
+from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts
 from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
