@@ -22,6 +22,7 @@ from cyclopts import (
     Group,
     MissingArgumentError,
     Parameter,
+    Token,
     UnknownOptionError,
 )
 from cyclopts.config import Yaml
@@ -155,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        return _fail(f"{name}: {_describe(error)} (`{name} --help` shows the options)")
+        return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:
         return _fail(f"{name}: {error}")
     except Diverged as error:
@@ -171,6 +172,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message := _resumable(error):
             return _fail(f"{name}: {message}")
         raise
+
+
+def _unknown_option(error: CycloptsError) -> UnknownOptionError | None:
+    """Return the error of the first unknown option, which is likely to be the cause of `error`: `--bse` for `--base`."""
+    if error.app is None or error.app.default_command is None:
+        return None
+    arguments = error.app.assemble_argument_collection(default_parameter=app.default_parameter)
+    known = {name for argument in arguments for name in argument.names}
+    for token in error.unused_tokens or ():
+        name = token.split("=")[0]
+        if name.startswith("--") and name not in known:
+            return UnknownOptionError(token=Token(keyword=name, source="cli"), argument_collection=arguments)
+    return None
 
 
 def _describe(error: CycloptsError) -> str:

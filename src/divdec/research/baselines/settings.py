@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from divdec.errors import UsageError
 from divdec.options import check_at_least, check_positive, option
 from divdec.research.baselines.registry import Method
 from divdec.training.settings import TrainingSettings
+
+LR = Parameter(name="lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +72,13 @@ class HelperSettings:
 
     epochs: float = 10.0
     """Passes over the forget set, or over the data of a helper."""
-    learning_rate: float = 1e-5
+    learning_rate: Annotated[float, LR] = 1e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     batch_size: int = 16
     """Sequences per step and process; of methods with a retain term as many retain sequences are added."""
 
     def __post_init__(self) -> None:
-        check_positive("learning_rate", self.learning_rate)
+        check_positive("lr", self.learning_rate)
         self.training(seed=0)  # refuses what training does not accept
 
     def training(self, seed: int) -> TrainingSettings:
@@ -108,7 +112,7 @@ class GradAscentSettings(HelperSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.warmup < 1:
-            raise UsageError(f"warmup is {self.warmup:g}; accepted: a share of the steps, from 0 up to below 1")
+            raise UsageError(f"--warmup is {self.warmup:g}; accepted: a share of the steps, from 0 up to below 1")
         check_range("weight_decay", self.weight_decay, 0.0)
 
 
@@ -162,7 +166,7 @@ class SimNPOSettings(NPOSettings):
 class UNDIALSettings(GradDiffSettings):
     """Training with UNDIAL."""
 
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, LR] = 1e-4
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     alpha: float = 0.0
     """Weight of the retain term; 0 leaves it out, as the paper does."""
@@ -186,7 +190,7 @@ class IdkDPOSettings(NPOSettings):
 class RMUSettings(GradAscentSettings):
     """Training with RMU."""
 
-    learning_rate: float = 5e-5
+    learning_rate: Annotated[float, LR] = 5e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     layer: int = 7
     """Layer whose hidden states are steered, counted from 0; it must not be the last."""
@@ -240,7 +244,7 @@ class OffsetSettings(HelperSettings):
 class ULDSettings(HelperSettings):
     """Unlearning from Logit Difference: subtracts an assistant that remembers the forget set alone."""
 
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, LR] = 1e-3
     """Peak learning rate of AdamW."""
     weight: float = 0.8
     """Factor of the assistant's logits."""
