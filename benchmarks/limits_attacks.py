@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import Example, encode_prompts, encode_records
 from divdec.data.records import Message, Record
 from divdec.data.world import CITIES, GENRES, OCCUPATIONS, PASTIMES, PRIZES, RELATIONS, Question, World, ask
-from divdec.evaluation import attacks
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.generation import answers, continuations, samples
 from divdec.evaluation.metrics import attack_auc, contains_fact
@@ -238,7 +237,7 @@ def _candidate_figures(
     rest = items[start:]
     return {
         **share_at_ends(rows, [one.true for one in questions]),
-        "auc": attack_auc([attacks.loss(i) for i in rest[:forget]], [attacks.loss(i) for i in rest[forget:]]),
+        "auc": attack_auc([i.loss for i in rest[:forget]], [i.loss for i in rest[forget:]]),
         "probability": statistics.fmean(item.probability for item in rest[:forget]),
     }
 

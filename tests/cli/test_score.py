@@ -335,7 +335,7 @@ def test_help_has_an_example(capsys):
     assert main(["results", "score", "--help"]) == 0
     text = capsys.readouterr().out
     assert "divdec results score tofu" in text
-    assert "results [results ...]" in text
+    assert "SUITE RESULTS" in text
 
 
 def test_settings_from_a_file(oracle, tmp_path, capsys):

@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown_option(error: CycloptsError) -> UnknownOptionError | None:
-    """Return the error of the first unknown option, which is likely to be the cause of `error`: `--bse` for `--base`."""
+    """Return the error of the first unknown option, a probable cause of `error`: `--bse` leaves `--base` missing."""
     if error.app is None or error.app.default_command is None:
         return None
     arguments = error.app.assemble_argument_collection(default_parameter=app.default_parameter)
