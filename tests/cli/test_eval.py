@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on(steered, tofu, tmp_path, monkeypatch, capsys):
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
     monkeypatch.undo()
     assert read_results(out).figures["extraction_strength"] > 0
-    assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--limit", 3, "--output", out) == 2
+    assert main("eval", "tofu", steered, *tofu, "--batch-size", 8, "--max-length", 400, "--output", out) == 2
     assert "unfinished run with other settings" in capsys.readouterr().err
     monkeypatch.setattr(EvaluatedModel, "scores", None)  # the pass that was made is not made again
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 0
@@ -129,10 +129,10 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     assert found["told"]["steered"] == found["told"]["retain_auxiliary"]
     assert found["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
     assert found["points"][0]["distance"] > 0.1
-    assert main(*arguments[:-4], "--sweep", "linear:2", "--write") == 3
+    assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
     assert "linear:2 is the mildest of its rule" in capsys.readouterr().err
     assert str(DivergenceForCausalLM.from_pretrained(steered).steering) == "linear:1"
-    assert main(*arguments[:-4], "--sweep", "linear:2", "--write", "--force") == 0
+    assert main(*arguments[:-5], "--sweep", "linear:2", "--write", "--force") == 0
     assert "→ linear:2" in capsys.readouterr().out
     model = DivergenceForCausalLM.from_pretrained(steered)
     assert str(model.steering) == "linear:2"
@@ -183,6 +183,9 @@ class TestRefuses:
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
         self.refused(capsys, "eval", "tofu", tmp_path / "no", *tofu, *out, says="is not a folder")
-        self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="limit is 0")
+        self.refused(
+            capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="--limit is given more than once"
+        )
+        self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
         assert not (tmp_path / "out").exists()

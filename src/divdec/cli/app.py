@@ -22,6 +22,7 @@ from cyclopts import (
     Group,
     MissingArgumentError,
     Parameter,
+    RepeatArgumentError,
     Token,
     UnknownOptionError,
 )
@@ -192,6 +193,8 @@ def _describe(error: CycloptsError) -> str:
     error.verbose = False
     if isinstance(error, UnknownOptionError) and error.token.keyword in INSTEAD:
         return f"there is no option {error.token.keyword}; use {INSTEAD[error.token.keyword]}"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} is given more than once"
     if type(error) is MissingArgumentError and error.argument is not None:
         name = error.argument.name
         missing = name.removeprefix("--") if error.argument.index is not None else name
