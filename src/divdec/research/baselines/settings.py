@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from divdec.errors import UsageError
-from divdec.options import check_at_least, check_positive, option
+from divdec.options import OutputFolder, TrainingData, check_at_least, check_positive, option
 from divdec.research.baselines.registry import Method
 from divdec.training.settings import TrainingSettings
 
@@ -20,28 +20,16 @@ LR = Parameter(name="lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaselineSettings:
+class BaselineSettings(TrainingData, OutputFolder):
     """Target, data and output of one method."""
 
     target: str
     """The model that has learned both sets: a folder or hub id, '@revision' allowed."""
-    forget: str
-    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""
-    retain: str
-    """Retain set, in the same formats."""
-    output: str
-    """Folder for the model and run.json."""
-    max_length: int = 1024
-    """Longest sequence in tokens; longer answers are cut, longer texts are split."""
-    system_prompt: str | None = None
-    """System turn put before every conversation."""
     seed: int = 0
     """Seed of the data order and every other random draw."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
-        check_at_least("max_length", self.max_length, 2)
+        super().__post_init__()
         check_at_least("seed", self.seed, 0)
 
 
