@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.evaluation.privacy import attack_auc
-
 from divdec.data.formatting import Example, encode_prompts, encode_records
 from divdec.data.records import Message, Record
 from divdec.data.world import CITIES, GENRES, OCCUPATIONS, PASTIMES, PRIZES, RELATIONS, Question, World, ask
-from divdec.evaluation import attacks
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.generation import answers, continuations, samples
-from divdec.evaluation.metrics import contains_fact
+from divdec.evaluation.metrics import attack_auc, contains_fact
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering
@@ -240,7 +237,7 @@ def _candidate_figures(
     rest = items[start:]
     return {
         **share_at_ends(rows, [one.true for one in questions]),
-        "auc": attack_auc([attacks.loss(i) for i in rest[:forget]], [attacks.loss(i) for i in rest[forget:]]),
+        "auc": attack_auc([i.loss for i in rest[:forget]], [i.loss for i in rest[forget:]]),
         "probability": statistics.fmean(item.probability for item in rest[:forget]),
     }
 

@@ -14,8 +14,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def commands():
-    text = README.replace("\\\n", " ")
-    return [line.strip() for line in text.splitlines() if re.match(r"divdec [a-z]+ ", line) and "…" not in line]
+    blocks = re.findall(r"^```\w*\n(.*?)^```", README.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE)
+    lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("divdec ") and "…" not in line]
 
 
 def test_there_are_commands():
@@ -31,6 +32,8 @@ def test_commands_parse(command):
 
 def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    Path("demo/bundle").symlink_to(bundle)
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)

@@ -445,6 +445,6 @@ def test_a_full_disk_during_training_loses_nothing(long_training, tmp_path):
         assert "the disk is full" in result.stderr.splitlines()[-1]
         subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
         again = divdec(*arguments)
-        assert again.returncode == 0, again.stderr
+        assert again.returncode == 3, again.stderr  # a run of this few steps does not tell p from q
     finally:
         subprocess.run(["umount", small], check=True)

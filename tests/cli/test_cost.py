@@ -64,9 +64,9 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
     ("options", "message"),
     [
         (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "target is '8Q'; accepted: a number"),
-        (["--target", "-8B", "--aux", "1B", "--forget-tokens", "1M"], "target is '-8B'; accepted: a number"),
+        (["--target=-8B", "--aux", "1B", "--forget-tokens", "1M"], "target is '-8B'; accepted: a number"),
         (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "aux is -1.0; accepted: a number"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "-1M"], "forget-tokens is '-1M'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "forget-tokens is '-1M'; accepted"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "volume is '8Q'; accepted"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "device is 'abacus'"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "output is 'cost.pdf'"),
@@ -112,7 +112,7 @@ def test_bench_lists_its_actions_and_refuses_others(tmp_path, capsys):
     assert "compute" in out
     assert "latency" in out
     for arguments, message in (
-        (["bench", "speed"], "action 'speed' is not known; there are: compute, latency"),
+        (["bench", "speed"], 'Unknown command "speed". Available commands: compute, latency'),
         (["bench", "compute"], "output"),
         (["bench", "compute", "--output", "o", "--rounds", "0"], "rounds is 0; accepted"),
         (["bench", "latency", "--output", "o", "--agreement", "2"], "agreement is 2; accepted"),

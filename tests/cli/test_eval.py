@@ -198,6 +198,9 @@ class TestRefuses:
         self.refused(capsys, "eval", "tofu", steered, *tofu, *out, "--steering", "rank:9999", says="between 1 and")
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
         self.refused(capsys, "eval", "tofu", tmp_path / "no", *tofu, *out, says="is not a folder")
-        self.refused(capsys, "eval", "tofu", steered, *tofu[:4], *out, "--limit", "0", says="limit is 0")
+        self.refused(
+            capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="--limit is given more than once"
+        )
+        self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
         assert not (tmp_path / "out").exists()

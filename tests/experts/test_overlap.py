@@ -10,19 +10,18 @@ PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("devices", "message"),
     [
-        (["experts=nowhere"], "device 'nowhere' cannot be used"),
-        (["target=cpu"], "accepted: experts=DEVICE"),
-        (["experts"], "accepted: experts=DEVICE"),
-        (["retain_auxiliary=cpu"], "both auxiliaries"),
-        (["experts=cpu", "forget_auxiliary=cpu"], "both auxiliaries"),
+        (["nowhere"], "device 'nowhere' cannot be used"),
+        (["cpu", "nowhere"], "device 'nowhere' cannot be used"),
+        (["cpu", "cpu", "cpu"], "accepted: one device, or q's and then p's"),
+        ([], "--expert-devices needs a value"),
     ],
 )
-def test_devices_that_are_refused(bundle, place, words, capsys):
-    assert main(["generate", str(bundle), "--prompt", "a", "--place", *place]) == 2
+def test_devices_that_are_refused(bundle, devices, message, capsys):
+    assert main(["generate", str(bundle), "--prompt", "a", "--expert-devices", *devices]) == 2
     error = capsys.readouterr().err
-    assert words in error
+    assert message in error
     assert error.count("\n") == 1
 
 

@@ -141,7 +141,7 @@ def test_a_bundle_without_experts_or_with_half_a_pair_is_refused(ngrams, checkpo
     ("changed", "words"),
     [
         ({"order": 6}, "order is 6"),
-        ({"retain": "forget.jsonl"}, "stand in the retain set too"),
+        ({"retain": "forget.jsonl"}, "are in the retain set too"),
         ({"forget": "empty.txt"}, "empty"),
         ({"target": "nowhere"}, "nowhere"),
     ],

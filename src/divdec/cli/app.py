@@ -22,6 +22,8 @@ from cyclopts import (
     Group,
     MissingArgumentError,
     Parameter,
+    RepeatArgumentError,
+    Token,
     UnknownOptionError,
 )
 from cyclopts.config import Yaml
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        return _fail(f"{name}: {_describe(error)} (`{name} --help` shows the options)")
+        return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:
         return _fail(f"{name}: {error}")
     except Diverged as error:
@@ -173,11 +175,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
+def _unknown_option(error: CycloptsError) -> UnknownOptionError | None:
+    """Return the error of the first unknown option, a probable cause of `error`: `--bse` leaves `--base` missing."""
+    if error.app is None or error.app.default_command is None:
+        return None
+    arguments = error.app.assemble_argument_collection(default_parameter=app.default_parameter)
+    known = {name for argument in arguments for name in argument.names}
+    for token in error.unused_tokens or ():
+        name = token.split("=")[0]
+        if name.startswith("--") and name not in known:
+            return UnknownOptionError(token=Token(keyword=name, source="cli"), argument_collection=arguments)
+    return None
+
+
 def _describe(error: CycloptsError) -> str:
     """Say in one line what was given and what is accepted, with the option as it is typed."""
     error.verbose = False
     if isinstance(error, UnknownOptionError) and error.token.keyword in INSTEAD:
         return f"there is no option {error.token.keyword}; use {INSTEAD[error.token.keyword]}"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} is given more than once"
     if type(error) is MissingArgumentError and error.argument is not None:
         name = error.argument.name
         missing = name.removeprefix("--") if error.argument.index is not None else name

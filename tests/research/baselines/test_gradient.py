@@ -419,7 +419,7 @@ def test_plain_text_is_forgotten_by_the_others(job, tmp_path):
         (UNDIALSettings, {"beta": 0.0}, "beta is 0"),
         (IdkDPOSettings, {"alpha": -0.5}, "alpha is -0.5; accepted: a finite number of at least 0"),
         (GradDiffSettings, {"gamma": math.nan}, "gamma is nan"),
-        (GradDiffSettings, {"learning_rate": 0.0}, "--learning-rate is 0; accepted: a number above 0"),
+        (GradDiffSettings, {"learning_rate": 0.0}, "--lr is 0; accepted: a number above 0"),
         (GradDiffSettings, {"batch_size": 0}, "--batch-size is 0"),
         (GradDiffSettings, {"warmup": 1.0}, "warmup is 1; accepted: a share"),
         (GradDiffSettings, {"weight_decay": -1.0}, "--weight-decay is -1"),

@@ -380,7 +380,7 @@ def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
     ("settings", "options", "message"),
     [
         (WHPSettings, {"alpha": float("nan")}, "alpha is nan"),
-        (WHPSettings, {"learning_rate": 0.0}, "--learning-rate is 0"),
+        (WHPSettings, {"learning_rate": 0.0}, "--lr is 0"),
         (UCDSettings, {"plausibility": 1.5}, "plausibility is 1.5; accepted: a finite number from 0 to 1"),
         (ULDSettings, {"weight": float("inf")}, "weight is inf"),
         (ULDSettings, {"lora_rank": -1}, "--lora-rank is -1"),

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from divdec.errors import UsageError
-from divdec.options import check_at_least, check_positive, option
+from divdec.options import OutputFolder, TrainingData, check_at_least, check_positive, option
 from divdec.research.baselines.registry import Method
 from divdec.training.settings import TrainingSettings
 
+LR = Parameter(name="lr")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaselineSettings:
+class BaselineSettings(TrainingData, OutputFolder):
     """Target, data and output of one method."""
 
     target: str
     """The model that has learned both sets: a folder or hub id, '@revision' allowed."""
-    forget: str
-    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""
-    retain: str
-    """Retain set, in the same formats."""
-    output: str
-    """Folder for the model and run.json."""
-    max_length: int = 1024
-    """Longest sequence in tokens; longer answers are cut, longer texts are split."""
-    system_prompt: str | None = None
-    """System turn put before every conversation."""
     seed: int = 0
     """Seed of the data order and every other random draw."""
-    overwrite: bool = False
-    """Replace an earlier result in the output folder."""
 
     def __post_init__(self) -> None:
-        check_at_least("max_length", self.max_length, 2)
+        super().__post_init__()
         check_at_least("seed", self.seed, 0)
 
 
@@ -68,13 +60,13 @@ class HelperSettings:
 
     epochs: float = 10.0
     """Passes over the forget set, or over the data of a helper."""
-    learning_rate: float = 1e-5
+    learning_rate: Annotated[float, LR] = 1e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     batch_size: int = 16
     """Sequences per step and process; of methods with a retain term as many retain sequences are added."""
 
     def __post_init__(self) -> None:
-        check_positive("learning_rate", self.learning_rate)
+        check_positive("lr", self.learning_rate)
         self.training(seed=0)  # refuses what training does not accept
 
     def training(self, seed: int) -> TrainingSettings:
@@ -108,7 +100,7 @@ class GradAscentSettings(HelperSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.warmup < 1:
-            raise UsageError(f"warmup is {self.warmup:g}; accepted: a share of the steps, from 0 up to below 1")
+            raise UsageError(f"--warmup is {self.warmup:g}; accepted: a share of the steps, from 0 up to below 1")
         check_range("weight_decay", self.weight_decay, 0.0)
 
 
@@ -162,7 +154,7 @@ class SimNPOSettings(NPOSettings):
 class UNDIALSettings(GradDiffSettings):
     """Training with UNDIAL."""
 
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, LR] = 1e-4
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     alpha: float = 0.0
     """Weight of the retain term; 0 leaves it out, as the paper does."""
@@ -186,7 +178,7 @@ class IdkDPOSettings(NPOSettings):
 class RMUSettings(GradAscentSettings):
     """Training with RMU."""
 
-    learning_rate: float = 5e-5
+    learning_rate: Annotated[float, LR] = 5e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     layer: int = 7
     """Layer whose hidden states are steered, counted from 0; it must not be the last."""
@@ -240,7 +232,7 @@ class OffsetSettings(HelperSettings):
 class ULDSettings(HelperSettings):
     """Unlearning from Logit Difference: subtracts an assistant that remembers the forget set alone."""
 
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, LR] = 1e-3
     """Peak learning rate of AdamW."""
     weight: float = 0.8
     """Factor of the assistant's logits."""
