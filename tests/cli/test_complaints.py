@@ -68,6 +68,8 @@ def test_every_command_has_help_with_an_example_in_80_columns(command, capsys):
         ("bench compute --output o --vocabularies many", "--vocabularies is 'many'; accepted: a whole number"),
         ("demo --config absent.yaml", "absent.yaml, which does not exist; accepted: a YAML file of options"),
         ("demo --sed 3", "Did you mean --seed?"),
+        ("train --bse x", "Unknown option: --bse. Did you mean --base?"),  # not "--base is required"
+        ("demo --seed 1 --seed 2", "--seed is given more than once"),
         ("image draw", "Available commands: demo, train"),
         ("results plot", "results is required"),
         ("playground http://127.0.0.1:1 --registry r", "--registry"),

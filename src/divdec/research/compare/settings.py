@@ -20,7 +20,7 @@ class CompareSettings:
     """'demo' (the fictitious world), 'tofu-small' (two authors of real TOFU, --tofu), or a folder with TOFU's files,
     for models of your own (--bundle, --retrain)."""
     methods: tuple[str, ...] = ("all",)
-    """Methods by name, as `divdec baseline --list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
+    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
     grid: Literal["small", "paper"] = "small"
     """Settings tried of each method: a few for small models, or the paper's."""
     seeds: int = 3
