@@ -207,7 +207,7 @@ def test_a_kept_cache_goes_on_with_the_rows_that_it_holds(steered, options):
     cache = steered(ids[:, :-1]).past_key_values
     with pytest.raises(UsageError, match="holds 1 sequences, but the input has 2"):
         steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})
-    with pytest.raises(UsageError, match="holds 1 sequences, and 3 are to go on"):
+    with pytest.raises(UsageError, match="holds 1 sequences, but the input has 3"):
         steered(ids[:, -1:].repeat(3, 1), past_key_values=cache)
     cache.batch_repeat_interleave(2)
     steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})

@@ -134,7 +134,7 @@ def test_names_that_several_tokens_have_are_not_sure(remote, provider, byte_toke
     assert completions._ids("e") == [letter, byte]
     assert completions._ids("</s>") == [byte_tokenizer.eos_token_id]
     for unreadable in ("\ufffd", "", "no such token", None, 5):
-        with pytest.raises(UsageError, match="no token of the tokenizer"):
+        with pytest.raises(UsageError, match="no token of the given tokenizer"):
             completions._ids(unreadable)
 
 

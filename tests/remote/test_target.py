@@ -371,14 +371,14 @@ class TestNeverUnsteered:
         def strange(content, body):
             content["choices"][0]["logprobs"]["tokens"] = ["token_id:99999"]
 
-        with pytest.raises(UsageError, match="no token of the tokenizer"):
+        with pytest.raises(UsageError, match="no token of the given tokenizer"):
             remote(provider(reply=strange).url, bundle).generate(prompts[0], TOKENS)
 
     def test_more_tokens_than_were_asked_for(self, remote, provider, bundle, prompts):
         def more(body):
             body["max_tokens"] += 1
 
-        with pytest.raises(UsageError, match="2 tokens where 1 were asked for"):
+        with pytest.raises(UsageError, match="with 2 tokens; the request allows 1"):
             remote(provider(request=more).url, bundle).generate(prompts[0], TOKENS)
 
     def test_a_soft_fill_needs_the_targets_logits(self, remote, url, bundle):

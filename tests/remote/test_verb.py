@@ -19,7 +19,7 @@ TEXTS = ("Question: Who is", "The author was born")
 def verb(url, bundle):
     def run(*given, at=url):
         endpoint = ["--endpoint", f"{at}/v1", "--model", "plain", "--retries", "0"]
-        return main(["remote", "--bundle", str(bundle), *endpoint, "--tries", "60", *given])
+        return main(["remote", "--bundle", str(bundle), *endpoint, "--tries", "60", "--raw", *given])
 
     return run
 

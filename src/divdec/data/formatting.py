@@ -11,10 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from jaxtyping import Int
 from jinja2 import TemplateError
-from torch import Tensor
 
 from divdec.bridge.alignment import common_prefix_length
 from divdec.bridge.conversation import plain_prompt
@@ -22,6 +19,7 @@ from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # the label that torch's cross entropy ignores
@@ -173,8 +171,10 @@ def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, for
     return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))
 
 
-def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> Int[Tensor, "batch width"]:
-    """Pad rows to the length of the longest, on the right or on the left."""
+def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> Tensor:
+    """Pad rows to the length of the longest, on the right or on the left: int64 [batch, width]."""
+    import torch  # here, because counting n-grams and the registry need no torch
+
     width = max(map(len, rows))
     filling = [[value] * (width - len(row)) for row in rows]
     return torch.tensor(

@@ -102,6 +102,7 @@ class Bundle:
         for name in ("bridge", "ngram", "registry"):
             if not isinstance(getattr(config, name), dict | None):
                 raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+        _check_bridge(folder, config)
         steering = Steering.from_dict(config.steering)
         steering.check_vocabulary(size)
         return cls(folder, config, steering, part_paths(folder, config, verify, local_files_only), verify)
@@ -234,7 +235,17 @@ def read_config(folder: Path) -> DivergenceConfig:
             f"{folder} is a plain {config.model_type} checkpoint, not a bundle: nothing would steer it; "
             "make one with `divdec bundle`"
         )
+    _check_bridge(folder, config)
     return config
+
+
+def _check_bridge(folder: Path, config: DivergenceConfig) -> None:
+    unknown = set(config.bridge) - {"token_healing"} if isinstance(config.bridge, dict) else set()
+    if unknown:
+        raise UsageError(
+            f"{folder}: bridge has unknown fields {sorted(map(str, unknown))}; accepted: token_healing; "
+            "write the bundle again with `divdec bundle`"
+        )
 
 
 def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
