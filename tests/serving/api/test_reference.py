@@ -402,7 +402,9 @@ def test_prompt_and_answer_are_one_text(described, bundles, name, capsys):
             assert offset == 0 or whole["text"].startswith(named, offset)
     body |= {"logit_bias": {}, "echo": False}
     capsys.readouterr()
-    assert main(["generate", str(path), "--prompt", prompt, "--max-new-tokens", "8", "--json", "--logprobs"]) == 0
+    assert (
+        main(["generate", str(path), "--raw", "--prompt", prompt, "--max-new-tokens", "8", "--json", "--logprobs"]) == 0
+    )
     row = json.loads(capsys.readouterr().out)
     assert row["text"] == send(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
     if "\ufffd" not in "".join(token["token"] for token in row["tokens"]):

@@ -133,7 +133,7 @@ class CompletionCall:
             yield _encode(first)
             async for event in events:
                 yield _encode(event)
-            yield ServerSentEvent("[DONE]")
+            yield ServerSentEvent("[DONE]", sep="\n")
         except Exception as error:
             yield _encode(self.record.set_error(error).body())
         finally:
@@ -315,4 +315,5 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Resu
 
 
 def _encode(event: Event) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(event, allow_nan=False))  # ASCII: some clients end a line at U+2028
+    # ASCII, and lines that end as in the OpenAI API: some clients end a line at U+2028 or split at an empty line.
+    return ServerSentEvent(json.dumps(event, allow_nan=False), sep="\n")
