@@ -38,7 +38,9 @@ def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
     names = {}
     exec(block, names)
     assert str(names["model"].steering) == "rank:20"
-    assert "Where was Jasper Ashild born?" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    assert "Where was Jasper Ashild born?" not in printed  # the answer without the prompt
 
 
 @pytest.mark.slow
