@@ -32,8 +32,7 @@ def test_commands_parse(command):
 
 def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("demo").mkdir()
-    Path("demo/bundle").symlink_to(bundle)
+    Path("demo").symlink_to(bundle.parent)
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)

@@ -15,7 +15,7 @@ PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
         (["nowhere"], "device 'nowhere' cannot be used"),
         (["cpu", "nowhere"], "device 'nowhere' cannot be used"),
         (["cpu", "cpu", "cpu"], "accepted: one device, or q's and then p's"),
-        ([], "--expert-devices needs a value"),
+        ([], "--expert-devices requires at least 1 element"),
     ],
 )
 def test_devices_that_are_refused(bundle, devices, message, capsys):

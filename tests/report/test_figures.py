@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from divdec import UsageError
-from divdec.evaluation.results import Results, published_identity, write_results
+from divdec.evaluation.results import Results, identify, write_results
 from divdec.report.gradient_depth import write_depth
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
 from divdec.research.charts import Step
@@ -427,11 +427,12 @@ def test_unknown_figures_are_told_the_known():
 
 
 def test_sizes_in_folder_names():
+    def size(name):
+        return identify(Results("model", "tofu"), Path(name, "linear-1")).size
+
     names = {"1B": 1, "3b": 3, "1.3b": 1.3, "pair-350M": 0.35, "dd_trigram": 0, "n-grams": 0, "Llama-3.2-1B-it": 1}
-    assert {name: published_identity(Path(name, "linear-1")).size for name in names} == pytest.approx(names)
-    assert (
-        published_identity(Path("gemma", "linear-1")).size is published_identity(Path("4bit", "linear-1")).size is None
-    )
+    assert {name: size(name) for name in names} == pytest.approx(names)
+    assert size("gemma") is size("4bit") is None
 
 
 def test_sources_name_no_folder_above_the_run(tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ app = App(
     help_format="markdown",
     help_formatter=DefaultFormatter(show_metavar=False),
     version=_version,
-    default_parameter=Parameter(negative=(), consume_multiple=True, show_default=_shown_default),
+    default_parameter=Parameter(negative=(), consume_multiple=1, show_default=_shown_default),
 )
 for flag in ("--help", "--version"):
     app[flag].group = OPTIONS

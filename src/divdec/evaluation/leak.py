@@ -71,6 +71,7 @@ def evaluate_attack(
     judge: Judge,
     *,
     name: str = "model",
+    ks: Sequence[int] = ATTACK_KS,
     prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
@@ -85,13 +86,14 @@ def evaluate_attack(
         prompts: for each question its attack prompts, in a fixed order.
         judge: decides whether an answer leaks.
         name: name of the results.
+        ks: numbers of prompts; those above the number of prompts are left out.
         prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer.
         batch_size: prompts in a batch.
         title: title of the progress bar; None shows none.
 
     Returns:
-        The figures 'leak@K-attack' for K of 1, 10, 100 and 1000, with a `score` of 0 or 1 per item; and items
+        The figures 'leak@K-attack' for every K of `ks`, with a `score` of 0 or 1 per item; and items
         'leak-attack' with the `attempts` of every question up to its `first_leak` (index from 0, or None).
 
     Raises:
@@ -99,7 +101,7 @@ def evaluate_attack(
     """
     if len(prompts) != len(records):
         raise UsageError(f"there are attack prompts for {len(prompts)} questions, and {len(records)} questions")
-    ks = [k for k in ATTACK_KS if k <= min(map(len, prompts), default=0)]
+    ks = [k for k in ks if k <= min(map(len, prompts), default=0)]
     if not ks:
         raise UsageError("there is nothing to ask: give questions, and at least one prompt for each")
     limit = max(ks)
