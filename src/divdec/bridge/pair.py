@@ -359,8 +359,10 @@ class BridgeLayer(TokenLayer):
         assert isinstance(other, BridgeLayer)
         super().join(other)
         self.sequences = self.sequences + other.sequences
-        both = self.pair_cache is not None and other.pair_cache is not None
-        self.pair_cache = self.pair_cache.concatenate(other.pair_cache) if both else None
+        if self.pair_cache is not None and other.pair_cache is not None:
+            self.pair_cache = self.pair_cache.concatenate(other.pair_cache)
+        else:
+            self.pair_cache = None
 
     def _select(self, rows: list[int]) -> None:
         if self.sequences and rows != list(range(len(self.sequences))):

@@ -256,7 +256,7 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format, *, a
         messages = (Message("system", form.system_prompt), *messages)
     if answered:
         messages = (*messages, Message("assistant", record.answer))
-    options = {"date_string": form.date} if form.date else {}
+    options: dict[str, Any] = {"date_string": form.date} if form.date else {}
     try:
         text = tokenizer.apply_chat_template(
             [dataclasses.asdict(message) for message in messages],

@@ -153,7 +153,9 @@ def aggregate(
     )
     for name, parts in (("agg", ("mem", "priv", "utility")), ("agg_without_privacy", ("mem", "utility"))):
         missing = [part for part in parts if values[part] is None]
-        values[name] = None if missing else harmonic_mean([values[part] for part in parts])
+        values[name] = (
+            None if missing else harmonic_mean([value for part in parts if (value := values[part]) is not None])
+        )
         if missing:
             reasons[name] = f"it needs {' and '.join(missing)}"
     return Scores({name: values[name] for name in AGGREGATES}, reasons, () if fluency else (NO_FLUENCY,))

@@ -38,6 +38,8 @@ def build_page(controller: Controller) -> gr.Blocks:
             with gr.Column(scale=5, min_width=320), gr.Tabs():
                 with gr.Tab("Chat"):
                     connect_chat = _add_chat(controller)
+                connect_curve: Any = None
+                connect_takedown: Any = None
                 if controller.model is not None:
                     with gr.Tab("Strength", render_children=True):
                         curve_question, connect_curve = _add_curve(controller)
@@ -72,7 +74,7 @@ def page_head() -> str:
 
 
 def _header(controller: Controller) -> str:
-    legend = ""
+    legend, about = "", ""
     if controller.server is not None:
         about = f"{escape(controller.server.url)}; the server sets rule and strength"
     elif controller.model is not None:
@@ -132,7 +134,7 @@ def _add_chat(controller: Controller) -> Callable[[list[Any], Any], None]:
         stop = gr.Button("Stop", elem_id="dd-stop", min_width=80, interactive=False)
         again = gr.Button("Answer again", elem_id="dd-again", min_width=140)
         new = gr.Button("New conversation", elem_id="dd-new", min_width=140)
-    starts = [question.submit, send.click]
+    starts: list[Any] = [question.submit, send.click]
     if controller.examples:
         samples = [[example] for example in controller.examples]
         examples = gr.Dataset(
@@ -162,7 +164,7 @@ def _add_chat(controller: Controller) -> Callable[[list[Any], Any], None]:
                 yield _unsteered_html(growing), growing, gr.update(interactive=bool(growing and growing[-1].running))
 
         asked = [*outputs, question, *([curve_question] if curve_question is not None else [])]
-        running = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
+        running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
         running.append(again.click(retry, inputs, outputs, **STREAM))
         reset = [*outputs]
         if compares:
