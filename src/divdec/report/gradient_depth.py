@@ -73,7 +73,7 @@ def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
     for axes in grid:
-        if float(frame["low"].min()) > 0:
+        if (frame["low"].to_numpy() > 0).all():
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
