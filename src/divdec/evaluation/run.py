@@ -67,8 +67,8 @@ def evaluate(
     if number_of_processes() > 1 and device_map == "auto":
         raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
-    runs = _model_runs(settings, output)
     data_digest, evaluate_suite = _suite(settings)
+    runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
     decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data_digest}
     files = (SUMMARY, ITEMS, "attack_prompts.jsonl")

@@ -104,13 +104,12 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
     Raises:
         UsageError: a file or a column is missing, or a line cannot be read (with its number).
     """
-    if split not in SPLITS:
-        raise UsageError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
     if not folder.is_dir():
         raise UsageError(f"data {folder} is not a folder; it must hold TOFU's files, such as {split}_perturbed.json")
-    present = [other for other in SPLITS if (folder / f"{other}_perturbed.json").is_file()]
-    if present and split not in present:
-        raise UsageError(f"{folder} holds no {split}_perturbed.json; its splits: {', '.join(present)} (--split)")
+    present = [known for known in SPLITS if (folder / f"{known}_perturbed.json").is_file()]
+    if split not in (present or SPLITS):
+        accepted = f"the splits of {folder}: {', '.join(present)}" if present else ", ".join(SPLITS)
+        raise UsageError(f"--split is {split!r}; accepted: {accepted}")
 
     def read(file: Path, paraphrased: bool) -> tuple[Question, ...]:
         return read_rows(
