@@ -122,6 +122,22 @@ def test_items_outlive_an_interruption(tmp_path):
     assert 1 in in_memory
 
 
+@pytest.mark.parametrize("cut", [0, 1, 7, 60])
+def test_items_of_other_settings_are_refused(tmp_path, cut):
+    path = tmp_path / "answers.partial"
+    items = [{"key": 0, "text": "line\u2028separator\x85"}, {"key": 1, "text": "é" * 9}]
+    for item in items:
+        ResumableOutput(path, "these").add(item)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
+    for item in items[1 if cut < 60 else 0 :]:
+        ResumableOutput(path, "these").add(item)
+    assert list(ResumableOutput(path, "these").items.values()) == items
+    with pytest.raises(UsageError, match="other settings"):
+        ResumableOutput(path, "others")
+    path.write_bytes(path.read_bytes()[:20])  # not even the settings are complete
+    assert ResumableOutput(path, "others").items == {}
+
+
 def test_a_cached_result_is_computed_once(tmp_path):
     cache, calls = ResultCache(tmp_path / "figures"), []
     for seed in (0, 0, 1):

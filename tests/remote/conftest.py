@@ -27,8 +27,8 @@ def local(bundle):
 @pytest.fixture(scope="session")
 def url(models):
     """The plain target behind the embedded server: alpha is 0, so that nothing steers it."""
-    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as found:
-        yield found
+    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -58,15 +58,17 @@ def test_what_is_drawn_and_kept_follows_the_steered_distribution(seed, entries, 
     logits, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
     drawn = ((logits + bias.sent) / temperature).softmax(0)
-    kept = drawn * torch.tensor([bias.acceptance(token, temperature) for token in range(VOCAB)], dtype=torch.float64)
-    torch.testing.assert_close(kept / kept.sum(), ((logits + wanted) / temperature).softmax(0))
+    accepted = drawn * torch.tensor(
+        [bias.acceptance(token, temperature) for token in range(VOCAB)], dtype=torch.float64
+    )
+    torch.testing.assert_close(accepted / accepted.sum(), ((logits + wanted) / temperature).softmax(0))
 
 
 @given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
 def test_the_total_variation_is_bounded(seed, entries, temperature, closest):
     logits, wanted, _ = problem(seed, spread=0.5)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
-    drawn, steered = (((logits + part) / temperature).softmax(0) for part in (bias.sent, wanted))
+    drawn, steered = (((logits + added) / temperature).softmax(0) for added in (bias.sent, wanted))
     assert (drawn - steered).abs().sum() / 2 <= bias.total_variation(temperature) + 1e-12
 
 
@@ -113,7 +115,7 @@ def test_what_is_not_a_number_is_not_sent():
         choose_bias(wanted, BiasLimits())
 
 
-def told(logits, number):
+def likeliest(logits, number):
     logprobs = logits.log_softmax(0)
     values, ids = logprobs.topk(number)
     sure = torch.zeros(len(ids), dtype=torch.bool)
@@ -123,7 +125,7 @@ def told(logits, number):
 @given(SEEDS, st.integers(1, VOCAB))
 def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
     logits, wanted, _ = problem(seed)
-    token, gap = told(logits, number).best(wanted)
+    token, gap = likeliest(logits, number).best(wanted)
     steered = logits + wanted
     assert steered.max() - steered[token] <= gap + 1e-9
     if gap == 0:
@@ -133,7 +135,7 @@ def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
 @given(SEEDS, st.integers(1, VOCAB), st.sampled_from((0.5, 1.0)))
 def test_a_draw_from_the_candidates_is_as_close_as_told(seed, number, temperature):
     logits, wanted, _ = problem(seed)
-    candidates = told(logits, number)
+    candidates = likeliest(logits, number)
     _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
     steered = ((logits + wanted) / temperature).softmax(0)
     assert 1 - steered[candidates.ids].sum() <= distance + 1e-9

@@ -13,9 +13,9 @@ from divdec.remote.completions import Completions, ProviderCapabilities
 def asking(url, tokenizer, opened):
     def make(at=url, key=None, **options):
         endpoint = Endpoint(f"{at}/v1", "plain", key, retries=1)
-        found = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
-        opened(found.endpoint)
-        return found
+        completions = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
+        opened(completions.endpoint)
+        return completions
 
     return make
 
@@ -38,8 +38,8 @@ def test_names_by_text_are_the_same_tokens(asking, prompts):
 
 def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, asking, prompts):
     def choose_another(content, body):
-        told = content["choices"][0]["logprobs"]
-        told["tokens"], told["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
+        logprobs = content["choices"][0]["logprobs"]
+        logprobs["tokens"], logprobs["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
 
     (position,) = asking(provider(reply=choose_another).url).complete(
         prompts[0], ProviderCapabilities(top_logprobs=5), {}
@@ -83,9 +83,9 @@ def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
 
 def test_text_is_read_as_the_provider_reads_it(asking, tokenizer, prompts):
     split = [token for letter in " author" for token in tokenizer(letter).input_ids]
-    found = asking().retokenize([*prompts[0], *split], len(prompts[0]))
-    assert tokenizer.decode(found) == tokenizer.decode([*prompts[0], *split])
-    assert len(found) < len(prompts[0]) + len(split)
+    result = asking().retokenize([*prompts[0], *split], len(prompts[0]))
+    assert tokenizer.decode(result) == tokenizer.decode([*prompts[0], *split])
+    assert len(result) < len(prompts[0]) + len(split)
 
 
 def test_further_fields_go_with_every_request(provider, asking, prompts):
@@ -136,8 +136,8 @@ def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
 
 def test_errors_travel_between_processes():
     for error in (Refused("no", 403), Unavailable("later", 503)):
-        found = pickle.loads(pickle.dumps(error))
-        assert (type(found), str(found), found.status) == (type(error), str(error), error.status)
+        result = pickle.loads(pickle.dumps(error))
+        assert (type(result), str(result), result.status) == (type(error), str(error), error.status)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_counts_that_are_none_and_logprobs_of_fewer_tokens(provider, asking, pro
         content["choices"][0]["logprobs"]["top_logprobs"].pop()
 
     completions = asking(provider(reply=reply).url)
-    found = completions.complete(prompts[1], ProviderCapabilities(top_logprobs=5), {}, tokens=3)
-    assert len(found) == 3
-    assert found[-1].logprobs is None
+    result = completions.complete(prompts[1], ProviderCapabilities(top_logprobs=5), {}, tokens=3)
+    assert len(result) == 3
+    assert result[-1].logprobs is None
     assert completions.usage.prompt_tokens == len(prompts[1])
 
 
@@ -208,10 +208,10 @@ def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts,
 
     def merge(content, body):
         # Two of the five likeliest read alike and are told as one; the chosen token comes in addition.
-        told = content["choices"][0]["logprobs"]
-        top = told["top_logprobs"][0]
+        logprobs = content["choices"][0]["logprobs"]
+        top = logprobs["top_logprobs"][0]
         top.pop(sorted(top, key=top.get)[1])
-        told["tokens"], top[name] = [name], -30.0
+        logprobs["tokens"], top[name] = [name], -30.0
 
     abilities = ProviderCapabilities(answer_ids=False, top_logprobs=5)
     (position,) = asking(provider(reply=merge).url).complete(prompts[0], abilities, {})

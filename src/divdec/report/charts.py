@@ -84,18 +84,6 @@ class Plot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """A model in the plane of forgetting and keeping."""
-
-    series: str
-    label: str
-    """The model, or its steering such as 'linear:1.5'."""
-    forget: float
-    retain: float
-    recommended: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Band:
     """A line over integers with its interval."""
 
@@ -251,10 +239,11 @@ def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: s
     return result
 
 
-def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
+def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str) -> str:
     """Draw what is kept over what is remembered as an `<svg>` element; up and to the left is better.
 
-    The axes are zoomed to the points. Each setting is labelled with its α or k where there is room.
+    The axes are zoomed to the points. Each setting, such as 'linear:1.5', is labelled with its α or k where there is
+    room; `settings` are by name of the rule, 'target' or 'retrain'.
     """
     from matplotlib.figure import Figure
 
@@ -263,20 +252,16 @@ def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> 
         Series(
             f"{name}{signs.get(name, '')}",
             BY_NAME.get(name, OTHERS),
-            tuple(
-                Dot(point.forget, point.retain, label=_strength(point.label), best=point.recommended)
-                for point in points
-                if point.series == name
-            ),
+            tuple(dataclasses.replace(dot, label=_strength(dot.label)) for dot in dots),
             joined=name not in ("target", "retrain"),
         )
-        for name in dict.fromkeys(point.series for point in points)
+        for name, dots in settings.items()
     )
     with style():
         figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
         axes = figure.subplots()
-        scatter(axes, Plot(forget_label, retain_label, series))
-        recommended = next((str(point.label) for point in points if point.recommended), None)
+        scatter(axes, Plot(x_label, y_label, series))
+        recommended = next((dot.label for dots in settings.values() for dot in dots if dot.best), None)
         if recommended is not None:
             axes.plot(
                 [], [], "o", markersize=15, markerfacecolor="none", markeredgecolor=TEXT,
@@ -375,6 +360,6 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
             text.remove()
 
 
-def _strength(label: Any) -> str:
-    rule, _, value = str(label).partition(":")
+def _strength(label: str) -> str:
+    rule, _, value = label.partition(":")
     return value.partition(":")[0] if value else "" if rule in BY_NAME else rule
