@@ -144,7 +144,7 @@ def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
             box.wait_for(state="visible")
             assert "suppressed here" in box.inner_text()
             assert "likely" in box.inner_text()
-            assert "%" not in box.inner_text()  # probabilities of the target stay with whoever may see it
+            assert "%" not in box.inner_text()  # the target's probabilities are hidden
             bounds = box.bounding_box()
             assert bounds["x"] >= 0
             assert bounds["x"] + bounds["width"] <= viewport["width"]

@@ -70,7 +70,7 @@ def test_what_is_no_url_is_refused(url):
 
 
 def test_a_server_that_is_not_there_is_one_line():
-    port = bind("127.0.0.1", 0)  # taken, but nobody listens
+    port = bind("127.0.0.1", 0)  # taken, but without a listener
     with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
         RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
 

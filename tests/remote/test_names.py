@@ -107,7 +107,7 @@ def test_what_is_called_proved_is_the_steered_choice(
         except UsageError:
             if "method" not in settings:
                 raise
-            continue  # two of the candidates were told by one name
+            continue  # two of the candidates have one name
         tokens = [choice.token for choice in answer.choices]
         logits = steered(byte_local, steering, prompt + tokens)[len(prompt) - 1 : -1]
         for scores, choice in zip(logits, answer.choices, strict=True):
@@ -121,7 +121,7 @@ def test_what_is_called_proved_is_the_steered_choice(
     assert proved or "method" in settings
 
 
-def test_names_that_several_tokens_have_are_not_sure(remote, provider, byte_tokenizer):
+def test_names_that_several_tokens_have_are_ambiguous(remote, provider, byte_tokenizer):
     target = remote(provider(request=by_text).url, "linear:1")
     completions = target.completions
     letter, byte = byte_tokenizer.convert_tokens_to_ids(["e", "<0x65>"])
@@ -133,7 +133,7 @@ def test_names_that_several_tokens_have_are_not_sure(remote, provider, byte_toke
             completions._ids(unreadable)
 
 
-def test_a_name_without_its_space_is_not_sure(remote, provider, byte_tokenizer):
+def test_a_name_without_its_space_is_ambiguous(remote, provider, byte_tokenizer):
     """As long as no name has begun with a space, names may be without the space that their tokens begin with."""
     completions = remote(provider(request=by_text).url, "linear:1").completions
     with_space = byte_tokenizer.convert_tokens_to_ids("▁the")
@@ -199,7 +199,7 @@ def test_samples_whose_names_others_have_are_not_called_exact(remote, provider, 
     ],
     ids=str,
 )
-def test_log_probabilities_that_are_none_tell_nothing(opened, provider, byte_tokenizer, change, error):
+def test_invalid_log_probabilities_are_not_used(opened, provider, byte_tokenizer, change, error):
     def reply(content, body):
         content["choices"][0]["logprobs"]["top_logprobs"][0].update(change)
 
@@ -214,7 +214,7 @@ def test_log_probabilities_that_are_none_tell_nothing(opened, provider, byte_tok
         assert completions.complete(*ask)[0].logprobs is None
 
 
-def test_an_unnamed_end_of_several_is_not_sure(opened, provider, byte_tokenizer):
+def test_an_unnamed_end_of_several_is_ambiguous(opened, provider, byte_tokenizer):
     def end(content, body):
         content["choices"][0].update(text="", finish_reason="stop", logprobs={"tokens": [""], "top_logprobs": [None]})
 

@@ -1,4 +1,4 @@
-"""Experts for a target that is not at hand."""
+"""Experts for a target whose weights are missing."""
 
 import shutil
 

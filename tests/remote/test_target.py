@@ -73,11 +73,11 @@ def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
-def test_a_provider_that_tells_no_logprobs(remote, provider, bundle, local, prompts, steering):
+def test_a_provider_without_log_probabilities(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=no_logprobs).url, bundle, steering, limits=BiasLimits(600), tries=2)
     answer = target.generate(prompts[0], TOKENS)
     assert target.capabilities.top_logprobs == 0
-    assert not target.capabilities.answer_ids  # without log-probabilities nobody names tokens
+    assert not target.capabilities.answer_ids  # without log-probabilities no token is named
     assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
     assert answer.exact_tokens == len(answer.choices)  # all 512 tokens have an entry
 
@@ -92,13 +92,13 @@ def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(rem
     assert all(len(body.get("logit_bias", {})) <= 60 for _, body in there.seen)
 
 
-def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, prompts):
+def test_one_try_has_error_bounds(remote, provider, bundle, local, prompts):
     target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
     answer = target.generate(prompts[0], TOKENS)
     assert target.completions.usage.requests == 4 + len(answer.choices)
     assert answer.exact_tokens < len(answer.choices)
     assert 0 < target.exactness.gap < math.inf
-    # Each token's steered logit lies within what was told of the best.
+    # Each token's steered logit lies within its bound of the best.
     local.steering = "linear:1.5"
     ids = [*prompts[0], *tokens_of(answer)]
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_one_try_tells_how_far_it_may_be_off(remote, provider, bundle, local, pr
         assert float(scores.max() - scores[choice.token]) <= choice.gap + 1e-4
 
 
-def test_a_provider_that_penalises_repetition_unless_told_not_to(remote, provider, bundle, local, prompts):
+def test_a_provider_that_penalises_repetition_by_default(remote, provider, bundle, local, prompts):
     def penalise(body):
         # llama.cpp's field is repeat_penalty, 1.1 by default; vLLM takes its default from the checkpoint.
         penalties = [body.pop(field, 3.0) for field in ("repetition_penalty", "repeat_penalty")]
@@ -120,7 +120,7 @@ def test_a_provider_that_penalises_repetition_unless_told_not_to(remote, provide
         )
 
 
-def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle, local, prompts):
+def test_a_provider_that_accepts_only_fields_of_openai(remote, provider, bundle, local, prompts):
     def strict(body):
         others = body.keys() & {"top_k", "min_p", "repetition_penalty", "repeat_penalty"}
         return (400, f"unrecognized: {sorted(others)}") if others else None
@@ -133,7 +133,7 @@ def test_a_provider_that_knows_no_settings_but_openais(remote, provider, bundle,
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_a_provider_that_ignores_what_it_does_not_know(remote, provider, bundle, local, prompts, block):
+def test_a_provider_that_ignores_unknown_fields(remote, provider, bundle, local, prompts, block):
     def ignore(body):
         for field in ("logprobs", "return_tokens_as_token_ids"):
             body.pop(field, None)
@@ -145,9 +145,9 @@ def test_a_provider_that_ignores_what_it_does_not_know(remote, provider, bundle,
     assert (target.capabilities.answer_ids, target.capabilities.top_logprobs) == (False, 0)
 
 
-def test_logprobs_are_not_trusted_where_the_probe_cannot_tell_what_is_in_them(remote, provider, bundle, prompts):
+def test_logprobs_are_not_used_where_they_may_contain_the_bias(remote, provider, bundle, prompts):
     def silent(content, body):
-        # The probe's answer under the bias ends at once, and an end is not told.
+        # The probe's answer under the bias ends at once, without a name of the end.
         if "logit_bias" in body:
             content["choices"][0].update(text="", finish_reason="stop")
             content["choices"][0]["logprobs"] = {"tokens": [], "top_logprobs": []}
@@ -163,10 +163,10 @@ def test_candidates_are_asked_for_once(remote, url, bundle, prompts):
     assert target.completions.usage.requests <= 2 + len(answer.choices)
 
 
-def test_samples_of_the_last_try_are_bounded_whatever_they_are(remote, url, bundle, prompts):
+def test_all_samples_of_the_last_try_are_bounded(remote, url, bundle, prompts):
     target = remote(url, bundle, limits=BiasLimits(20), tries=1)
     answer = target.generate(prompts[0], TOKENS, temperature=1.0)
-    # None of them is called exact because it would have been kept: those that are left would be worse than told.
+    # None counts as exact because it would have been accepted: the others would then exceed their bounds.
     assert all(0 < choice.total_variation <= 1 for choice in answer.choices)
 
 
@@ -186,7 +186,7 @@ def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, m
     plain = AutoModelForCausalLM.from_pretrained(models / "target")
 
     def show(content, body):
-        # As servers that tell log-probabilities after their samplers.
+        # Some servers return log-probabilities after their samplers.
         with torch.no_grad():
             logits = plain(torch.tensor([body["prompt"]])).logits[0, -1].double()
         for token, value in body.get("logit_bias", {}).items():
@@ -250,7 +250,7 @@ def test_a_seed_gives_one_answer(remote, url, bundle, prompts):
     assert answers[0] == answers[1]
 
 
-def test_threads_get_what_each_alone_gets(remote, url, bundle, local, prompts):
+def test_threads_do_not_change_answers(remote, url, bundle, local, prompts):
     target = remote(url, bundle, block=4)
     answers = {}
 
@@ -307,7 +307,7 @@ class TestNeverUnsteered:
         with pytest.raises(FailedClosed, match="ignores logit_bias"):
             remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
 
-    def test_a_provider_that_ignores_what_pushes_up(self, remote, provider, bundle, prompts):
+    def test_a_provider_that_ignores_positive_biases(self, remote, provider, bundle, prompts):
         def ignore(body):
             body["logit_bias"] = {token: value for token, value in body.get("logit_bias", {}).items() if value < 0}
 
@@ -323,7 +323,7 @@ class TestNeverUnsteered:
                 body.pop("logit_bias", None)
 
         answer = RemoteAnswer()
-        # The experts push down what the plain target says, so that the loss of the bias shows.
+        # The rule suppresses the plain target's choices, so that the loss of the bias shows.
         with pytest.raises(FailedClosed, match=r"cannot be steered|does not do as"):
             for _ in remote(provider(request=forget).url, bundle, "rank:400", limits=BiasLimits(500)).stream(
                 prompts[0], 40, answer=answer
@@ -332,7 +332,7 @@ class TestNeverUnsteered:
         tokens = [choice.token for choice in answer.choices]
         assert_same_answer(local, prompts[0], tokens, greedy(local, "rank:400", prompts[0], 40)[: len(tokens)])
 
-    def test_a_provider_that_says_what_is_suppressed(self, remote, provider, bundle, prompts):
+    def test_a_provider_that_returns_suppressed_tokens(self, remote, provider, bundle, prompts):
         asked = []
 
         def insist(content, body):
@@ -345,8 +345,8 @@ class TestNeverUnsteered:
         with pytest.raises(FailedClosed, match="suppressed by a bias"):
             remote(provider(reply=insist).url, bundle, "rank:20").generate(prompts[0], TOKENS)
 
-    def test_more_is_suppressed_than_the_provider_can_be_told(self, remote, provider, bundle, prompts, local):
-        # Two entries for 200 tokens; tries run out before a token is found that may be said.
+    def test_more_tokens_are_suppressed_than_fit_a_request(self, remote, provider, bundle, prompts, local):
+        # Two entries for 400 tokens: no try gives a token that is allowed.
         target = remote(provider(request=no_logprobs).url, bundle, "rank:400", limits=BiasLimits(2), tries=3)
         with pytest.raises(FailedClosed, match="bias-entries"):
             target.generate(prompts[0], 40)

@@ -1,4 +1,4 @@
-"""`divdec remote`: answers, what is kept of a stopped run, and one line for what cannot be used."""
+"""`divdec remote`: answers, resuming a stopped run, and errors of one line."""
 
 import json
 import signal
@@ -49,7 +49,7 @@ def test_one_prompt_streams(verb, expected, capsys):
     assert capsys.readouterr().out == expected(TEXTS[0]) + "\n"
 
 
-def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, tokenizer, tmp_path):
+def test_a_stopped_run_is_resumed(verb, provider, expected, tokenizer, tmp_path):
     output = tmp_path / "answers.jsonl"
     options = ["--prompt", *TEXTS, "--max-new-tokens", "6", "--json", "--output", str(output), "--concurrency", "1"]
     first, second = (tokenizer(text).input_ids for text in TEXTS)
@@ -73,7 +73,7 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
     assert not (tmp_path / "answers.jsonl.partial").exists()
     written = output.read_bytes()
     there.seen.clear()
-    assert verb(*options, at=there.url) == 2  # what is finished is not replaced unasked
+    assert verb(*options, at=there.url) == 2  # a finished output is not replaced
     assert (output.read_bytes(), there.seen) == (written, [])
     assert verb(*options, "--overwrite", at=there.url) == 0
     assert output.read_bytes() == written

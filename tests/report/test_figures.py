@@ -1,4 +1,4 @@
-"""The paper's figures: each shows the values of its files, of the published ones and of small runs of our own."""
+"""The paper's figures: each shows the values of its files, published ones and those of small runs."""
 
 import io
 import json
@@ -30,7 +30,7 @@ DUBLIN = "{http://purl.org/dc/elements/1.1/}"
 def published(shared):
     folder = shared / "paper" / "results"
     if not folder.is_dir():
-        pytest.skip(f"the paper's result files are not at hand: {folder} does not exist")
+        pytest.skip(f"the paper's result files are missing: {folder} does not exist")
     return folder
 
 
@@ -221,7 +221,7 @@ class TestOwn:
         assert f"NPO  (no setting is best) {values[0]:.2f}" in result.description
 
     def test_a_comparison_stands_for_its_seeds(self, tmp_path):
-        """The best of many settings on one seed is no mean over seeds, nor are one seed's leaks a line of their own."""
+        """The best of many settings on one seed is no mean over seeds, and one seed's leaks are no separate line."""
         comparison(tmp_path)
         content = json.loads((tmp_path / "comparison.json").read_text())
         for line in content["grid"]:

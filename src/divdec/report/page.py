@@ -81,12 +81,9 @@ class Report:
 
 
 def write_page(path: Path, template: str, **content: Any) -> None:
-    """Render a template and write it atomically.
+    """Render a file of `templates`, and write it atomically.
 
-    Args:
-        path: the HTML file.
-        template: name of a file in `templates`.
-        **content: variables of the template; those whose names end in `_svg` are plots, which follow the theme.
+    Variables of the template whose names end in `_svg` are plots, which follow the theme.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -197,13 +194,11 @@ def _side_by_side(rows: Sequence[ScoredResult]) -> tuple[ScoredResult, ...]:
 def _interval_note(rows: Sequence[ScoredResult], scorer: Scorer) -> str:
     if not any(row.intervals for row in rows):
         return "Point values."
-    references = (("target", scorer.target), ("retrained model", scorer.retrain))
-    fixed = " and ".join(name for name, results in references if results is not None)
-    held = f", {fixed} held fixed as the reference" if fixed else ""
-    bootstrap = scorer.bootstrap
+    bootstrap, references = scorer.bootstrap, {"target": scorer.target, "retrained model": scorer.retrain}
+    fixed = " and ".join(name for name, results in references.items() if results is not None)
     return (
-        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals "
-        f"({bootstrap.draws} draws, seed {bootstrap.seed}{held})."
+        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals ({bootstrap.draws} draws, seed "
+        f"{bootstrap.seed}{f', {fixed} held fixed as the reference' if fixed else ''})."
     )
 
 
@@ -233,10 +228,6 @@ def _left_out(rows: Sequence[ScoredResult], scorer: Scorer, kinds: set[str], has
     if not has_examples:
         metrics = EXAMPLE_SETS[rows[0].entry.results.suite]
         without = [row.entry.name for row in rows if not any(row.entry.results.items.get(name) for name in metrics)]
-        if len(without) == len(rows):
-            reason = "no result holds any."
-        else:
-            none_of = f"there are none of {_list_names(without, len(rows))}."
-            reason = none_of if without else "the results have no question in common."
-        lines.append(f"Answers side by side: {reason}")
+        reason = f"there are none of {_list_names(without, len(rows))}" if without else "no question is in all results"
+        lines.append(f"Answers side by side: {'no result holds any' if len(without) == len(rows) else reason}.")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -149,17 +150,23 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
         UsageError: a folder holds no results, target or retrain hold several, or the results are not all of TOFU or
             all of MUSE.
     """
+    references: dict[Role, list[Path]] = {}
     paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
-    roles: dict[Role, Path] = {role: _single_result(role, path) for role, path in paths if path is not None}
-    references = {folder.resolve() for folder in roles.values()}
-    folders_by_path: dict[Path, Path] = {}
+    for role, path in paths:
+        if path is not None:
+            references[role] = find_results(path)
+            if len(references[role]) > 1:
+                number, first = len(references[role]), references[role][0]
+                raise UsageError(f"{role} {path} holds {number} results, such as {first}; give one of them")
+    entries = [Entry(role, folder, read_results(folder), role=role) for role, (folder,) in references.items()]
+    taken = {entry.folder.resolve() for entry in entries}
+    by_path: dict[Path, Path] = {}
     for folder in (folder for run in runs for folder in find_results(run)):
-        folders_by_path.setdefault(folder.resolve(), folder)
-    folders = [folder for resolved, folder in folders_by_path.items() if resolved not in references]
+        by_path.setdefault(folder.resolve(), folder)
+    folders = [folder for path, folder in by_path.items() if path not in taken]
     if not folders:
         raise UsageError("there is no result besides target and retrain; give a folder of results to report")
-    entries = [Entry(role, folder, read_results(folder), role=role) for role, folder in roles.items()]
-    for folder, name in zip(folders, _unique_names(folders, roles), strict=True):
+    for folder, name in zip(folders, _unique_names(folders, references), strict=True):
         results = read_results(folder)
         identity = identify(results, folder)
         entries.append(Entry(name, folder, results, identity if identity.strength is not None else None))
@@ -173,28 +180,15 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
     return entries
 
 
-def _single_result(role: str, path: str) -> Path:
-    folders = find_results(path)
-    if len(folders) > 1:
-        raise UsageError(f"{role} {path} holds {len(folders)} results, such as {folders[0]}; give one of them")
-    return folders[0]
-
-
 def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
-    """The folders' names, preceded by as many of their parents' names as distinguish them."""
+    """The folders' names; those that are not unique are preceded by their parents' names."""
     paths = [folder.absolute() for folder in folders]
-    depths = [1] * len(paths)
-    while True:
-        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
-        ambiguous = [
-            index
-            for index, name in enumerate(names)
-            if (names.count(name) > 1 or name in taken) and depths[index] < len(paths[index].parts)
-        ]
-        if not ambiguous:
-            return names
-        for index in ambiguous:
-            depths[index] += 1
+    names = [path.name for path in paths]
+    base = os.path.commonpath([path.parent.parent for path in paths])
+    return [
+        name if names.count(name) == 1 and name not in taken else os.path.relpath(path, base)
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
