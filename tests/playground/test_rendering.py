@@ -16,7 +16,6 @@ from divdec.playground.rendering import (
     color_level,
     conversation_html,
     curve_html,
-    describe_curve,
     describe_shift,
     escape,
     tokens_html,
@@ -161,10 +160,7 @@ def test_the_curve_has_the_pages_colours_and_loads_nothing():
     assert "var(--blue" in drawn
     assert "strength" in drawn
     assert not re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?https?:", drawn)
-
-
-def test_the_curve_in_words():
-    assert describe_curve(StrengthCurve((0.1, 1.0, 2.0), (0.5, 0.2, 0.05), 1.0)) == (
+    assert (
         "Probability per token: 50.00% at strength 0.1, 20.00% at 1 (chosen), 5.00% at 2. Strength 0, the "
         "unsteered target, is not drawn."
-    )
+    ) in drawn

@@ -44,8 +44,15 @@ INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visib
 
 def build_page(controller: Controller) -> gr.Blocks:
     """Build the page without serving it."""
+    legend, about = "", ""
+    if controller.server is not None:
+        about = f"{escape(controller.server.url)}; the server sets rule and strength"
+    elif controller.model is not None:
+        about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
+        legend = LEGEND
+    header = f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
     with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
-        gr.HTML(_header(controller), elem_id="dd-header")
+        gr.HTML(header, elem_id="dd-header")
         controls = _create_controls(controller)
         curve_question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2, render=False)
         with gr.Row():
@@ -63,16 +70,6 @@ def build_page(controller: Controller) -> gr.Blocks:
                 for control in controls:
                     control.render()
     return page
-
-
-def _header(controller: Controller) -> str:
-    legend, about = "", ""
-    if controller.server is not None:
-        about = f"{escape(controller.server.url)}; the server sets rule and strength"
-    elif controller.model is not None:
-        about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
-        legend = LEGEND
-    return f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
 
 
 def _create_controls(controller: Controller) -> list[Any]:

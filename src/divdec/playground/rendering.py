@@ -192,20 +192,14 @@ def curve_html(curve: StrengthCurve) -> str:
         axes.set_ylim(0, max(min(100.0, 1.08 * max(percent)), 0.1))
         axes.grid(True)
         svg = themed(svg_text(figure))
-    caption = escape(describe_curve(curve))
+    first, middle, last = curve.probabilities[0], chosen / 100, curve.probabilities[-1]
+    caption = (
+        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {middle:.2%} at {curve.chosen:g} "
+        f"(chosen), {last:.2%} at {curve.alphas[-1]:g}. Strength 0, the unsteered target, is not drawn."
+    )
     return (
         f'<figure class="dd-curve" role="img" aria-label="{caption}">{svg}'
         f'<figcaption class="dd-rule">{caption}</figcaption></figure>'
-    )
-
-
-def describe_curve(curve: StrengthCurve) -> str:
-    """Describe a strength curve in words."""
-    first, last = curve.probabilities[0], curve.probabilities[-1]
-    chosen = curve.probabilities[curve.alphas.index(curve.chosen)]
-    return (
-        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {chosen:.2%} at {curve.chosen:g} "
-        f"(chosen), {last:.2%} at {curve.alphas[-1]:g}. Strength 0, the unsteered target, is not drawn."
     )
 
 

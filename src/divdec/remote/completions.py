@@ -55,21 +55,12 @@ class ProviderCapabilities:
 
 @dataclasses.dataclass
 class UsageStatistics:
-    """Requests and tokens so far. Threads may add at the same time."""
+    """Requests and tokens so far."""
 
     requests: int = 0
     retries: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def add(self, **numbers: int) -> None:
-        """Add to some of the numbers."""
-        with self._lock:
-            for name, number in numbers.items():
-                setattr(self, name, getattr(self, name) + number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +106,7 @@ class Completions:
         if reserved := sorted(RESERVED & set(extra or ())):
             raise UsageError(f"extra holds {', '.join(reserved)}, which a request has already; leave it out")
         self.usage, self.name = UsageStatistics(), repr(endpoint.model)
+        self._lock = threading.Lock()
         self.endpoint, self.tokenizer, self.eos_token_id, self.extra = endpoint, tokenizer, eos_token_id, extra or {}
         others = {eos_token_id: frozenset(other_eos_token_ids)} if other_eos_token_ids else {}
         self._unnamed_eos = TokenPosition(eos_token_id, None, ambiguous=others)
@@ -165,8 +157,7 @@ class Completions:
             fields["return_tokens_as_token_ids"] = True
         prompt = list(ids) if capabilities.prompt_ids else self.text_of(ids)
         content, retries = self.endpoint.create_completion(prompt, final, **fields)
-        self.usage.add(requests=1, retries=retries)
-        choice, text = self._read_choice(content, len(ids))
+        choice, text = self._read_choice(content, len(ids), retries)
         reason = choice.get("finish_reason")
         positions = self._read_positions(choice, text, capabilities, ended=reason == "stop")
         if reason == "stop" and len(positions) < tokens and (not positions or positions[-1].token != self.eos_token_id):
@@ -207,8 +198,8 @@ class Completions:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
 
-    def _read_choice(self, content: Any, prompt: int) -> tuple[dict[str, Any], str]:
-        """Return the first choice and its text, and record the token counts."""
+    def _read_choice(self, content: Any, prompt: int, retries: int) -> tuple[dict[str, Any], str]:
+        """Return the first choice and its text, and count the request and its tokens."""
         try:
             choice = content["choices"][0]
             text = choice["text"]
@@ -219,7 +210,11 @@ class Completions:
         usage = content.get("usage") if isinstance(content.get("usage"), dict) else {}
         counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         read, written = (number if isinstance(number, int) else 0 for number in counts)
-        self.usage.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
+        with self._lock:
+            self.usage.requests += 1
+            self.usage.retries += retries
+            self.usage.prompt_tokens += read or prompt
+            self.usage.answer_tokens += written or 1
         return choice, text
 
     def _read_positions(

@@ -263,7 +263,10 @@ class Scorer:
         results, suite = entry.results, entry.results.suite
         figures = tofu_figures(results) if suite == "tofu" else results.figures
         aggregates = self._aggregate(suite, figures)
-        values = {name: _number(value) for name, value in {**figures, **aggregates.values}.items()}
+        values: dict[str, float | None] = {}
+        for name, value in {**figures, **aggregates.values}.items():
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            values[name] = float(value) if numeric and math.isfinite(value) else None
         if not results.items:
             return ScoredResult(entry, aggregates, values, {}, {})
         resampled = [name for name in RESAMPLED[suite] if values.get(name) is not None]
@@ -335,10 +338,3 @@ def first_measured(names: Sequence[str], rows: Sequence[ScoredResult]) -> str:
     """Return the first of these measures that at least half of the rows have, or else the most frequent one."""
     counts = {name: sum(row.has(name) for row in rows) for name in names}
     return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))
-
-
-def _number(value: Any) -> float | None:
-    """A figure as a number; None if the file holds something else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None

@@ -51,7 +51,7 @@ EXAMPLE_SETS = {
 # The last user turn of a chat template, and OpenUnlearning's plain layout.
 CHAT = re.compile(r".*user\n+(?P<question>.+?)\n*assistant(?:\s*<think>\s*</think>)?", flags=re.DOTALL)
 PLAIN = re.compile(r"(?:.*\n)?Question: (?P<question>.+?)\n+Answer:", flags=re.DOTALL)
-LONGEST_PROMPT, LONGEST_ANSWER, SHOWN = 400, 360, 300  # characters
+LONGEST_PROMPT = 400  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +91,6 @@ class Answer:
     text: str
     rouge: float
     """ROUGE-L against the true answer."""
-
-    @property
-    def parts(self) -> tuple[str, str]:
-        """The beginning of the text, and the rest of a long one. The cut is at a space if there is one near."""
-        if len(self.text) <= LONGEST_ANSWER:
-            return self.text, ""
-        cut = max(self.text.rfind(" ", 0, SHOWN), SHOWN - 40)
-        return self.text[:cut], self.text[cut:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +309,11 @@ def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
             chosen = sorted(indices, key=lambda index, items=items, field=field: -_rouge(items[index], field))[:number]
         else:
             chosen = [indices[step * len(indices) // number] for step in range(number)]
-        examples += [_example(entries, metric, index, title, field) for index in chosen]
+        for index in chosen:
+            models = [(entry.name, entry.results.items[metric][index]) for entry in entries]
+            answers = tuple(Answer(name, item["generation"].strip(), _rouge(item, field)) for name, item in models)
+            prompt, truth = (str(models[0][1].get(name) or "") for name in ("input", "ground_truth"))
+            examples.append(Example(title, index, question_of(prompt), truth, answers))
     return examples
 
 
@@ -329,16 +325,6 @@ def question_of(prompt: str) -> str:
             text = match["question"].strip()
             break
     return text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}"
-
-
-def _example(entries: Sequence[Entry], metric: str, index: str, title: str, field: str) -> Example:
-    items = [entry.results.items[metric][index] for entry in entries]
-    answers = tuple(
-        Answer(entry.name, item["generation"].strip(), _rouge(item, field))
-        for entry, item in zip(entries, items, strict=True)
-    )
-    prompt, truth = (str(items[0].get(name) or "") for name in ("input", "ground_truth"))
-    return Example(title, index, question_of(prompt), truth, answers)
 
 
 def _shared_indices(entries: Sequence[Entry], metric: str) -> list[str]:

@@ -82,7 +82,7 @@ LOOKS = tuple(
         strict=True,
     )
 )
-LINEAR, RANK, DISTILLED = LOOKS[:3]
+LINEAR, RANK = LOOKS[:2]
 OTHERS = Look(MUTED, "h", "⬢")
 """Methods other than Divergence Decoding, in plots with more methods than looks."""
 BY_NAME = {"linear": LINEAR, "rank": RANK, "target": TARGET, "retrain": RETRAIN}
