@@ -1,6 +1,7 @@
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,11 @@ def test_items_outlive_an_interruption(tmp_path):
     in_memory = ResumableOutput(None)
     in_memory.add({"key": 1})
     assert 1 in in_memory
+
+
+def test_items_that_cannot_be_written_are_refused():
+    with pytest.raises(UsageError, match=r"output /proc/answers\.partial cannot be written"):
+        ResumableOutput(Path("/proc/answers.partial"), "settings")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 60])

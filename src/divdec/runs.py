@@ -147,7 +147,7 @@ class ResumableOutput:
             fingerprint: digest of what decides the items, for files outside of a `RunFolder`; the first line holds it.
 
         Raises:
-            UsageError: a line is not an item, or the items have another fingerprint.
+            UsageError: a line is not an item, the items have another fingerprint, or the file cannot be written.
         """
         self.path = path
         self.items: dict[Any, dict[str, Any]] = {}
@@ -157,7 +157,10 @@ class ResumableOutput:
         if path is None or fingerprint is None:
             return
         if not self.items:
-            self.add({"key": "settings", "fingerprint": fingerprint})
+            try:
+                self.add({"key": "settings", "fingerprint": fingerprint})
+            except (PermissionError, FileNotFoundError) as error:
+                raise UsageError(f"output {path} cannot be written: {error.strerror}") from None
         if self.items.pop("settings", {}).get("fingerprint") != fingerprint:
             raise UsageError(
                 f"{path} holds items of a run with other settings; repeat those to resume it, or remove the file"
