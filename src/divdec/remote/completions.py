@@ -137,8 +137,7 @@ class Completions:
             final: see `Endpoint.create_completion`.
 
         Raises:
-            UsageError: see `Endpoint`; or the prompt cannot be sent as text, or the reply cannot be read as tokens of
-                this tokenizer.
+            UsageError: see `Endpoint`; or prompt or reply are not tokens of this tokenizer.
         """
         fields: dict[str, Any] = {
             "max_tokens": tokens,
@@ -315,7 +314,7 @@ def probe_provider(
         biased: whether `logit_bias` will be used; the probe then checks that it works.
 
     Raises:
-        UsageError: the provider cannot be reached, or refuses every form of request.
+        UsageError: the provider refuses every form of request.
         FailedClosed: it accepts `logit_bias` and ignores it.
     """
     model = completions.name

@@ -123,17 +123,10 @@ class RemoteTarget:
         settings: RemoteSettings | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare; no request is sent yet.
-
-        Args:
-            endpoint: the provider.
-            experts: experts and the provider's tokenizer.
-            steering: the rule, without a soft fill.
-            settings: how the provider is steered.
-            extra: further fields of every request; see `Completions`.
+        """Prepare; no request is sent yet. `extra` are further fields of every request; see `Completions`.
 
         Raises:
-            UsageError: the rule needs the target's logits, or does not fit the vocabulary.
+            UsageError: the rule needs the target's logits (a soft fill), or does not fit the vocabulary.
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
@@ -175,7 +168,7 @@ class RemoteTarget:
         stop: Sequence[str] = (),
         answer: RemoteAnswer | None = None,
     ) -> Iterator[str]:
-        """Answer a prompt and yield its text.
+        """Answer a prompt, and yield text that no later token changes.
 
         Args:
             prompt: token ids.
@@ -184,9 +177,6 @@ class RemoteTarget:
             seed: sampling seed, also of the provider's samples.
             stop: stop strings.
             answer: filled while it is generated.
-
-        Yields:
-            Text that no later token changes.
 
         Raises:
             UsageError: the provider cannot be reached, refuses, or returns unknown tokens.
