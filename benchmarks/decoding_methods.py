@@ -1,4 +1,4 @@
-"""The ways to decode that decoding.py compares, each a function from prompts to sequences, and how they are timed.
+"""The decoding methods that decoding.py compares, as functions from prompts to sequences, and their timing.
 
 Target alone, plain steered and speculative are `generate`; "three models" is the loop that is written by hand today;
 the paper's own code is imported from a checkout of it when there is one.
@@ -30,7 +30,7 @@ def places_of(bundle):
 
 
 class Parts:
-    """A bundle's steered model, its target, and both auxiliaries once more, as somebody without divdec holds them."""
+    """A bundle's steered model, its target, and separate copies of both auxiliaries for methods without divdec."""
 
     def __init__(self, bundle, steering=None):
         self.tokenizer = load_tokenizer(bundle)
@@ -57,7 +57,7 @@ class Parts:
 
 
 def methods(parts, reference=None):
-    """Target, plain, speculative, three models and the paper's code, by name; those that can be had."""
+    """The available methods by name: target, plain, speculative, three models and the paper's code."""
     found = {
         TARGET: lambda given, **options: parts.target.generate(**given, do_sample=False, **options),
         PLAIN: lambda given, **options: parts.model.generate(**given, do_sample=False, **options),

@@ -52,7 +52,7 @@ def summary(checkout: Path, python: Path, model: Path, retain: Path, data: Path,
 
 
 def python_of(checkout: Path, given: Path | None) -> Path:
-    """The interpreter of its environment: the one given, or that of a virtual environment in the checkout."""
+    """The Python interpreter of its environment: the given one, or that of a virtual environment in the checkout."""
     for candidate in [given] if given else [checkout / name / "bin" / "python" for name in (".venv", "venv")]:
         if candidate.is_file():
             return candidate.absolute()

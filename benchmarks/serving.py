@@ -1,4 +1,4 @@
-"""What clients get from a server: tokens a second, time to the first token and between tokens, at 1, 8, 32 clients.
+"""Server performance for 1, 8 and 32 clients: tokens per second, time to first token, time between tokens.
 
     python benchmarks/serving.py --bundle demo --clients 1 8 --ways steered [--json]
     python benchmarks/serving.py [--bundle runs/bench-models/bundle] [--json]
@@ -91,7 +91,7 @@ class Ways:
         return next(iter(self.found.values())).get("/version").json()["version"]
 
     def drafts(self, name):
-        """What vLLM counted: passes with drafts, and tokens of theirs that were accepted."""
+        """vLLM's counts of passes with drafts and of accepted draft tokens."""
         text = self.found[name].get("/metrics").text
         return {key: sum(map(float, re.findall(rf"^{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
                 for key, metric in DRAFTS.items()}  # fmt: skip
@@ -141,7 +141,7 @@ def ratio(one, other):
 
 
 def compared(rows, size, engine):
-    """The ratios that the aims are about, beside them."""
+    """Print the measured ratios beside their goals."""
     found = {}
     print()
     for name, by_clients in rows.items():

@@ -1,4 +1,4 @@
-"""Servers for serving.py: each a process of its own, awaited until it answers, gone with its children at the end."""
+"""Server processes for serving.py: started, awaited until they answer, and ended with their children."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ TAIL = 12  # lines of the log of a server that did not start
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """How a server is started, and how it wants to be asked."""
+    """Command line of a server, and the format of its requests."""
 
     arguments: list[str]
     model: str
@@ -94,7 +94,7 @@ def check_heads(bundle, configs):
 
 @contextlib.contextmanager
 def running(name, command, given, logs):
-    """A server from when it answers on; what it wrote is in a file of the folder `logs`."""
+    """Run a server and yield it when it answers; its output goes to a file in the folder `logs`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -130,7 +130,7 @@ def _await(name, process, url, log):
 
 
 def _stop(process):
-    """End a server, and whatever it left behind."""
+    """End a server and its child processes."""
     process.terminate()
     try:
         process.wait(STOP)

@@ -1,4 +1,4 @@
-"""What a takedown request does to a target that knows an article by heart: verbatim memorisation before and after.
+"""Effect of a takedown request on a target that has memorised articles: verbatim recall before and after.
 
 A small model is over-trained on real news articles (MUSE-News: `verbmem/forget.jsonl` and `privleak/retain.jsonl`), so
 that it continues them word for word. `divdec takedown add` then takes the articles of the first file down. Measured as
@@ -49,7 +49,7 @@ def articles(data):
 
 
 def over_trained(data):
-    """Tokenizer, model and the windows of each set that it knows by heart."""
+    """Tokenizer, model, and the memorised windows of each set."""
     forget, retain = articles(data)
     tokenizer = train_tokenizer([*forget, *retain], 4096)
     windows = {}
