@@ -68,7 +68,7 @@ def sizes(parts):
 
 
 def compared(ways, groups, parts, given):
-    """Rows by way: milliseconds a token, of each group and of both, and the ratios to the target's."""
+    """Rows by method: milliseconds per token for each group and for both, and the ratios to the target."""
     found = {group: timed(ways, batches, parts, given.rounds, given.new_tokens) for group, batches in groups.items()}
     rounds = {
         name: {group: found[group][name]["rounds"] for group in groups}

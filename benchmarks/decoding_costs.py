@@ -1,4 +1,4 @@
-"""How the cost of a token grows with context and batch, and how much of a draft is accepted; parts of decoding.py."""
+"""Cost per token by context length and batch size, and acceptance rates, for decoding.py."""
 
 import dataclasses
 import statistics
@@ -22,7 +22,7 @@ GAMMA = 4
 
 
 class Clock:
-    """A streamer that notes when each token came; the prompt, which some ways put first, is wider than a token."""
+    """A streamer that records the time of each token. It skips the prompt, which some methods send first."""
 
     def __init__(self, batch):
         self.batch, self.times = batch, []

@@ -52,7 +52,7 @@ SHAPES = {
         },
     },
 }  # fmt: skip
-LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # new tokens and rounds, where they are not given
+LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # default new tokens and rounds
 
 
 def random_model(shape, device, dtype):
@@ -96,7 +96,7 @@ class Simulated:
 class Enough(StoppingCriteria):
     """Ends all rows when they have N tokens on average."""
 
-    eos_token_id = None  # says that what follows the end is padding: no row goes on because another is longer
+    eos_token_id = None  # tokens after the end count as padding, so that no row continues because another is longer
 
     def __init__(self, prompt, new_tokens, simulated=None):
         self.prompt, self.new_tokens, self.simulated = prompt, new_tokens, simulated
@@ -132,7 +132,7 @@ def _wait(device):
 
 
 def compared(model, batch, given):
-    """Rows by way at one batch size, the ratios of time a token to the target's among them."""
+    """Rows by method at one batch size, with the ratio of time per token to the target's."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)

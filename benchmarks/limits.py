@@ -72,7 +72,7 @@ Seeds = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class LimitsSettings:
-    """What is measured, and where results go."""
+    """Settings of the benchmark."""
 
     output: str
     """Folder for models and figures; a stopped run continues there."""
@@ -128,7 +128,7 @@ class AttackTargets:
         return [*REFERENCES, FORGET_AUXILIARY, *BUNDLES, NGRAM, *students]
 
     def path(self, name: str) -> Path:
-        """Folder of a model, which is built where it is missing."""
+        """Return the folder of a model; build the model if the folder is missing."""
         if name == NGRAM:
             return self._ngram_bundle()
         if name == FORGET_AUXILIARY:

@@ -91,7 +91,7 @@ def target_of(vocab_size):
 
 
 def decoding(pair, rows, vocab_size):
-    """Milliseconds a token for a batch: the experts alone, and target and steered model in turns."""
+    """Milliseconds per token for a batch: the experts alone; the target and the steered model, alternating."""
     cache = pair.new_cache()
     pair.divergence(rows[:, :CONTEXT], cache=cache, logits_to_keep=1)
     steps = [rows[:, [place]] for place in range(CONTEXT, rows.shape[1])]

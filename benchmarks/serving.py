@@ -52,7 +52,7 @@ from divdec.steering import Steering
 from serving_clients import InProcess, WrongAnswerError, asked, summary
 from serving_servers import check_heads, embedded, running, transformers_own, vllm
 
-AIM, AIM_CLIENTS = 3.0, 8  # embedded: so many clients at once over one after another, on the demo bundle
+AIM, AIM_CLIENTS = 3.0, 8  # embedded engine, demo bundle: goal for the throughput ratio of N clients to one
 EMBEDDED, VLLM = ("target", "steered", "speculative", "transformers"), ("target", "steered", "speculative")
 DRAFTS = {"drafts": "vllm:spec_decode_num_drafts_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total"}
 
@@ -98,7 +98,7 @@ class Ways:
 
 
 def measured(ways, prompts, given):
-    """Every way at every number of clients, in each of the rounds: {way: {clients: [Measured]}}, and drafts."""
+    """Run every server with every number of clients in each round: {way: {clients: [Measured]}}, and drafts."""
     alone, drafts = {}, {}
     for name in ways.found:
         for clients in ways.clients[name]:
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="of every way; less than all cores where others use them"
+        "--threads", type=int, default=os.cpu_count(), help="threads of each server; leave cores free on a shared machine"
     )
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), metavar="PYTHON",
                         help="the interpreter of an environment with vLLM and divdec (make test-vllm)")  # fmt: skip

@@ -103,7 +103,7 @@ async def _ask(client, url, body):
 
 
 def _read(times, lines, expected):
-    """When pieces of the answer came, and its text; a piece is a token, or several where they came together."""
+    """Arrival times of the pieces of an answer, and its text; a piece is one token or several."""
     came, texts, usage, reason = [], [], {}, None
     for when, line in zip(times, lines):
         event = json.loads(line.removeprefix("data: "))
@@ -150,7 +150,7 @@ def percentile(values, share):
 
 
 def summary(rounds, alone):
-    """One row: of several rounds together, beside what the same was answered to a client alone."""
+    """One table row over several rounds, with a comparison to the answers for a single client."""
     rates = [found.tokens / found.seconds for found in rounds]
     every = {name: [1e3 * value for found in rounds for value in getattr(found, name)]
              for name in ("first", "gaps", "per_token")}  # fmt: skip

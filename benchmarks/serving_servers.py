@@ -52,7 +52,7 @@ def embedded(bundle, given, speculative=None):
 def transformers_own(target, given):
     """`transformers serve` on the target alone, with its continuous batching."""
     options = ["--device", "cpu", "--dtype", given.dtype, "--continuous-batching", "--log-level", "error"]
-    # What it is called by is what the file system calls it.
+    # The model's name is its path.
     return Command([str(Path(sys.executable).with_name("transformers")), "serve", *options], str(target), peer=True)
 
 
@@ -99,7 +99,7 @@ def running(name, command, given, logs):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = logs / f"{name.replace(' ', '-')}.log"
-    # What the user's environment says goes before what is good for a CPU without a network.
+    # The user's environment takes precedence over these defaults for a CPU without a network.
     environment = {"HF_HUB_OFFLINE": "1"} | command.environment | os.environ | {"OMP_NUM_THREADS": str(given.threads)}
     started = time.monotonic()
     with log.open("wb") as output:

@@ -5,7 +5,7 @@ server's memory must stay flat. What clients do is in tests/soak.py, the faults 
 
     python benchmarks/soak.py --seconds 600 [--json]
 
-Exit code 1, and what was wrong line by line on standard error, where anything was.
+If there are problems, the exit code is 1 and standard error lists them, one per line.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def main():
     folder, windows = over_trained(given.data)
     tokenizer, target = load_tokenizer(folder), load_model(folder)
     forget, retain = articles(given.data)
-    # Half of the articles to keep stand in the registry's retain set; of the others it knows nothing.
+    # Half of the articles to keep are in the registry's retain set; the others are not.
     windows = {"forget": windows["forget"], "retain": windows["retain"][:KNOWN], "other": windows["retain"][KNOWN:]}
     results = {"before": measured(target, tokenizer, windows)}
     print(f"{'':<18}" + "".join(f"{name + ' ' + kind:>18}" for name in windows for kind in ("ROUGE-L", "perplexity")))
@@ -135,7 +135,7 @@ def show(name, found):
 
 
 def measure_speed(place, checkpoint, data, sizes):
-    """Seconds by number of requests: adding an article or 1 MB, taking up the change, opening, a token's lookups."""
+    """Seconds by number of requests: add an article or 1 MB, apply the change, open the registry, look up a token."""
     lines = (line for part in (1, 2) for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines())
     texts = [text for text in (json.loads(line)["text"] for line in lines) if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
@@ -177,7 +177,7 @@ def measure_speed(place, checkpoint, data, sizes):
 
 
 def look_up(takedowns, contexts):
-    """All contexts of a token of each sequence, in the counts of the requests."""
+    """Look up all contexts of one token per sequence in the counts of the requests."""
     counts = takedowns.snapshot().taken
     for length in range(1, counts.order):
         counts.followers(contexts[:, -length:])
