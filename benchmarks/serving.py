@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="threads of each server; leave cores free on a shared machine"
+        "--threads", type=int, default=os.cpu_count(), help="threads of each server; fewer on a shared machine"
     )
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), metavar="PYTHON",
                         help="the interpreter of an environment with vLLM and divdec (make test-vllm)")  # fmt: skip
