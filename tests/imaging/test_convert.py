@@ -17,11 +17,11 @@ from divdec.imaging.codecs import FOLDER, load_codec, vq_config
 from divdec.imaging.models import load_layout
 from divdec.imaging.taming import convert_taming
 from divdec.model.checkpoint import check_weights, load_model
-from imaging.taming_reference import Shape, random_model
+from imaging.taming_reference import Model, Shape, random_model
 
 SHAPES = {
     "published": Shape(),
-    "no attention": Shape(width=32, heads=4, widths=(32, 32, 64), blocks=2, attention=(), raster=(2, 4)),
+    "no attention": Shape(width=32, heads=4, widths=(32, 32, 64), blocks=2, attention=()),
     "attention at all levels": Shape(width=64, heads=1, layers=3, raster=(3, 3), attention=(0, 1), channels=1),
 }
 CLASSES = ("tench", "goldfish", "shark")
@@ -38,11 +38,9 @@ def lightning(weights):
 
 
 def options(shape):
-    square = shape.raster[0] == shape.raster[1]
     return {
         "classes": CLASSES,
         "heads": None if shape.width == 64 * shape.heads else shape.heads,
-        "raster": None if square else shape.raster,
         "report": quiet,
     }
 
@@ -323,17 +321,17 @@ def test_unknown_weights_are_named(weights, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "shape", "match"),
     [
-        ("transformer.head.weight", (39, 32), r"head\.weight of shape 39×32; from its other weights, 40×32"),
-        ("transformer.blocks.0.attn.key.weight", (31, 32), "31×32; from its other weights, 32×32"),
-        ("transformer.blocks.0.mlp.2.weight", (32, 64), "32×64; from its other weights, 32×128"),
+        ("transformer.head.weight", (39, 32), r"lm_head\.weight.*\[39, 32\]"),
+        ("transformer.blocks.0.attn.key.weight", (31, 32), r"attn\.c_attn\.weight"),
+        ("transformer.blocks.0.mlp.2.weight", (32, 64), r"mlp\.c_proj\.weight"),
         ("transformer.tok_emb.weight", (40,), "of shape 40; 2 axes are expected"),
         ("transformer.pos_emb", (1, 0, 32), "of shape 1×0×32; 3 axes are expected, none of them empty"),
-        ("transformer.pos_emb", (2, 4, 32), "2×4×32; from its other weights, 1×4×32"),
-        ("transformer.pos_emb", (1, 5, 32), "5 positions, which are no square"),
+        ("transformer.pos_emb", (2, 4, 32), "shapes do not fit each other"),
+        ("transformer.pos_emb", (1, 5, 32), "5 positions; accepted: a square raster"),
         ("first_stage_model.quantize.embedding.weight", (41, 4), "vocabulary of 40 tokens and a codebook of 41"),
-        ("first_stage_model.quant_conv.weight", (4, 4, 3, 3), "4×4×3×3; from its other weights, 4×4×1×1"),
+        ("first_stage_model.quant_conv.weight", (4, 4, 3, 3), r"quant_conv\.weight.*\[4, 4, 3, 3\]"),
         ("first_stage_model.encoder.conv_in.weight", (64, 3, 3, 3), "input has 64 channels and whose first level 32"),
-        ("first_stage_model.decoder.conv_out.weight", (1, 32, 3, 3), "1×32×3×3; from its other weights, 3×32×3×3"),
+        ("first_stage_model.decoder.conv_out.weight", (1, 32, 3, 3), r"conv_out\.weight.*\[1, 32, 3, 3\]"),
         ("first_stage_model.encoder.down.1.block.0.conv1.weight", (48, 32, 3, 3), r"\[32, 48\] channels; .* of 32"),
     ],
 )
@@ -360,12 +358,10 @@ def test_numbers_that_are_no_weights_are_refused(weights, tmp_path):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"heads": None}, "32 wide, which does not part into heads of 64: give the number"),
+        ({"heads": None}, "32 wide, which is no multiple of 64: give the number"),
         ({"heads": 5}, "32 wide, which 5 attention heads do not divide"),
         ({"heads": 0}, "32 wide, which 0 attention heads do not divide"),
-        ({"raster": (2, 3)}, "4 positions; a raster of 2×3 codes"),
-        ({"raster": (-2, -2)}, "4 positions; a raster of -2×-2 codes"),
-        ({"classes": None}, "40 tokens, too few for 1000 classes; give the names"),
+        ({"classes": None}, "40 tokens, too few for 1000 classes; name its classes"),
         ({"classes": tuple(map(str, range(40)))}, "40 tokens, too few for 40 classes"),
         ({"classes": ("a", "b", "a")}, "3 names of classes are given, 2 of them different"),
         ({"classes": ()}, "0 names of classes are given"),
@@ -482,7 +478,7 @@ def test_without_diffusers_it_says_what_to_install(weights, tmp_path, monkeypatc
 def published_models():
     """Transformer and VQGAN of ImageNet's published checkpoint, on the meta device."""
     codes = 16_384
-    transformer = taming.transformer_model(taming.gpt2_config(codes, 256 + 1, 1536, 48, 24, 4 * 1536))
+    transformer = taming.transformer_model(taming.mingpt_config(codes, 256 + 1, 1536, 48, 24, 4 * 1536))
     return transformer, taming.codec_model(vq_config(3, (128, 128, 256, 256, 512), 2, [4], 256, (codes, 256)))
 
 
@@ -494,11 +490,18 @@ def test_the_published_layout_has_the_published_number_of_parameters():
     assert sum(parameter.numel() for parameter in codec.parameters()) == 76_073_859
 
 
-def test_the_published_names_are_all_that_is_needed():
+def test_configurations_are_derived_from_the_published_shapes():
+    """The reference architecture at full size, on the meta device, has exactly the weights that are needed."""
+    published = Shape(
+        width=1536, layers=48, heads=24, codes=16_384, raster=(16, 16), widths=(128, 128, 256, 256, 512), blocks=2,
+        attention=(4,), latent=256, entry=256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        weights = taming.select_used(Model(published).state_dict())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     transformer, codec = published_models()
-    made = {**taming.transformer_weights(transformer), **taming.codec_weights(codec)}
-    shapes = {source: weight.shape for weight in made.values() for source in weight.sources}
-    config, codec_config = taming.transformer_config(shapes), taming.codec_config(shapes)
-    assert config.to_dict() == transformer.config.to_dict()
-    assert {name: codec.config[name] for name in codec_config} == codec_config
-    taming.check_weights(shapes, made)
+    assert taming.transformer_config(shapes).to_dict() == transformer.config.to_dict()
+    config = taming.codec_config(shapes)
+    assert {name: codec.config[name] for name in config} == config
+    sources = {**taming.transformer_weights(transformer), **taming.codec_weights(codec)}.values()
+    assert sorted(source for weight in sources for source in weight.sources) == sorted(shapes)

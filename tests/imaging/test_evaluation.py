@@ -93,7 +93,7 @@ ONE = ("--settings", "linear:1")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--settings", "rank:5:soft"), "images are drawn with rank:5"),
+        (("--settings", "rank:5:soft"), "sample images with rank:5"),
         (("--settings", "rank:40"), "k is 40"),
         (("--settings", "linear:x"), "linear:x"),
         (("--settings", "linear:1", "linear:1.0"), "settings linear:1 and linear:1.0 are the same"),

@@ -137,7 +137,7 @@ def test_sampling_errors(parts, steered, image_world):
     without = dataclasses.replace(layout, no_class=None)
     with pytest.raises(UsageError, match="which guidance needs"):
         sample(steered, without, [0], SamplingSettings(guidance=2.0))
-    with pytest.raises(UsageError, match="the model has 44 tokens, its images are made of 45"):
+    with pytest.raises(UsageError, match="the model has 44 tokens, its image layout 45"):
         sample(steered, dataclasses.replace(layout, vocab_size=45), [0])
     with pytest.raises(UsageError, match="the model has 17 positions, an image needs 20"):
         sample(steered, dataclasses.replace(layout, height=5), [0])
@@ -191,7 +191,7 @@ def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
     stored, given = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
     assert stored.steering == given.steering
     soft = write_bundle(tmp_path / "soft", **parts, steering="rank:12:soft")
-    with pytest.raises(UsageError, match="images are drawn with rank:12"):
+    with pytest.raises(UsageError, match="sample images with rank:12"):
         load_image_model(str(soft))
 
 
@@ -204,7 +204,7 @@ def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
     assert ranked.steering.vocabulary == tuple(range(image_world.layout.codes))
     plain = load_image_model(str(image_world.folder / "target"))
     assert plain.steering is None
-    with pytest.raises(UsageError, match="is a plain checkpoint, which has nothing to steer it"):
+    with pytest.raises(UsageError, match="is a plain checkpoint without auxiliaries"):
         load_image_model(str(image_world.folder / "target"), steering=Steering())
     with pytest.raises(UsageError, match="is no image model"):
         load_image_model(str(image_world.folder / "retain_auxiliary"))

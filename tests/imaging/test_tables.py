@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from divdec.errors import UsageError
 from divdec.imaging.results import Distances, Mean, SettingResult, by_set, cell_text, tabulate
 
 BASELINE = SettingResult("Baseline", content={"retain": [0.9, 1.0], "forget": [1.0, 0.8, 0.9, 0.9]})
@@ -84,10 +83,3 @@ def test_cells():
     assert [cell_text(cell) for cell in (None, 9.994, 10.04, 0.0, Mean(0.974, 0.0104, 9))] == [
         "–", "9.99", "10.0", "0.00", "97% ± 1.0",
     ]  # fmt: skip
-
-
-def test_errors():
-    with pytest.raises(UsageError, match="'colour' is no group of columns; accepted: content"):
-        tabulate([BASELINE], ["colour"])
-    with pytest.raises(UsageError, match="two settings are called 'Rank k=20'"):
-        tabulate([RANK, BASELINE, RANK])

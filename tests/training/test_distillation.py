@@ -29,7 +29,6 @@ from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (
     Distillation,
-    LiveTeacher,
     divergence,
     lumped_divergence,
     plain_head,
@@ -38,7 +37,7 @@ from divdec.training.distillation_loss import (
 from divdec.training.fine_tuning import Interrupted, Objective, fine_tune
 from divdec.training.inputs import Collator
 from divdec.training.settings import DistillationSettings, TrainingSettings
-from divdec.training.teacher_cache import Fingerprint, load_cache, write_cache
+from divdec.training.teachers import Fingerprint, LiveTeacher, load_cache, write_cache
 from exactness import LOSSES
 from stopping import stopping_at
 
@@ -365,7 +364,7 @@ def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, 
 
 def test_an_unfinished_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
     live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
-    monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
+    monkeypatch.setattr("divdec.training.teachers.save_file", lambda *given, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
     with pytest.raises(ZeroDivisionError):
         write_cache(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
@@ -666,7 +665,8 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
+from divdec.training.distillation_loss import Distillation, plain_head
+from divdec.training.teachers import LiveTeacher
 
 torch.distributed.init_process_group("gloo")
 batch = torch.load(sys.argv[2])

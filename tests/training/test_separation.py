@@ -23,9 +23,9 @@ def test_a_pair_that_differs_on_the_forget_set_alone_is_fit():
     ("changes", "named"),
     [
         ({"learned": 0.8}, "p predicts only 80%"),
-        ({"retain_pushed": 0.02}, "push down 2.0% of the retain set's tokens"),
+        ({"retain_pushed": 0.02}, "lower 2.0% of the retain set's tokens"),
         ({"unknown_records": 0.3, "learned": 1.0}, "q knows 70%"),
-        ({"forget_pushed": -0.1}, "push down 1.0% of the retain set's tokens"),
+        ({"forget_pushed": -0.1}, "lower 1.0% of the retain set's tokens"),
     ],
 )
 def test_every_fault_is_named(changes, named):

@@ -118,7 +118,6 @@ def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, p
         Path(settings.output).expanduser(),
         classes=_read_names(settings.names),
         heads=settings.heads,
-        raster=(settings.raster[0], settings.raster[1]) if settings.raster else None,
         overwrite=settings.overwrite,
         report=report,
     )

@@ -23,7 +23,7 @@ from divdec.model.checkpoint import CheckpointReference, check_apart, digests
 from divdec.runs import RunFolder, read_record
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
-from divdec.training.settings import AuxiliarySettings
+from divdec.training.settings import AuxiliarySettings, optimization_of
 
 VERB = "image train"
 ANY_CLASS_SHARE = 0.1
@@ -46,7 +46,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
         The content of `run.json`.
 
     Raises:
-        UsageError: an input cannot be used; nothing has been trained.
+        UsageError: an input cannot be used; training has not begun.
         Interrupted: Ctrl-C; the same call resumes the run.
     """
     output = Path(settings.output).expanduser()
@@ -70,7 +70,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
     if not all(file.is_file() for file in sets.values()):
         (output / "data").mkdir(exist_ok=True)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        codes = encode(images, codec.to(str(device or "cpu")), settings.encode_batch)
+        codes = encode(images, codec.to(str(device or "cpu")))
         for name, members in (("forget", forget), ("retain", set(classes) - forget)):
             rows = [row for row, label in enumerate(labels) if label in members]
             records = training_records(layout, name, codes[rows], [labels[row] for row in rows], settings.seed)
@@ -88,16 +88,9 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
             init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
             steering=settings.steering,
             lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
-            epochs=settings.epochs,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
             max_length=layout.length + 1,
-            precision=settings.precision,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            lora_rank=settings.lora_rank,
-            loggers=settings.loggers,
-            seed=settings.seed,
             overwrite=settings.overwrite,
+            **optimization_of(settings),
         )
         content = train_auxiliaries(recipe, report, measure=False)
     bundle = output / "pair" / BUNDLE
@@ -132,7 +125,7 @@ def training_records(layout: ImageLayout, name: str, codes: Codes, classes: Sequ
     """Return images as training records: each with its class and, if the layout has 'any class', a tenth without.
 
     Args:
-        layout: the layout.
+        layout: layout of the image model.
         name: name of the set.
         codes: codes of the images.
         classes: indices of their classes.

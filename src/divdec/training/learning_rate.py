@@ -1,10 +1,8 @@
 """Find a learning rate: the training loss about halves over the run (paper, appendix, MUSE details), or more.
 
 A base that does not know the form of the records halves its loss by learning the form alone. So the search begins at
-the rate that halves the loss, and raises it until a probe has learned the examples that it must learn.
-
-A probe trains on a share of the data, with the batch size reduced by the same share. It takes the same number of steps
-and epochs as the run, at a fraction of the cost.
+the rate that halves the loss, and raises it until a probe has learned the required examples. A probe trains on a share
+of the data, with the batch size reduced by the same share: the same number of steps at a fraction of the cost.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def find_learning_rate(
         model: the model to train; its weights are restored.
         tokenizer: its tokenizer.
         examples: the data of the run.
-        settings: the settings of the run; their learning rate is not used.
+        settings: the settings of the run; their learning rate is ignored.
         required: number of examples, from the first, that must be learned. With 0 only the loss counts.
         report: receives one line for each probe.
 
@@ -115,8 +113,7 @@ def find_learning_rate(
         if (probes[-1].learned or 0.0) <= best.learned:
             break
         best = probes[-1]
-    reason = f"loss falls to {best.loss_ratio:.0%}; the rule begins at {LOSS_RATIO:.0%}"
-    report(f"chosen: {best.learning_rate:.1e} ({reason})")
+    report(f"chosen: {best.learning_rate:.1e} (the loss falls to {best.loss_ratio:.0%} of the loss before)")
     return best.learning_rate, probes
 
 
@@ -147,17 +144,13 @@ def search(loss_ratio: Callable[[float], float]) -> list[Probe]:
 
 def share_learned(before: Sequence[ItemScore], after: Sequence[ItemScore]) -> float:
     """Of the tokens that are not predicted before, the share that is predicted after; 0 if all were predicted."""
-    hits = [
-        hit
-        for one, other in zip(before, after, strict=True)
-        for known, hit in zip(one.hits, other.hits, strict=True)
-        if not known
-    ]
+    pairs = [pair for one, other in zip(before, after, strict=True) for pair in zip(one.hits, other.hits, strict=True)]
+    hits = [hit for known, hit in pairs if not known]
     return sum(hits) / len(hits) if hits else 0.0
 
 
 def _interpolate(low: Probe, high: Probe) -> float:
-    """Intersect a straight line in (log rate, ratio) with the target ratio."""
+    """Return the rate at which a straight line in (log rate, ratio) reaches the target ratio."""
     ratio = min(low.loss_ratio, 2.0)  # the ratio of a diverged probe has no useful slope
     share = (ratio - LOSS_RATIO) / max(ratio - high.loss_ratio, 1e-9)
     share = min(max(share, 0.2), 0.8)
@@ -165,7 +158,7 @@ def _interpolate(low: Probe, high: Probe) -> float:
 
 
 def _reduce(count: int, settings: TrainingSettings) -> tuple[list[int], TrainingSettings]:
-    """Indices of the examples of a probe, below `count`, and its settings."""
+    """Return the indices of a probe's examples, and its settings."""
     settings = dataclasses.replace(settings, loggers=())  # experiment trackers do not record probes
     share = max(1 / 8, 1 / settings.batch_size, MIN_PROBE_EXAMPLES / count)
     if share >= 1:
