@@ -68,9 +68,9 @@ def weights():
     return random_model(SMALL).state_dict()
 
 
-def convert_weights(weights, folder, shape=SMALL, **given):
+def convert_weights(weights, folder, shape=SMALL, **arguments):
     torch.save(lightning(weights), folder / "published.ckpt")
-    return convert_taming(folder / "published.ckpt", folder / "model", **{**options(shape), **given})
+    return convert_taming(folder / "published.ckpt", folder / "model", **{**options(shape), **arguments})
 
 
 def tokens_of(shape, length, rows=3):
@@ -91,12 +91,12 @@ def test_step_by_step_too(converted):
     model = load_model(converted.folder)
     block = converted.shape.raster[0] * converted.shape.raster[1]
     tokens, cache = tokens_of(converted.shape, block), None
-    found = []
+    result = []
     for token in tokens.split(1, dim=1):
         answer = model(token, past_key_values=cache, use_cache=True)
-        found.append(answer.logits)
+        result.append(answer.logits)
         cache = answer.past_key_values
-    torch.testing.assert_close(torch.cat(found, 1), converted.reference.transformer(tokens), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(result, 1), converted.reference.transformer(tokens), rtol=0, atol=1e-4)
 
 
 def test_class_and_all_codes_can_be_read_at_once(converted):
@@ -141,8 +141,8 @@ def test_the_tokenizer_reads_what_it_writes(converted):
     tokenizer, layout = AutoTokenizer.from_pretrained(converted.folder), load_layout(converted.folder)
     codes = torch.arange(2 * layout.length).reshape(2, layout.height, layout.width) % 40
     records = layout.records("all", codes, [2, 0])
-    for record, row, place in zip(records.records, codes, [2, 0], strict=True):
-        expected = [place, *row.flatten().tolist()]
+    for record, row, index in zip(records.records, codes, [2, 0], strict=True):
+        expected = [index, *row.flatten().tolist()]
         tokens = tokenizer(record.prompt + record.answer, add_special_tokens=False)["input_ids"]
         assert tokens == expected
         assert [int(text) for text in tokenizer.decode(tokens).split()] == expected
@@ -203,8 +203,8 @@ def with_callback(weights, path, name="ModelCheckpoint"):
     callback = type(name, (), {"__module__": module.__name__})
     setattr(module, name, callback)
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("pytorch_lightning", "pytorch_lightning.callbacks", module.__name__):
-            patch.setitem(sys.modules, place, module)
+        for package in ("pytorch_lightning", "pytorch_lightning.callbacks", module.__name__):
+            patch.setitem(sys.modules, package, module)
         torch.save({**lightning(weights), "callbacks": {callback: {"best_model_score": torch.tensor(0.5)}}}, path)
 
 
@@ -269,10 +269,10 @@ def test_unused_weights_are_left_out(weights, tmp_path):
         assert (tmp_path / "bare" / "model" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
 
 
-def refused(weights, folder, match, **given):
+def refused(weights, folder, match, **arguments):
     """The conversion says why in one line, names the file and leaves nothing behind."""
     with pytest.raises(UsageError, match=match) as caught:
-        convert_weights(weights, folder, **given)
+        convert_weights(weights, folder, **arguments)
     assert "\n" not in str(caught.value)
     assert [path.name for path in folder.iterdir()] == ["published.ckpt"]
     return str(caught.value)
@@ -356,7 +356,7 @@ def test_numbers_that_are_no_weights_are_refused(weights, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("arguments", "match"),
     [
         ({"heads": None}, "32 wide, which is no multiple of 64: give the number"),
         ({"heads": 5}, "32 wide, which 5 attention heads do not divide"),
@@ -367,8 +367,8 @@ def test_numbers_that_are_no_weights_are_refused(weights, tmp_path):
         ({"classes": ()}, "0 names of classes are given"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(weights, tmp_path, given, match):
-    refused(weights, tmp_path, match, **given)
+def test_options_that_do_not_fit_are_refused(weights, tmp_path, arguments, match):
+    refused(weights, tmp_path, match, **arguments)
 
 
 class Harm:

@@ -20,10 +20,10 @@ RANK = SettingResult("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "fo
 
 def test_mean_and_standard_error():
     """Of 0, 0, 1, 1: deviation √(1/3), so an error of √(1/12)."""
-    found = Mean.of([0.0, 0.0, 1.0, 1.0])
-    assert (found.value, found.images) == (0.5, 4)
-    assert found.error == pytest.approx(math.sqrt(1 / 12))
-    assert str(found) == "50% ± 28.9"
+    result = Mean.of([0.0, 0.0, 1.0, 1.0])
+    assert (result.value, result.images) == (0.5, 4)
+    assert result.error == pytest.approx(math.sqrt(1 / 12))
+    assert str(result) == "50% ± 28.9"
     assert Mean.of([]) is None
     assert Mean.of([0.25]) == Mean(0.25, None, 1)
     assert str(Mean.of([0.25])) == "25%"

@@ -43,11 +43,7 @@ class StupidBackoff:
         self.__init__(**state)
 
     def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
-        """Return the score of every token after each context.
-
-        Args:
-            contexts: int64 [contexts, order − 1]; shorter ones have −1 in front.
-        """
+        """Return the score of every token after contexts, int64 [contexts, order − 1], with −1 before shorter ones."""
         lengths = (contexts != PADDING).sum(axis=1)
         table = self._dense_table()
         cached = self._cached_rows(table, contexts[:, -1], lengths)
@@ -61,11 +57,7 @@ class StupidBackoff:
         return scores
 
     def likeliest(self, tokens: np.ndarray) -> int:
-        """Return the most frequent follower of the longest known context at a text's end; −1 if there is none.
-
-        Args:
-            tokens: int64 [tokens].
-        """
+        """See `divdec.experts.protocol.TokenPredictor`."""
         for length in range(min(self._longest, len(tokens)), 0, -1):
             followers = self.counts.followers(tokens[None, -length:])
             if len(followers.tokens):

@@ -94,11 +94,7 @@ class NgramCounts:
 
     @classmethod
     def load(cls, folder: Path, *, verify: bool = True) -> NgramCounts:
-        """Memory-map the arrays of a folder.
-
-        Args:
-            folder: written by `divdec.experts.ngram_fit.fit`.
-            verify: compare every file with its digest.
+        """Memory-map the arrays of a folder; `verify` compares every file with its digest.
 
         Raises:
             UsageError: the folder holds no counts, or a file of it is missing or has changed.
@@ -124,11 +120,7 @@ class NgramCounts:
             raise UsageError(f"{folder}: the counts cannot be read ({first_line(error)}); fit them again") from None
 
     def ids_of(self, ngrams: np.ndarray) -> np.ndarray:
-        """Return the id of each n-gram; −1 if it never occurs.
-
-        Args:
-            ngrams: int64 [n-grams, length].
-        """
+        """Return the id of each n-gram, int64 [n-grams, length]; −1 if it never occurs."""
         ids = np.where((ngrams[:, 0] >= 0) & (ngrams[:, 0] < self.vocab_size), ngrams[:, 0], -1)
         for column in range(1, ngrams.shape[1]):
             token, keys = ngrams[:, column], self.keys[column - 1]
@@ -207,12 +199,8 @@ class LessCounts(_TwoCounts):
 def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
     """Return the Stupid Backoff score of each n-gram's last token after the others (Brants et al. 2007, eq. 5).
 
-    Args:
-        counts: counts of n-grams.
-        ngrams: int64 [n-grams, length], not longer than the order of the counts.
-
-    Returns:
-        float64 [n-grams]; `divdec.experts.ngram.StupidBackoff` computes the same for the whole vocabulary.
+    `ngrams` is int64 [n-grams, length], the result float64 [n-grams]. `divdec.experts.ngram.StupidBackoff` computes the
+    same for the whole vocabulary.
     """
     unigrams = np.asarray(counts.unigrams)
     score = unigrams[ngrams[:, -1]] / max(int(unigrams.sum()), 1)
@@ -235,12 +223,8 @@ def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
 def mean_difference(q: Counts, p: Counts, own: Counts) -> float:
     """Return the mean of S_q − S_p over the longest n-grams of a text, weighted by their occurrences.
 
-    It is −1 if only p predicts the text, and 0 if q predicts it as well. Long texts are sampled.
-
-    Args:
-        q: counts without the text.
-        p: counts with the text.
-        own: counts of the text alone.
+    It is −1 if only p, which counts the text, predicts it, and 0 if q does too. `own` counts the text alone. Long texts
+    are sampled.
     """
     weights = np.asarray(own.unigrams)
     ngrams = np.flatnonzero(weights)[:, None]

@@ -69,13 +69,7 @@ class ImageBenchmark:
         return sample(model, self.layout, self.labels, self.sampling, title=title)
 
     def evaluate(self, method: str, config: str, codes: Codes, baseline: Images | None = None) -> SettingResult:
-        """Evaluate the images of a setting; see `SettingResult` for its name.
-
-        Args:
-            method: such as 'Linear'.
-            config: such as 'α=1'.
-            codes: from `sample`.
-            baseline: images for quality comparisons; None for the baseline itself.
+        """Evaluate the images of a setting, compared with the baseline's if these are given.
 
         Raises:
             UsageError: a judge cannot be reached or replies in another format, or there are too few images.

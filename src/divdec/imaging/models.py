@@ -229,14 +229,7 @@ class ImageModel:
 def load_image_model(
     reference: str, *, steering: Steering | None = None, verify: bool = True, dtype: str = "auto", device: str = "cpu"
 ) -> ImageModel:
-    """Load a bundle of image models, or one image model.
-
-    Args:
-        reference: folder or hub id.
-        steering: a rule in place of the bundle's.
-        verify: compare weight files with the bundle's digests.
-        dtype: precision of the weights.
-        device: device of the models.
+    """Load a bundle of image models, with its own or another rule, or one image model; `verify` compares digests.
 
     Raises:
         UsageError: it is no image model, does not load, or `steering` is given for a plain checkpoint.

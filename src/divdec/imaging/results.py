@@ -145,13 +145,7 @@ class ImageTable:
 
 
 def tabulate(settings: Sequence[SettingResult], groups: Sequence[str] = GROUPS) -> ImageTable:
-    """Create the table of some settings.
-
-    Args:
-        settings: in the order of the rows.
-        groups: 'content', 'accuracy', 'quality' (two columns for each judge) and 'distances'; columns without any
-            figure are omitted.
-    """
+    """Create the table of some settings, with the columns of these groups that have any figure."""
     columns = [column for group in groups for column in _columns(settings, group)]
     filled = [column for column in columns if any(column.cell(setting) is not None for setting in settings)]
     return ImageTable(tuple(filled), tuple(settings))

@@ -224,10 +224,6 @@ def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
     It has one position more. An image is a class and as many codes as the checkpoint has positions; the last code is
     never an input of decoding, but training and scoring pass the whole sequence. The output there is not used.
 
-    Args:
-        shapes: shapes of the checkpoint.
-        heads: attention heads of a layer; by default the width divided by 64.
-
     Raises:
         UsageError: weights are missing or have unexpected shapes, or the heads do not divide the width.
     """

@@ -124,12 +124,7 @@ def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: S
 def training_records(layout: ImageLayout, name: str, codes: Codes, classes: Sequence[int], seed: int = 0) -> RecordSet:
     """Return images as training records: each with its class and, if the layout has 'any class', a tenth without.
 
-    Args:
-        layout: layout of the image model.
-        name: name of the set.
-        codes: codes of the images.
-        classes: indices of their classes.
-        seed: draws the images that are also learned without their class.
+    The seed draws that tenth.
     """
     order: list[int | None] = list(classes)
     if layout.no_class is not None:

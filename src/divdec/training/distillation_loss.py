@@ -75,7 +75,7 @@ def lumped_divergence(
         tokens: the k tokens of each position.
         log_teacher: their log-probabilities under the teacher, at temperature T.
         log_rest: log-probability of all other tokens; not used for k = vocab.
-        vocab_size: the teacher's vocabulary.
+        vocab_size: size of the teacher's vocabulary.
         temperature: T.
         direction: see `divergence`.
     """

@@ -202,13 +202,7 @@ def write_cache(
 ) -> None:
     """Run the teacher once on every example, and write the cache; the file appears only when it is complete.
 
-    Args:
-        teacher: the teacher, on its device.
-        tokenizer: for padding.
-        examples: in the order of the `index` of batches.
-        fingerprint: inputs of the cache; its k and temperature apply.
-        path: the file.
-        batch_size: sequences in a forward pass.
+    Its temperature and number of tokens are those of the fingerprint.
     """
     k, vocab_size = fingerprint.k, teacher.model.vocab_size
     check_k(k, vocab_size)
