@@ -56,10 +56,10 @@ def test_a_pair_is_trained_on_a_folder_of_images(trained, image_world):
 def test_classes_are_drawn_by_seed_where_none_is_named(image_world):
     drawn = set()
     for seed in (0, 1):
-        settings = ImageTrainSettings(target="t", images="i", output="o", forget_share=0.3, seed=seed)
+        settings = ImageTrainSettings(target="t", images="i", output="o", seed=seed)
         drawn.add(frozenset(select_classes(settings, image_world.layout, range(10))))
     assert len(drawn) == 2
-    assert {len(classes) for classes in drawn} == {3}
+    assert {len(classes) for classes in drawn} == {5}
 
 
 def test_images_are_drawn_into_a_folder(trained, tmp_path, capsys):

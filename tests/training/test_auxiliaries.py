@@ -120,7 +120,7 @@ def test_single_questions_may_have_a_system_turn_but_are_no_texts():
 
 
 def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(learning_rate, "START", 3e-3)  # near the rate that halves this base's loss
+    monkeypatch.setattr(learning_rate, "START", 6e-3)  # near the rate that halves this base's loss
     content, said = train(files, lr="auto", epochs=6.0)
     retain = content["auxiliaries"]["retain_auxiliary"]
     halving = min(retain["probes"], key=lambda probe: abs(probe["loss_ratio"] - 0.5))

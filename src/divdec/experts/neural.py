@@ -227,7 +227,7 @@ def check_part(name: str, model: nn.Module) -> None:
     """
     if not isinstance(model, PreTrainedModel) or not takes_cache(model):
         raise UsageError(
-            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
+            f"{name} is a {type(model).__name__}, which does not store its state in a DynamicCache; accepted: a "
             "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
         )
 

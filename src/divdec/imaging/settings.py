@@ -61,16 +61,12 @@ class ImageTrainSettings(Optimization, OutputFolder):
     images: str
     """Folder with a folder of images for each class; its name is the class's name or number."""
     forget: tuple[str, ...] = ()
-    """Classes to forget, by name or number; by default a share of all, drawn by seed."""
-    forget_share: float = 0.5
-    """Share of the classes to forget if none is named."""
+    """Classes to forget, by name or number; by default half of all, drawn by seed."""
     base: str | None = None
     """Small image model that both auxiliaries start from; the target itself by default, as in the paper."""
     init_forget_from: Literal["base", "retain"] | None = None
     """'retain': p is trained from the finished q, which leaves less noise in the divergence of small models; the
     default if a base is given."""
-    recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
-    """'forget-retain': p learns the forgotten classes, q the others (the paper); 'full-retain': p learns both."""
     steering: str = "linear:1"
     """Rule written into the bundle."""
     base_lr: float | None = None
@@ -80,8 +76,6 @@ class ImageTrainSettings(Optimization, OutputFolder):
     """Scale and crop images of another size to the codec's, instead of refusing them."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.forget_share < 1:
-            raise UsageError(f"forget_share is {self.forget_share:g}; accepted: between 0 and 1")
         super().__post_init__()
         if self.base_lr is not None:
             check_positive("base_lr", self.base_lr)

@@ -28,6 +28,8 @@ from divdec.training.settings import AuxiliarySettings, optimization_of
 VERB = "image train"
 ANY_CLASS_SHARE = 0.1
 """Share of the images that are also learned without their class (Ho and Salimans 2022, section 5)."""
+FORGET_SHARE = 0.5
+"""Share of the classes to forget if the settings name none, as in the paper."""
 PAPER_SHARE = 0.1
 """Learning rate of the pair, relative to that of the base (paper, appendix on images)."""
 
@@ -84,7 +86,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
             retain=str(sets["retain"]),
             output=str(output / "pair"),
             target=settings.target,
-            recipe=settings.recipe,
+            recipe="forget-retain",
             init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
             steering=settings.steering,
             lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
@@ -104,7 +106,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
 
 
 def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: Sequence[int]) -> set[int]:
-    """Select the classes to forget: those of the settings, or a share of all, drawn by seed.
+    """Select the classes to forget: those of the settings, or half of all, drawn by seed.
 
     Raises:
         UsageError: a class is not known or has no images, or none is left to keep.
@@ -114,10 +116,10 @@ def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: S
         if missing := sorted(forget - set(classes)):
             raise UsageError(f"class {layout.classes[missing[0]]!r} is to be forgotten, but has no images")
     else:
-        count = round(settings.forget_share * len(classes))
+        count = round(FORGET_SHARE * len(classes))
         forget = set(random.Random(settings.seed).sample(sorted(classes), count))
     if not forget or forget >= set(classes):
-        raise UsageError(f"{len(forget)} of {len(classes)} classes are to be forgotten; some must be, and some kept")
+        raise UsageError(f"{len(forget)} of {len(classes)} classes are to be forgotten; leave some to keep")
     return forget
 
 

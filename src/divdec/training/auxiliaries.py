@@ -178,7 +178,7 @@ def train_auxiliaries(
     ]
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
-    report_sets(forget, retain, "what q has seen is not forgotten", report)
+    report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
     form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(retain, tokenizer, form, report)}
 

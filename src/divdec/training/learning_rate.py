@@ -75,9 +75,8 @@ def find_learning_rate(
     watched = [examples[index] for index in indices if index < required]
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = score(model.eval(), watched, batch_size=settings.batch_size)
-    probes: list[Probe] = []
 
-    def try_rate(rate: float) -> float:
+    def try_rate(rate: float) -> Probe:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 trained, result = fine_tune(
@@ -92,8 +91,7 @@ def find_learning_rate(
         except Diverged as error:
             model.load_state_dict(initial)
             report(f"learning rate {rate:.1e}: {error}")
-            probes.append(Probe(rate, math.inf))
-            return math.inf
+            return Probe(rate, math.inf)
         ratio = result.loss_ratio if math.isfinite(result.loss_ratio) else math.inf
         learned = None
         if watched and ratio < math.inf:
@@ -101,15 +99,14 @@ def find_learning_rate(
         model.load_state_dict(initial)
         suffix = "" if learned is None else f", {learned:.0%} of the forget set's unknown tokens learned"
         report(f"learning rate {rate:.1e}: loss {result.loss_before:.3f} → {result.loss_after:.3f}{suffix}")
-        probes.append(Probe(rate, ratio, learned))
-        return ratio
+        return Probe(rate, ratio, learned)
 
-    search(try_rate)
+    probes = search(try_rate)
     best = min(probes, key=lambda probe: abs(probe.loss_ratio - LOSS_RATIO))
     for _ in range(MAX_RAISES):
         if best.learned is None or best.learned >= LEARNED:
             break
-        try_rate(best.learning_rate * STEP)
+        probes.append(try_rate(best.learning_rate * STEP))
         if (probes[-1].learned or 0.0) <= best.learned:
             break
         best = probes[-1]
@@ -117,12 +114,12 @@ def find_learning_rate(
     return best.learning_rate, probes
 
 
-def search(loss_ratio: Callable[[float], float]) -> list[Probe]:
+def search(try_rate: Callable[[float], Probe]) -> list[Probe]:
     """Try rates until one is near the target ratio: up or down by √10 to a bracket, then between its ends.
 
     The ratio falls with the rate until training diverges, where it rises again. A rise ends the search upward.
     """
-    probes = [Probe(START, loss_ratio(START))]
+    probes = [try_rate(START)]
     while len(probes) < MAX_PROBES and abs(probes[-1].loss_ratio - LOSS_RATIO) > TOLERANCE:
         too_low = [probe for probe in probes if probe.loss_ratio > LOSS_RATIO]
         too_high = [probe for probe in probes if probe.loss_ratio <= LOSS_RATIO]
@@ -138,7 +135,7 @@ def search(loss_ratio: Callable[[float], float]) -> list[Probe]:
             if len(probes) > 1 and probes[-1].loss_ratio >= probes[-2].loss_ratio:
                 break
             rate = max(probe.learning_rate for probe in probes) * STEP
-        probes.append(Probe(rate, loss_ratio(rate)))
+        probes.append(try_rate(rate))
     return probes
 
 

@@ -225,7 +225,7 @@ def write_cache(
                     log_rest[where] = log_p.scatter(-1, best.indices, -math.inf).logsumexp(dim=-1).cpu()
             bar.update(len(batch[INDEX]))
     header = json.dumps({"fingerprint": dataclasses.asdict(fingerprint), "vocab_size": vocab_size})
-    content = dict(zip(TENSORS, (tokens, log_probabilities, log_rest, starts), strict=True))
+    content: dict[str, Tensor] = dict(zip(TENSORS, (tokens, log_probabilities, log_rest, starts), strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         save_file(content, Path(folder) / FILE, metadata={HEADER: header})
