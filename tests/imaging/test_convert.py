@@ -330,9 +330,9 @@ def test_unknown_weights_are_named(weights, tmp_path, name):
         ("transformer.pos_emb", (1, 5, 32), "5 positions; accepted: a square raster"),
         ("first_stage_model.quantize.embedding.weight", (41, 4), "vocabulary of 40 tokens and a codebook of 41"),
         ("first_stage_model.quant_conv.weight", (4, 4, 3, 3), r"quant_conv\.weight.*\[4, 4, 3, 3\]"),
-        ("first_stage_model.encoder.conv_in.weight", (64, 3, 3, 3), "input has 64 channels and whose first level 32"),
+        ("first_stage_model.encoder.conv_in.weight", (64, 3, 3, 3), r"conv_in\.weight.*\[64, 3, 3, 3\]"),
         ("first_stage_model.decoder.conv_out.weight", (1, 32, 3, 3), r"conv_out\.weight.*\[1, 32, 3, 3\]"),
-        ("first_stage_model.encoder.down.1.block.0.conv1.weight", (48, 32, 3, 3), r"\[32, 48\] channels; .* of 32"),
+        ("first_stage_model.encoder.down.1.block.0.conv1.weight", (48, 32, 3, 3), "shapes do not fit each other"),
     ],
 )
 def test_shapes_that_contradict_each_other_are_refused(weights, tmp_path, name, shape, match):
@@ -341,7 +341,7 @@ def test_shapes_that_contradict_each_other_are_refused(weights, tmp_path, name, 
 
 def test_attention_of_encoder_and_decoder_must_agree(weights, tmp_path):
     others = {name: weight for name, weight in weights.items() if "decoder.up.1.attn" not in name}
-    refused(others, tmp_path, r"attention at levels \[1\] of the encoder and \[\] of the decoder")
+    refused(others, tmp_path, r"lacks weights that it needs .*decoder\.up\.1\.attn")
 
 
 def test_a_transformer_that_is_not_causal_is_refused(weights, tmp_path):

@@ -172,7 +172,11 @@ def train_auxiliaries(
     base = resolve_trainable(settings.base, "base")
     tokenizer = load_tokenizer(base)
     if settings.target is not None:
-        steering.check_vocabulary(_check_target(settings.target, base))
+        reference = CheckpointReference.parse(settings.target)
+        target = reference.resolve(Path(), weights=False)
+        if reference.folder is not None:
+            check_weights(target)
+        steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
     inputs = [
         Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
     ]
@@ -389,15 +393,6 @@ class _PairTrainer:
         for fault in separation.faults:
             self.report(f"the pair does not fit yet: {fault}")
         return separation.to_dict()
-
-
-def _check_target(target: str, base: Path) -> int:
-    """Check the target before training, and return the common vocabulary size."""
-    reference = CheckpointReference.parse(target)
-    folder = reference.resolve(Path(), weights=False)
-    if reference.folder is not None:
-        check_weights(folder)
-    return common_vocabulary_of({"target": folder, "base": base})
 
 
 def _write_card(

@@ -65,7 +65,7 @@ def report_set(role: str, records: RecordSet, report: Report) -> None:
 
 
 def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: Report) -> None:
-    """Report both sets, and warn with the `consequence` of records that they share.
+    """Report both sets, and warn about records that they share, with the `consequence`.
 
     Raises:
         UsageError: both hold the same records.
