@@ -16,7 +16,7 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.research.baselines.methods import methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.compare import run, trials
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import compare_methods
@@ -277,13 +277,12 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
 def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
     from divdec.training.settings import DistillationSettings
 
-    known = methods()
     grid_trials = trials_of(("all",), grid)
     assert {trial.method for trial in grid_trials} == set(titles()) - {"target", "retrain"}
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
-        if trial.method in known:
-            known[trial.method].settings(**trial.settings)
+        if trial.method in METHODS:
+            METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
 

@@ -1,34 +1,22 @@
-"""Charts and tables of experiments: methods, leaks, heat maps, sequential requests, measured costs."""
+"""Charts and tables of experiments: methods, leaks, heat maps, sequential requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from divdec.costs.model_size import format_quantity
 from divdec.report.charts import Band, Interval, band_panels
-from divdec.report.style import FAINT, LINEAR, LOOKS, MUTED, OTHERS, PAPER, TEXT, Look, style, svg_text, write_figure
-from divdec.runs import write_text
+from divdec.report.style import FAINT, LINEAR, LOOKS, MUTED, OTHERS, PAPER, TEXT, Look, style, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-BenchRow = Mapping[str, Any]
-Cells = tuple[list[str], list[list[str]]]
 Kind = Literal["ours", "other", "reference"]
 METHODS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
-PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
-COMPUTE, LATENCY, TABLE = "compute.svg", "latency.svg", "table.md"
-DECODING = {
-    "plain": "steered, one after the other",
-    "speculative": "steered, by blocks",
-    "beside": "steered, auxiliaries beside the target",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,152 +256,20 @@ def sequential_table(
     return f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}"
 
 
-def compute_deviation(rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Summarise the deviation of measured compute from 1 + 2n/N, with and without embeddings; empty without rows."""
-    if not rows:
-        return {}
-    result: dict[str, Any] = {"combinations": len(rows)}
-    for name in PASSES:
-        for theory in ("theory", "theory_without_embeddings"):
-            deviations = [row["ratio"][name] / row[theory] - 1 for row in rows]
-            result[f"{name}_against_{theory}"] = {
-                "median": statistics.median(deviations),
-                "median_size": statistics.median(map(abs, deviations)),
-                "largest_size": max(map(abs, deviations)),
-            }
-    return result
-
-
-def compute_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a look for each vocabulary."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    highest = 1.03 * max(max(row["theory"], *row["ratio"].values()) for row in rows)
-    for axes, (name, title) in zip(panels, PASSES.items(), strict=True):
-        axes.plot([1, highest], [1, highest], color=TEXT, linewidth=0.9, label="as many FLOPs, as much time")
-        for index, vocabulary in enumerate(sorted({row["vocabulary"] for row in rows})):
-            look = LOOKS[index % len(LOOKS)]
-            points = [(row["theory"], row["ratio"][name]) for row in rows if row["vocabulary"] == vocabulary]
-            axes.plot(
-                *zip(*points, strict=True), look.marker, color=look.colour, markersize=5, linestyle="none",
-                label=f"vocabulary {vocabulary:,}",
-            )  # fmt: skip
-        axes.set_title(title)
-        axes.set_xlabel("1 + 2n/N (embeddings counted)")
-        axes.grid(True)
-    panels[0].set_ylabel("(t_P + t_p + t_q) / t_P, measured")
-    panels[0].legend(fontsize=8, loc="upper left")
-    return figure
-
-
-def compute_cells(rows: Sequence[BenchRow]) -> Cells:
-    """Return header and rows of the table of deviations."""
-    header = ["target", "auxiliaries", "vocabulary", "N", "n", "1 + 2n/N", "without embeddings"]
-    header += [f"{name}{suffix}" for name in PASSES for suffix in ("", ", deviation")]
-    cells = [
-        [
-            row["target"], row["auxiliary"], f"{row['vocabulary']}", format_quantity(row["N"]),
-            format_quantity(row["n"]), f"{row['theory']:.3f}", f"{row['theory_without_embeddings']:.3f}",
-            *(text for name in PASSES for text in (f"{row['ratio'][name]:.3f}", f"{row['deviation'][name]:+.1%}")),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return header, cells
-
-
-def latency_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Draw t_Q/t_P over the vocabulary, a panel for each kind of decoding, a line for each target."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
-    figure = Figure(figsize=(4.8 * len(kinds), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
-    pairs = list(dict.fromkeys((row["target"], row["auxiliary"]) for row in rows))
-    for axes, kind in zip(panels, kinds, strict=True):
-        for index, pair in enumerate(pairs):
-            look = LOOKS[index % len(LOOKS)]
-            points = sorted(
-                (row["vocabulary"], row["ratio"][kind])
-                for row in rows
-                if (row["target"], row["auxiliary"]) == pair and kind in row["ratio"]
-            )
-            axes.plot(
-                [x for x, _ in points], [y for _, y in points], marker=look.marker, color=look.colour,
-                linestyle=look.dash, markersize=5, label=f"{pair[0]} with two {pair[1]}",
-            )  # fmt: skip
-        axes.axhline(1, color=TEXT, linewidth=0.9)
-        axes.set_title(DECODING[kind])
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({row["vocabulary"] for row in rows}))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("vocabulary (tokens)")
-        axes.grid(True)
-    panels[0].set_ylabel("t_Q / t_P, measured")
-    panels[0].legend(fontsize=8)
-    return figure
-
-
-def latency_cells(rows: Sequence[BenchRow]) -> Cells:
-    """Return header and rows: milliseconds per token, measured and predicted, and the ratio to the target's."""
-    kinds = ["target", *(kind for kind in DECODING if any(kind in row["ratio"] for row in rows))]
-    header = ["target", "auxiliaries", "vocabulary", "acceptance"]
-    header += [title for kind in kinds for title in (f"{kind}, ms", "predicted / measured")]
-    header += [f"t_Q/t_P, {kind}" for kind in kinds[1:]]
-    cells = []
-    for row in rows:
-        line = [row["target"], row["auxiliary"], f"{row['vocabulary']}", f"{row['acceptance']:.2f}"]
-        for kind in kinds:
-            predicted = row["predicted_over_measured"].get(kind)
-            line.append(f"{1e3 * row['seconds_per_token'][kind]:.1f}" if kind in row["seconds_per_token"] else "")
-            line.append("" if predicted is None else f"{predicted:.2f}")
-        cells.append([*line, *(f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else "" for kind in kinds[1:])])
-    return header, cells
-
-
-def write_compute(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
-    """Write table.md and compute.svg into a folder."""
-    description = f"(t_P + t_p + t_q)/t_P against 1 + 2n/N on {device}"
-    _write_bench(folder, COMPUTE, rows, compute_cells, compute_figure, "Compute increase, measured", description)
-
-
-def write_latency(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
-    """Write table.md and latency.svg into a folder."""
-    description = f"t_Q/t_P over the vocabulary on {device}"
-    _write_bench(folder, LATENCY, rows, latency_cells, latency_figure, "Latency increase, measured", description)
-
-
-def _write_bench(
-    folder: Path,
-    name: str,
-    rows: Sequence[BenchRow],
-    cells: Callable[[Sequence[BenchRow]], Cells],
-    figure: Callable[[Sequence[BenchRow]], Figure],
-    title: str,
-    description: str,
-) -> None:
-    write_text(folder / TABLE, markdown_table(*cells(rows)))
-    with style(f"divdec-bench-{Path(name).stem}"):
-        write_figure(folder / name, figure(rows), title=title, description=description, sources=["results.jsonl"])
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = False) -> str:
     """Format a table as Markdown, with all columns but the first aligned right if asked."""
     rule = ["---", *["---:" if align_right else "---"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
 
 
-def terminal_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Format a table for a terminal."""
+def terminal_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Format cells by their heads for a terminal; the first column is aligned left."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, title in enumerate(header):
-        table.add_column(title, justify="left" if index < 2 else "right")
+    for index, head in enumerate(rows[0]):
+        table.add_column(head, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table

@@ -23,8 +23,9 @@ from divdec.research.baselines.gradient import (
     reference_log_probabilities,
 )
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
+from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
     GradDiffSettings,
     IdkDPOSettings,
@@ -78,12 +79,12 @@ def job(target, world, tokenizer, tmp_path):
 
 
 def settings_of(name, **options):
-    return find(name).settings(**{**COMMON, **OPTIONS[name], **options})
+    return METHODS[name].settings(**{**COMMON, **OPTIONS[name], **options})
 
 
 def make(job, name, output, **options):
     output.mkdir(parents=True)
-    made = find(name).build(job, settings_of(name, **options), output)
+    made = build_method(job, settings_of(name, **options), output)
     return made, AutoModelForCausalLM.from_pretrained(output)
 
 
@@ -118,7 +119,7 @@ def probabilities(models, world, tokenizer):
 
 
 def test_all_methods_are_tried_here():
-    assert {name for name, method in methods().items() if method.kind == "gradient"} == set(OPTIONS)
+    assert {name for name, method in METHODS.items() if method.kind == "gradient"} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

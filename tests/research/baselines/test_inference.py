@@ -26,8 +26,9 @@ from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.lunar import Activations, down_projections, redirected
-from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.baselines.prompts import PromptLayout, find_layout
+from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
     ECOSettings,
     GUARDSettings,
@@ -80,10 +81,9 @@ def job(world, tokenizer, tmp_path_factory):
 
 
 def make(job, name, output, **options):
-    method = find(name)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    return method.build(job, method.settings(**(SETTINGS[name] | options)), output)
+    return build_method(job, METHODS[name].settings(**(SETTINGS[name] | options)), output)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three 
     "name",
     [
         pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name, method in methods().items()
+        for name, method in METHODS.items()
         if method.kind == "inference"
     ],
 )

@@ -320,11 +320,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def write_composite(
-    output: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    method: str,
-    options: Mapping[str, Any],
-    parts: Mapping[str, Path],
+    output: Path, tokenizer: PreTrainedTokenizerBase, method: str, options: Mapping[str, Any], parts: Mapping[str, Path]
 ) -> None:
     """Write a folder that `CompositeForCausalLM.from_pretrained` loads; it refers to the parts by path and digest.
 

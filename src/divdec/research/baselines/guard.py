@@ -23,9 +23,8 @@ from divdec.data.records import Record, RecordSet
 from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
 from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
-from divdec.research.baselines.job import Job
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
-from divdec.research.baselines.registry import BuiltModel
 from divdec.research.baselines.settings import GUARDSettings
 from divdec.runs import read_json, write_json
 
@@ -148,7 +147,7 @@ class Guard(Decoding):
 
 
 def build_guard(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
-    """Train the classifier, and write it and the forbidden words; see `Method.build`."""
+    """Train the classifier, and write it and the forbidden words; see `build_method`."""
     started = time.perf_counter()
     target = load_model(job.target).eval()
     layout, weights, prompts = fit_classifier(job, settings, target)

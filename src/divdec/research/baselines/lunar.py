@@ -22,8 +22,7 @@ from divdec.evaluation.generation import left_padded
 from divdec.model.checkpoint import load_config, load_model
 from divdec.model.checks import positions_of
 from divdec.research.baselines.gradient import read_lines
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.settings import LUNARSettings
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def down_projections(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]
 
 
 def build_lunar(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
-    """Find direction and layer, change the projection, and write the changed target; see `Method.build`.
+    """Find direction and layer, change the projection, and write the changed target; see `build_method`.
 
     Raises:
         UsageError: the target has no such layer, or the reference cannot be read.

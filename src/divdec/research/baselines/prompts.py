@@ -151,10 +151,7 @@ class PromptClassifier(nn.Module):
 
 
 def prompt_means(
-    layout: PromptLayout,
-    step: Step,
-    hidden: Float[Tensor, "batch tokens features"],
-    caches: Sequence[Cache | None],
+    layout: PromptLayout, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
 ) -> tuple[
     Int[Tensor, "batch past_and_tokens"],
     Bool[Tensor, "batch past_and_tokens"],

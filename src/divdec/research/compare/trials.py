@@ -25,9 +25,9 @@ from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.baselines import auto  # noqa: F401  composites load
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.methods import find, methods
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.job import BuiltModel, Job
+from divdec.research.baselines.methods import METHODS
+from divdec.research.baselines.run import build_method
 from divdec.research.compare.benchmark import Benchmark
 from divdec.runs import output_folder, read_json, settings_hash, write_json
 from divdec.steering import Steering
@@ -164,7 +164,7 @@ class TrialResult:
 
 def titles() -> dict[str, str]:
     """Names of all methods in the paper's table, in its order."""
-    known = {name: method.title for name, method in methods().items()}
+    known = {name: method.title for name, method in METHODS.items()}
     return {"target": "Target", "retrain": "Retrain", **DIVDEC, **known}
 
 
@@ -263,7 +263,6 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
-    method = find(trial.method)
     job = Job(
         benchmark.target,
         load_tokenizer(benchmark.target),
@@ -277,7 +276,7 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     with output_folder(output) as temporary:
-        built = method.build(job, method.settings(**trial.settings), temporary)
+        built = build_method(job, METHODS[trial.method].settings(**trial.settings), temporary)
     return dataclasses.replace(built, folder=output)
 
 

@@ -12,7 +12,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
 from divdec.report.scores import MEASURES, SCORES, Interval, Scorer, best_index
-from divdec.research.baselines.methods import methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.charts import Kind
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec.runs import read_json
@@ -144,7 +144,7 @@ def source_names(results: Sequence[MethodResult]) -> tuple[str, ...]:
 
 def method_title(method: str) -> str:
     """Return a method's name in the paper's tables; a method that is not known is its own title."""
-    known = {**REFERENCES, **DIVDEC, **{name: spec.title for name, spec in methods().items()}}
+    known = {**REFERENCES, **DIVDEC, **{name: spec.title for name, spec in METHODS.items()}}
     return known.get(method) or method
 
 
@@ -204,7 +204,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
 
 def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
     """Method and setting of a result that is not a reference."""
-    identity, baselines = identify(results, folder), methods()
+    identity, baselines = identify(results, folder), METHODS
     if identity.method in baselines:
         return {"method": identity.method, "setting": identity.setting}
     if identity.rule in ("linear", "rank") and identity.strength is not None:

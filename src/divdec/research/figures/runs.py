@@ -14,14 +14,13 @@ from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
 from divdec.report import gradient_depth
 from divdec.report.scores import MEASURES
 from divdec.report.style import BY_NAME, LOOKS
+from divdec.research.bench.results import compute_figure, latency_figure
 from divdec.research.charts import (
     LeakCurve,
     Step,
     Tile,
-    compute_figure,
     distance_figure,
     heat_map,
-    latency_figure,
     leak_curves,
 )
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
