@@ -96,5 +96,5 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
     if printing.json:
         print((output / JSON).read_text(encoding="utf-8"))
         return
-    show(result, settings, Console(width=max(Console().width, 150)))
+    show(result, settings, Console())
     print(f"{result.seconds:.0f} s. Report: {output / PAGE}")

@@ -1,22 +1,19 @@
-"""Charts and tables of experiments: methods, leaks, heat maps, sequential requests."""
+"""Charts and tables that comparisons and the paper's figures share."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from divdec.report.charts import Band, Interval, band_panels
-from divdec.report.style import FAINT, LINEAR, LOOKS, MUTED, OTHERS, PAPER, TEXT, Look, style, svg_text
+from divdec.report.charts import Interval
+from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, TEXT, Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from rich.table import Table
 
 Kind = Literal["ours", "other", "reference"]
-METHODS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,54 +35,6 @@ class LeakCurve:
     """None for a grey line with its name at its end."""
     shares: Mapping[int, float]
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """A cell of a heat map."""
-
-    x: float
-    y: float
-    value: float
-    marked: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Scores of a method after a number of requests."""
-
-    protocol: str
-    """'sustainability' or 'scaling'."""
-    method: str
-    """'steered' or 'distilled'."""
-    step: int
-    """Number of requests so far, from 1."""
-    scores: Mapping[str, Sequence[float]]
-    """Score of each item, from 0 to 1, by the name of the set."""
-    distance: float
-    """Distance from the method's own first step, in points of 100."""
-    low: float
-    """Lower end of its interval."""
-    high: float
-    to_retrained: float
-    """Distance from the retrained model, in points of 100."""
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Mean score by the name of the set."""
-        return {name: statistics.fmean(scores) for name, scores in self.scores.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures without the items, as JSON values."""
-        return {
-            "protocol": self.protocol,
-            "method": self.method,
-            "step": self.step,
-            "scores": self.means,
-            "distance": self.distance,
-            "distance_interval": [self.low, self.high],
-            "distance_to_retrained": self.to_retrained,
-        }
 
 
 def bars(axes: Axes, rows: Sequence[Bar], x_label: str) -> None:
@@ -147,113 +96,6 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
             label, (k, share), xytext=(1.015, previous), textcoords=axes.get_yaxis_transform(), fontsize=7.5,
             color=MUTED, va="center", annotation_clip=False,
         )  # fmt: skip
-
-
-def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
-    """Draw a grid of values with two decimals in its cells; marked cells have a frame.
-
-    Args:
-        axes: drawn into, under `style`.
-        tiles: at most one for each pair of x and y.
-        x_label: label of the columns, in the order of their numbers.
-        y_label: label of the rows, from the bottom up.
-        reverse: use light colours for low values, where these are better.
-
-    Returns:
-        The mesh, for a colour bar.
-    """
-    import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    xs, ys = (sorted({getattr(tile, name) for tile in tiles}) for name in "xy")
-    grid = np.full((len(ys), len(xs)), np.nan)
-    for tile in tiles:
-        grid[ys.index(tile.y), xs.index(tile.x)] = tile.value
-    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
-    colours = colormaps["cividis_r" if reverse else "cividis"]
-    mesh = axes.pcolormesh(
-        np.arange(len(xs) + 1) - 0.5, np.arange(len(ys) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=colours,
-        vmin=low, vmax=high if high > low else low + 1, edgecolors=PAPER, linewidth=1,
-    )  # fmt: skip
-    for tile in tiles:
-        x, y = xs.index(tile.x), ys.index(tile.y)
-        red, green, blue, _ = colours((tile.value - low) / (high - low or 1.0))
-        # Cells keep their colours on a dark page, so that their text is not in colours of the palette.
-        ink = "#010101" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#fefefe"
-        axes.annotate(f"{tile.value:.2f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
-        if tile.marked:
-            axes.add_patch(Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=ink, linewidth=1.5))
-    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
-    axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
-    axes.tick_params(length=0)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.spines[:].set_visible(False)
-    return mesh
-
-
-def distance_plot(steps: Sequence[Step], score: str, level: float) -> str:
-    """Draw `distance_figure` as an `<svg>` element."""
-    with style("divdec-sequential"):
-        return svg_text(distance_figure(steps, score, level))
-
-
-def distance_figure(steps: Sequence[Step], score: str, level: float | None) -> Figure:
-    """Draw the distance over the steps, one panel for each protocol, one line for each method.
-
-    Args:
-        steps: all steps.
-        score: what an item's score is, for the label.
-        level: level of the intervals; None without intervals.
-    """
-    from matplotlib.figure import Figure
-
-    groups: dict[str, dict[str, list[Step]]] = {}
-    for step in steps:
-        groups.setdefault(step.protocol, {}).setdefault(step.method, []).append(step)
-    panels = {
-        protocol: [
-            Band(
-                method, METHODS.get(method, OTHERS), x=[row.step for row in rows], y=[row.distance for row in rows],
-                low=[row.low for row in rows], high=[row.high for row in rows],
-            )
-            for method, rows in methods.items()
-        ]
-        for protocol, methods in groups.items()
-    }  # fmt: skip
-    figure = Figure(figsize=(9.0, 4.1), layout="constrained")
-    grid = band_panels(figure, panels, "requests so far")
-    for axes in grid:
-        axes.set_ylim(bottom=0)
-    grid[0].set_ylabel(f"distance from the first step, points of {score}\n(retain and request 1; lower is better)")
-    grid[-1].legend(title=None if level is None else f"{100 * level:g} % interval")
-    return figure
-
-
-def sequential_table(
-    title: str, score: str, references: Mapping[str, Mapping[str, float]], steps: Sequence[Step]
-) -> str:
-    """Format mean scores in percent as Markdown; scores of requests that come later are in brackets.
-
-    Args:
-        title: title of the experiment.
-        score: what an item's score is.
-        references: mean scores of target and retrained model, by name.
-        steps: all steps.
-    """
-    sets = list(steps[0].scores)
-    rows = [[name, "", *(f"{100 * means[part]:.1f}" for part in sets), "", ""] for name, means in references.items()]
-    for step in steps:
-        cells = []
-        for name, value in step.means.items():
-            first, _, rest = name.partition(" ")
-            later = first == "request" and int(rest.split(",")[0]) > step.step
-            cells.append(f"({100 * value:.1f})" if later else f"{100 * value:.1f}")
-        away = f"{step.distance:.1f} [{step.low:.1f}, {step.high:.1f}]" if step.step > 1 else "0"
-        rows.append([f"{step.protocol}, {step.method}", str(step.step), *cells, away, f"{step.to_retrained:.1f}"])
-    header = ["", "step", *sets, "distance from step 1", "distance from retrained"]
-    return f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = False) -> str:

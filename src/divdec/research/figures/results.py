@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
@@ -151,27 +151,32 @@ def method_title(method: str) -> str:
 def _score(
     folders: Mapping[Path, tuple[Source, Results]], roles: Mapping[str, set[Path]], request: FigureRequest
 ) -> list[MethodResult]:
+    identities = {
+        path: {"method": role, "setting": ""}
+        if (role := next((role for role in roles if path in roles[role]), None))
+        else _identify(results, path, source.run)
+        for path, (source, results) in folders.items()
+    }
     references: dict[str, tuple[Source, Results]] = {}
-    for folder, (source, results) in folders.items():
-        for role in REFERENCES:
-            if folder in roles[role] if role in roles else _role(results, folder) == role:
-                if role in references:
-                    raise UsageError(
-                        f"{source.name} and {references[role][0].name} are both results of the {role}; give one with "
-                        f"--{role}, or one seed's folder"
-                    )
-                references[role] = (source, results)
+    for path, identity in identities.items():
+        role, source = identity["method"], folders[path][0]
+        if role in REFERENCES and (role not in roles or path in roles[role]):
+            if role in references:
+                raise UsageError(
+                    f"{source.name} and {references[role][0].name} are both results of the {role}; give one with "
+                    f"--{role}, or one seed's folder"
+                )
+            references[role] = folders[path]
     target, retrain = (references[role][1] if role in references else None for role in REFERENCES)
     scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
     found = []
-    for folder, (source, results) in folders.items():
-        scored = scorer.score(results)
-        role = next((role for role, (_, reference) in references.items() if reference is results), None)
-        identity: dict[str, Any] = {"method": role, "setting": ""} if role else _identify(results, folder, source.run)
+    for path, (source, results) in folders.items():
+        identity, scored = identities[path], scorer.score(results)
+        if identity["method"] in REFERENCES and references[identity["method"]][1] is not results:
+            identity = {"method": path.name, "title": path.name, "setting": ""}  # another one was named
         found.append(
             MethodResult(
-                **identity,
-                values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
+                **identity, values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
                 reasons=scored.scores.reasons,
             )
         )  # fmt: skip
@@ -203,19 +208,29 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
 
 
 def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
-    """Method and setting of a result that is not a reference."""
-    identity, baselines = identify(results, folder), METHODS
-    if identity.method in baselines:
-        return {"method": identity.method, "setting": identity.setting}
+    """Method, setting, rule, strength, size and family, from `run.json`; of the paper's files from their names."""
+    identity = identify(results, folder)
     if identity.rule in ("linear", "rank") and identity.strength is not None:
-        family = re.sub(r"^dd_", "", identity.family)
+        family = identity.family.removeprefix("dd_")
         return {
             "method": identity.rule, "setting": _strength_text(identity.rule, identity.strength),
             "rule": identity.rule, "strength": identity.strength, "size": identity.size,
             "family": "" if family in ("linear", "rank") else family,
         }  # fmt: skip
-    # The paper's published folders: the deepest one named after a method; the rest of the names is the setting.
-    names = {**{name.replace("-", ""): name for name in baselines}, "distill": "distill"}
+    if "method" not in results.about:
+        return _published_identity(folder, run)
+    known = identity.method in (*METHODS, *REFERENCES, *DIVDEC)
+    return {"method": identity.method, "setting": identity.setting if known else "", "title": ""}
+
+
+def _published_identity(folder: Path, run: Path) -> dict[str, Any]:
+    """Method and setting by the folder names of the paper's files, such as `npo_4e-6/checkpoint-26`.
+
+    The method is that of the deepest folder named after one; the rest of the names is the setting.
+    """
+    if folder.name.lower() in REFERENCES:
+        return {"method": folder.name.lower(), "setting": ""}
+    names = {**{name.replace("-", ""): name for name in METHODS}, "distill": "distill"}
     parts = [part for part in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(part)]
     for index in reversed(range(len(parts))):
         for name in sorted(names, key=len, reverse=True):
@@ -224,13 +239,6 @@ def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
                 setting = " ".join(filter(None, (parts[index][match.end() :], *parts[index + 1 :])))
                 return {"method": names[name], "setting": setting}
     return {"method": parts[-1], "title": parts[-1], "setting": ""}
-
-
-def _role(results: Results, folder: Path) -> str | None:
-    method = results.about.get("method")
-    if method in REFERENCES:
-        return cast(str, method)
-    return folder.name.lower() if folder.name.lower() in REFERENCES else None
 
 
 def _add_titles(results: list[MethodResult]) -> list[MethodResult]:

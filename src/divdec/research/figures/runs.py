@@ -8,30 +8,28 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
 from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
 from divdec.report import gradient_depth
+from divdec.report.charts import Band, band_panels
 from divdec.report.scores import MEASURES
-from divdec.report.style import BY_NAME, LOOKS
+from divdec.report.style import BY_NAME, LOOKS, OTHERS, PAPER
 from divdec.research.bench.results import compute_figure, latency_figure
-from divdec.research.charts import (
-    LeakCurve,
-    Step,
-    Tile,
-    distance_figure,
-    heat_map,
-    leak_curves,
-)
+from divdec.research.charts import LeakCurve, leak_curves
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec.research.figures.results import COMPARISON, DIVDEC, REFERENCES, method_title
 from divdec.runs import RECORD, read_json, read_record
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
+SEQUENCE_LOOKS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
@@ -47,13 +45,23 @@ class Student:
     source: Source
 
 
-@register("depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
-def depth(request: FigureRequest) -> FigureResult:
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A cell of a heat map."""
+
+    x: float
+    y: float
+    value: float
+    marked: bool = False
+
+
+@register("gradient-depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
+def draw_gradient_depth(request: FigureRequest) -> FigureResult:
     """Draw the norm of distillation's gradient by layer, from one depth.json (paper, figure gradient_depth)."""
     name = gradient_depth.RESULT
     sources = find_files(request.runs, name)
     if not sources:
-        raise missing_data(request.runs, "depth", f"the {name} of `divdec gradient-depth`")
+        raise missing_data(request.runs, "gradient-depth", f"the {name} of `divdec gradient-depth`")
     if len(sources) > 1:
         listed = ", ".join(source.name for source in sources[:4])
         raise UsageError(f"these runs hold {len(sources)} results of that kind ({listed}); give one of them")
@@ -62,7 +70,7 @@ def depth(request: FigureRequest) -> FigureResult:
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
     if not content["rows"]:
-        raise missing_data(request.runs, "depth", f"a {name} that holds layers; {source.name} holds none")
+        raise missing_data(request.runs, "gradient-depth", f"a {name} that holds layers; {source.name} holds none")
     frame = gradient_depth.depth_frame(content["rows"])
     figure = gradient_depth.depth_figure(frame, content["level"])
     title = "Distillation's gradient, layer by layer"
@@ -130,19 +138,11 @@ def distillation(request: FigureRequest) -> FigureResult:
 )
 def sequential(request: FigureRequest) -> FigureResult:
     """Draw the distance from a method's first step, over requests or growing forget sets (paper, figure scal_sust)."""
-    steps: list[Step] = []
     for source in find_files(request.runs, STEPS):
         content = read_json(source.path)
         if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
-            steps = [
-                Step(
-                    row["protocol"], row["method"], row["step"], {}, row["distance"], row["distance_interval"][0],
-                    row["distance_interval"][1],
-                    row["distance_to_retrained"],
-                )
-                for row in content["steps"]
-            ]  # fmt: skip
-            score, level, sources = str(content["score"]), float(content["level"]), (source.name,)
+            steps, sources = content["steps"], (source.name,)
+            score, level = str(content["score"]), float(content["level"])
             break
     else:
         steps, sources = _evaluated_steps(request)
@@ -153,7 +153,7 @@ def sequential(request: FigureRequest) -> FigureResult:
     figure = distance_figure(steps, score, level)
     title = "Requests one after the other, and growing forget sets"
     figure.suptitle(title, fontsize=11.5)
-    last = {f"{one.protocol}, {one.method}": one.distance for one in steps}
+    last = {f"{one['protocol']}, {one['method']}": one["distance"] for one in steps}
     listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
     text = f"Distance from the first step in points, at the last step: {listed}."
     return FigureResult(figure, title, text, sources)
@@ -222,6 +222,81 @@ def leak(request: FigureRequest) -> FigureResult:
     )  # fmt: skip
 
 
+def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
+    """Draw a grid of values with two decimals in its cells; marked cells have a frame.
+
+    Args:
+        axes: drawn into, under `style`.
+        tiles: at most one for each pair of x and y.
+        x_label: label of the columns, in the order of their numbers.
+        y_label: label of the rows, from the bottom up.
+        reverse: use light colours for low values, where these are better.
+
+    Returns:
+        The mesh, for a colour bar.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    xs, ys = (sorted({getattr(tile, name) for tile in tiles}) for name in "xy")
+    grid = np.full((len(ys), len(xs)), np.nan)
+    for tile in tiles:
+        grid[ys.index(tile.y), xs.index(tile.x)] = tile.value
+    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    colours = colormaps["cividis_r" if reverse else "cividis"]
+    mesh = axes.pcolormesh(
+        np.arange(len(xs) + 1) - 0.5, np.arange(len(ys) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=colours,
+        vmin=low, vmax=high if high > low else low + 1, edgecolors=PAPER, linewidth=1,
+    )  # fmt: skip
+    for tile in tiles:
+        x, y = xs.index(tile.x), ys.index(tile.y)
+        red, green, blue, _ = colours((tile.value - low) / (high - low or 1.0))
+        # Cells keep their colours on a dark page, so that their text is not in colours of the palette.
+        ink = "#010101" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#fefefe"
+        axes.annotate(f"{tile.value:.2f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
+        if tile.marked:
+            axes.add_patch(Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=ink, linewidth=1.5))
+    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
+    axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
+    axes.tick_params(length=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[:].set_visible(False)
+    return mesh
+
+
+def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float | None) -> Figure:
+    """Draw the distance over the steps, one panel for each protocol, one line for each method.
+
+    Args:
+        steps: rows with protocol, method, step, distance and distance_interval, as in result.json.
+        score: what an item's score is, for the label.
+        level: level of the intervals; None without intervals.
+    """
+    from matplotlib.figure import Figure
+
+    groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for step in steps:
+        groups.setdefault(step["protocol"], {}).setdefault(step["method"], []).append(step)
+    panels = {
+        protocol: [
+            Band(
+                method, SEQUENCE_LOOKS.get(method, OTHERS), [row["step"] for row in rows],
+                [row["distance"] for row in rows], *zip(*(row["distance_interval"] for row in rows), strict=True),
+            )
+            for method, rows in methods.items()
+        ]
+        for protocol, methods in groups.items()
+    }  # fmt: skip
+    figure = Figure(figsize=(9.0, 4.1), layout="constrained")
+    grid = band_panels(figure, panels, "requests so far")
+    for axes in grid:
+        axes.set_ylim(bottom=0)
+    grid[0].set_ylabel(f"distance from the first step, points of {score}\n(retain and request 1; lower is better)")
+    grid[-1].legend(title=None if level is None else f"{100 * level:g} % interval")
+    return figure
+
+
 def _compared_students(request: FigureRequest) -> tuple[list[Student], float | None]:
     """The students of a comparison, and the best Agg of its other methods."""
     students, others = [], []
@@ -263,7 +338,7 @@ def _second_option(students: Sequence[Student]) -> str:
     return next(iter(varied), "")
 
 
-def _evaluated_steps(request: FigureRequest) -> tuple[list[Step], tuple[str, ...]]:
+def _evaluated_steps(request: FigureRequest) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Steps from results of MUSE that state their step of a sequence; without intervals."""
     sequences: dict[tuple[str, str], dict[int, Mapping[str, float | None]]] = {}
     sources = []
@@ -280,7 +355,8 @@ def _evaluated_steps(request: FigureRequest) -> tuple[list[Step], tuple[str, ...
             pairs = [(figures[step].get(name), first.get(name)) for name in (FORGET_KNOWMEM, RETAIN_KNOWMEM)]
             if not any(None in pair for pair in pairs):
                 distance = sum((100 * ((now or 0.0) - (before or 0.0))) ** 2 for now, before in pairs) ** 0.5
-                steps.append(Step(PROTOCOLS[rule], family, step, {}, distance, distance, distance, 0.0))
+                about = {"protocol": PROTOCOLS[rule], "method": family, "step": step}
+                steps.append({**about, "distance": distance, "distance_interval": (distance, distance)})
     return steps, tuple(dict.fromkeys(sources))
 
 
@@ -336,8 +412,6 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
 
 def _evaluated_leaks(source: Source, request: FigureRequest) -> tuple[list[LeakCurve], str]:
     """The curve of `divdec eval leak` with its intervals, and whether it is of attacks or of samples."""
-    import numpy as np
-
     content = read_json(source.path)
     if not isinstance(content, Mapping) or content.get("suite") != "leak":
         return [], ""
@@ -355,6 +429,5 @@ def _evaluated_leaks(source: Source, request: FigureRequest) -> tuple[list[LeakC
         if results.items.get(name):
             scores = np.asarray(results.scores(name, "score"), dtype=float)
             intervals[k] = bootstrap.interval(bootstrap.counts(len(scores), "leak") @ scores / len(scores))
-    folder = source.path.parent.name
-    label = REFERENCES.get(folder.lower()) or folder or results.name
+    label = REFERENCES.get(str(results.about.get("method") or results.name), results.name)
     return ([LeakCurve(label, None, shares, intervals)] if shares else []), kind
