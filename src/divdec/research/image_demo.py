@@ -81,15 +81,7 @@ class ImageMaterial:
 
     @classmethod
     def of(cls, images: Images, labels: list[int], names: Sequence[str], codec: Codec, seed: int) -> ImageMaterial:
-        """Create the material of an experiment that forgets half of the classes, drawn by seed.
-
-        Args:
-            images: all images.
-            labels: index of each image's class.
-            names: names of the classes.
-            codec: codec of the images.
-            seed: draws the classes.
-        """
+        """Create the material of an experiment that forgets half of the classes, drawn by seed."""
         forget = tuple(sorted(random.Random(seed).sample(range(len(names)), len(names) // 2)))
         layout = ImageLayout.new(codec.codes, *codec.grid, names)
         return cls(images, labels, codec, layout, forget, tuple(i for i in range(len(names)) if i not in forget))
@@ -127,13 +119,7 @@ class ImageModels:
     """Training time by stage, also of cached stages."""
 
     def candidates(self, layout: ImageLayout, rules: Sequence[Steering], device: str = "cpu") -> list[Candidate]:
-        """Load baseline, retrained reference and every rule as candidates.
-
-        Args:
-            layout: the layout.
-            rules: steering rules.
-            device: device of the models.
-        """
+        """Load baseline, retrained reference and every rule as candidates."""
         from transformers import AutoModelForCausalLM
 
         from divdec.model.modeling import DivergenceForCausalLM
@@ -167,13 +153,6 @@ def train_images(
     material: ImageMaterial, recipe: ImageRecipe, seed: int, cache: Path, report: Callable[[str], None]
 ) -> ImageModels:
     """Train the models that are not in the cache.
-
-    Args:
-        material: images and classes.
-        recipe: sizes and training.
-        seed: seed of initial weights and order.
-        cache: folder of finished stages.
-        report: receives one line a stage.
 
     Raises:
         Interrupted: Ctrl-C; the same call resumes.

@@ -132,15 +132,6 @@ def write_results(
 ) -> dict[str, ImageTable]:
     """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
 
-    Args:
-        benchmark: classes and settings.
-        candidates: see `evaluate_candidates`, which has stored their codes in `output`.
-        results: its results.
-        output: the folder.
-        title: title of the report.
-        lead: first paragraph of the report.
-        notes: notes below the tables.
-
     Returns:
         The tables, by caption.
     """
@@ -204,16 +195,7 @@ class Samples:
         forget: Collection[int],
         each: int = 8,
     ) -> Samples:
-        """Take the first images of each class that has any.
-
-        Args:
-            title: the setting.
-            images: all of its images.
-            asked: class of each image, as an index of `classes`.
-            classes: names of the classes.
-            forget: classes to forget.
-            each: number of images for each class.
-        """
+        """Take the first images of each class that has any."""
         order = sorted(set(asked), key=lambda index: (index not in forget, index))
         chosen = {index: [row for row, of in enumerate(asked) if of == index][:each] for index in order}
         return cls(title, tuple(SampleRow(classes[index], index in forget, images[chosen[index]]) for index in order))
@@ -228,16 +210,7 @@ def write_images(
     samples: Sequence[Samples],
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the page of an image experiment atomically.
-
-    Args:
-        path: the HTML file.
-        title: heading.
-        lead: first paragraph.
-        tables: tables by caption; content or accuracy is plotted too.
-        samples: samples by setting, in the order of the page.
-        notes: remarks; warnings of distances are added.
-    """
+    """Write the page of an image experiment atomically."""
     settings = {setting.name: setting for table in tables.values() for setting in table.settings}
     warnings = [
         f"{name}: {warning}"
@@ -301,11 +274,6 @@ def evaluate_images(
     settings: ImageEvalSettings, device: str = "cpu", report: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Evaluate a bundle, and write tables, report and images.
-
-    Args:
-        settings: models, images and judges.
-        device: device of the models.
-        report: receives one line at a time.
 
     Returns:
         The content of `run.json`.

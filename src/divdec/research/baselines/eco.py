@@ -20,7 +20,7 @@ from transformers import Cache
 from divdec.errors import UsageError
 from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
 from divdec.research.baselines.settings import ECOSettings
@@ -46,7 +46,7 @@ def corrupt(
     return torch.where(mask[..., None], corrupted, embeddings)
 
 
-@register_decoding("eco")
+@DECODINGS.register("eco")
 class Eco(Decoding):
     """The target on clean and on corrupted prompts, and the classifier that chooses between them."""
 

@@ -300,13 +300,8 @@ def unlearn(
 ) -> BuiltModel:
     """Train the target on the forget set with an objective, and save it.
 
-    Args:
-        job: target and data.
-        settings: the method's settings.
-        output: an empty folder that exists; receives the checkpoint with its tokenizer and card.
-        objective: creates the objective from the untrained target on its training device; may freeze weights.
-        companions: further parts of each batch.
-        key: JSON values that decide the weights beside settings, target, data and seed.
+    `objective` receives the untrained target on its training device, and may freeze weights. `key` holds what decides
+    the weights beside settings, target, data and seed.
     """
     method = method_of(settings)
     folder = job.work_folder(method.name, [dataclasses.asdict(settings), key])

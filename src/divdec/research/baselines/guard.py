@@ -22,7 +22,7 @@ from transformers import Cache
 from divdec.data.records import Record, RecordSet
 from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
 from divdec.research.baselines.settings import GUARDSettings
@@ -42,10 +42,7 @@ Words = Sequence[Sequence[int]]
 def forbidden_words(records: RecordSet, retain: RecordSet, common: float) -> list[list[str]]:
     """List each record's forbidden words: those of its answer that are neither in its prompt nor common.
 
-    Args:
-        records: the forget set.
-        retain: the set that decides which words are common.
-        common: the largest share of retain answers that may contain a forbidden word.
+    A word is common if more than the share `common` of the retain answers contain it.
     """
     counts = Counter(word for record in retain for word in {word.casefold() for word in _words(record.answer)})
     most = common * len(retain)
@@ -90,7 +87,7 @@ def similarity_costs(
     return torch.where(cosines >= delta, torch.full_like(cosines, penalty), weight * cosines.clamp(min=0))
 
 
-@register_decoding("guard")
+@DECODINGS.register("guard")
 class Guard(Decoding):
     """The target, the classifier, and each forget record's forbidden words."""
 
@@ -125,13 +122,7 @@ class Guard(Decoding):
 
     @torch.no_grad()
     def costs(self, record: int, before: Sequence[int], like: Tensor) -> Float[Tensor, " width"]:
-        """Cost of each next token.
-
-        Args:
-            record: index of the forget record whose words are forbidden.
-            before: the tokens so far.
-            like: a tensor with the width and device of the logits.
-        """
+        """Cost of each token after `before`, where the words of one forget record are forbidden."""
         if not self.words[record]:
             return like.new_zeros(like.shape[-1])
         if record not in self._costs:

@@ -24,7 +24,7 @@ from divdec.errors import UsageError
 from divdec.experts.neural import logits_of, new_cache
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.settings import OffsetSettings, UCDSettings, ULDSettings, WHPSettings
 from divdec.runs import output_folder, read_json, write_json
@@ -116,7 +116,7 @@ class LogitCombination(Decoding):
         return type(self).formula(*(logits[..., :width] for logits in results), **self.options)
 
 
-@register_decoding("whp")
+@DECODINGS.register("whp")
 class WHP(LogitCombination):
     """Target and reinforced model; see `whp`."""
 
@@ -124,7 +124,7 @@ class WHP(LogitCombination):
     formula = staticmethod(whp)
 
 
-@register_decoding("uld")
+@DECODINGS.register("uld")
 class ULD(LogitCombination):
     """Target and assistant; see `uld`."""
 
@@ -132,7 +132,7 @@ class ULD(LogitCombination):
     formula = staticmethod(uld)
 
 
-@register_decoding("ucd")
+@DECODINGS.register("ucd")
 class UCD(LogitCombination):
     """Target, clean and unclean model; see `ucd`."""
 
@@ -276,11 +276,7 @@ def check_base(job: Job, method: str) -> Path:
 
 
 def first_layers(folder: Path, layers: int | None) -> tuple[int, Callable[[Path], PreTrainedModel]]:
-    """Load a checkpoint's first layers with its embeddings, last norm and head as a model.
-
-    Args:
-        folder: the checkpoint.
-        layers: number of layers; None takes a quarter of them, at least one.
+    """Load a checkpoint's first layers (default: a quarter) with embeddings, last norm and head as a model.
 
     Returns:
         The number of layers, and a function that loads them from the folder.

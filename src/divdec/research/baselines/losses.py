@@ -1,7 +1,8 @@
 """Losses of the gradient methods as pure functions of tensors.
 
-Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. Everything is
-computed in float32 and in nats. docs/baselines.md lists differences from published code.
+Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. A log-probability
+of a sequence is log π(y | x), summed over its labelled tokens. Everything is computed in float32
+and in nats. docs/baselines.md lists differences from published code.
 """
 
 from __future__ import annotations
@@ -41,10 +42,7 @@ def nll(
 ) -> Loss:
     """Mean of −log π over the labelled tokens of the whole batch: the retain term of all methods but RMU.
 
-    Args:
-        logits: logits of the trained model.
-        labels: target tokens.
-        labelled: divisor of the sum; by default the number of labelled tokens.
+    `labelled` replaces their number as the divisor.
     """
     count = predicted(labels).sum().clamp(min=1) if labelled is None else labelled
     return token_losses(logits, labels).sum() / count
@@ -78,14 +76,7 @@ def npo(log_probabilities: PerSequence, reference: PerSequence, beta: float) -> 
 
 
 def simnpo(log_probabilities: PerSequence, lengths: Int[Tensor, " batch"], beta: float, delta: float) -> Loss:
-    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ) (Fan et al. 2024, where δ is called γ).
-
-    Args:
-        log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
-        lengths: number of labelled tokens of each sequence, |y|.
-        beta: sharpness.
-        delta: margin of reward.
-    """
+    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ) (Fan et al. 2024, where δ is called γ)."""
     return -2 / beta * logsigmoid(-beta * log_probabilities / lengths - delta).mean()
 
 
@@ -100,13 +91,6 @@ def idk_dpo(
 
     Rafailov et al. 2023, eq. 7, with "I don't know" chosen over the true answer as in Maini et al. 2024. The factor
     2/β is NPO's (Zhang et al. 2024, which compares both), so that γ and α weigh the same in all methods.
-
-    Args:
-        chosen: log π of the "I don't know" answers, summed over tokens.
-        rejected: log π of the true answers.
-        chosen_reference: `chosen` of the frozen target.
-        rejected_reference: `rejected` of the frozen target.
-        beta: as in `npo`.
     """
     advantage = (chosen - chosen_reference) - (rejected - rejected_reference)
     return -2 / beta * logsigmoid(beta * advantage).mean()
@@ -121,12 +105,6 @@ def undial(
     """Cross entropy with softmax(teacher's logits − β · one-hot of the memorised token), mean over labelled tokens.
 
     Dong et al. 2024, the adjusted teacher and its loss.
-
-    Args:
-        logits: logits of the trained model.
-        teacher_logits: logits of the frozen target.
-        labels: the memorised tokens.
-        beta: decrease of the memorised token's logit.
     """
     chosen = predicted(labels)
     tokens = labels[:, 1:][chosen]
@@ -157,11 +135,6 @@ def misdirection(
 
     Li et al. 2024, section 4.2. The division by the width is that of the authors' code (mse_loss), which their values
     of c and α assume.
-
-    Args:
-        hidden: hidden states of the trained model at layer ℓ.
-        aim: desired hidden states: c · u, or those of the frozen model.
-        labels: labelled tokens count.
     """
     chosen = labels != IGNORED
     distances = (hidden.float() - aim.float()).square().mean(-1) * chosen

@@ -40,14 +40,7 @@ class RMU(nn.Module):
     def __init__(
         self, settings: RMUSettings, control: Float[Tensor, " width"], reference: PreTrainedModel, **options: Any
     ) -> None:
-        """Store what the loss compares hidden states with.
-
-        Args:
-            settings: settings.
-            control: c·u.
-            reference: the frozen target.
-            **options: further arguments of the forward pass.
-        """
+        """Take c·u and the frozen target; `options` are further arguments of the forward pass."""
         super().__init__()
         self.settings = settings
         self.register_buffer("control", control)

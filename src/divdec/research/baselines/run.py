@@ -62,12 +62,6 @@ def run_baseline(
     The output folder then holds `run.json`, `model` (whole or absent), and in `work` the helpers that the model
     refers to, if any. A stopped run continues with the same call.
 
-    Args:
-        method: the method.
-        settings: target, data and output.
-        options: an instance of `method.settings`.
-        report: receives one line per step.
-
     Returns:
         The content of `run.json`; empty in all processes but the main one.
 

@@ -177,10 +177,6 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
 
     Combinations that the output folder holds are not measured again.
 
-    Args:
-        settings: combinations and measurement.
-        report: receives one line per step.
-
     Returns:
         rows (of the requested combinations), left_out (combinations that do not fit), complete, and summary.
 
@@ -200,10 +196,6 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
 
     The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel. The
     device is measured with every combination, so that the roofline's prediction refers to the same machine state.
-
-    Args:
-        settings: combinations and measurement.
-        report: receives one line per step.
 
     Returns:
         rows (of the requested combinations), left_out (combinations that do not fit), and complete.
@@ -332,10 +324,6 @@ def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Tim
 
 def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a row.
-
-    Args:
-        times: result of `time_passes`.
-        sizes: N and n, with and without embeddings.
 
     Returns:
         seconds (medians by pass and model), ratio (by pass, the median over rounds), theory and

@@ -41,10 +41,6 @@ class DecoderShape:
 
         Table A9's models (Chinchilla's) have another matrix per layer for relative positions; these use rotary
         positions and are a tenth smaller than their name says. N is always counted.
-
-        Args:
-            vocabulary: vocabulary size; embeddings are tied, except for Llama shapes from 8B.
-            positions: longest context.
         """
         from transformers import LlamaConfig, Starcoder2Config
 

@@ -61,10 +61,6 @@ Result = TypeVar("Result")
 def compare_methods(settings: CompareSettings, report: Callable[[str], None] = print) -> BenchmarkResults:
     """Run the missing trials, and write tables and report.
 
-    Args:
-        settings: methods, data, grid and seeds. Methods, grid and seeds may grow from call to call.
-        report: receives one line per step.
-
     Raises:
         UsageError: an input cannot be used; finished trials are kept.
         Interrupted: on Ctrl-C while models are trained; the same call continues.

@@ -171,10 +171,6 @@ def titles() -> dict[str, str]:
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
     """List the trials of methods.
 
-    Args:
-        names: names of methods; 'all' stands for every method.
-        grid: 'small' or 'paper'.
-
     Raises:
         UsageError: a method is not known.
     """
@@ -224,32 +220,17 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         write_results(results, folder)
     except (UsageError, Diverged, FailedClosed, torch.OutOfMemoryError) as error:
         failed = first_line(error)
-    result = TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
-    write_json(
-        folder / TRIAL,
-        {
-            "method": trial.method,
-            "setting": trial.label,
-            "options": trial.settings,
-            "seed": benchmark.seed,
-            "seconds": result.seconds,
-            "extra_bytes": result.extra_bytes,
-            "notes": list(result.notes),
-            "failed": failed,
-            "fingerprint": trial.fingerprint(benchmark),
-        },
-    )
-    return result
+    content = {
+        "method": trial.method, "setting": trial.label, "options": trial.settings, "seed": benchmark.seed,
+        "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
+        "fingerprint": trial.fingerprint(benchmark),
+    }  # fmt: skip
+    write_json(folder / TRIAL, content)
+    return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
 
 
 def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
     """Train or wrap the target.
-
-    Args:
-        trial: method and setting.
-        benchmark: models and data.
-        output: folder for the model; it does not exist yet.
-        work: folder of helpers that several trials share.
 
     Raises:
         UsageError: the method does not accept this setting or these models.
@@ -264,16 +245,9 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
     job = Job(
-        benchmark.target,
-        load_tokenizer(benchmark.target),
-        benchmark.forget,
-        benchmark.retain,
-        work,
-        benchmark.form,
-        benchmark.base,
-        benchmark.seed,
-        report=lambda line: None,
-    )
+        benchmark.target, load_tokenizer(benchmark.target), benchmark.forget, benchmark.retain, work, benchmark.form,
+        benchmark.base, benchmark.seed, report=lambda line: None,
+    )  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with output_folder(output) as temporary:
         built = build_method(job, METHODS[trial.method].settings(**trial.settings), temporary)
@@ -281,15 +255,12 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
 
 
 def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
+    rule = dataclasses.replace(Steering.parse(steering), vocabulary=benchmark.vocabulary)
     return write_bundle(
-        output,
-        target=str(benchmark.target),
-        retain_auxiliary=str(benchmark.retain_auxiliary),
-        forget_auxiliary=str(benchmark.forget_auxiliary),
-        steering=dataclasses.replace(Steering.parse(steering), vocabulary=benchmark.vocabulary),
-        overwrite=True,
+        output, target=str(benchmark.target), retain_auxiliary=str(benchmark.retain_auxiliary),
+        forget_auxiliary=str(benchmark.forget_auxiliary), steering=rule, overwrite=True,
         forget_set=benchmark.forget.label,
-    )
+    )  # fmt: skip
 
 
 def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
@@ -302,18 +273,11 @@ def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> Bu
         forget, retain = work / "forget.jsonl", work / "retain.jsonl"
         write_records(forget, benchmark.forget)
         write_records(retain, benchmark.retain)
+    form = benchmark.form
     settings = DistillationSettings(
-        bundle=str(bundle),
-        forget=str(forget),
-        retain=str(retain),
-        output=str(output),
-        system_prompt=benchmark.form.system_prompt,
-        date=benchmark.form.date,
-        max_length=benchmark.form.max_length,
-        seed=benchmark.seed,
-        overwrite=True,
-        **options,
-    )
+        bundle=str(bundle), forget=str(forget), retain=str(retain), output=str(output), seed=benchmark.seed,
+        system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, overwrite=True, **options,
+    )  # fmt: skip
     content = distill(settings, report=lambda line: None)
     seconds = float(content["training"]["seconds"])
     return BuiltModel(output, None if benchmark.pair_seconds is None else benchmark.pair_seconds + seconds)

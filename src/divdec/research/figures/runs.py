@@ -225,13 +225,6 @@ def leak(request: FigureRequest) -> FigureResult:
 def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
     """Draw a grid of values with two decimals in its cells; marked cells have a frame.
 
-    Args:
-        axes: drawn into, under `style`.
-        tiles: at most one for each pair of x and y.
-        x_label: label of the columns, in the order of their numbers.
-        y_label: label of the rows, from the bottom up.
-        reverse: use light colours for low values, where these are better.
-
     Returns:
         The mesh, for a colour bar.
     """
@@ -266,13 +259,7 @@ def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, r
 
 
 def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float | None) -> Figure:
-    """Draw the distance over the steps, one panel for each protocol, one line for each method.
-
-    Args:
-        steps: rows with protocol, method, step, distance and distance_interval, as in result.json.
-        score: what an item's score is, for the label.
-        level: level of the intervals; None without intervals.
-    """
+    """Draw the distance over the steps, one panel for each protocol, one line for each method."""
     from matplotlib.figure import Figure
 
     groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
