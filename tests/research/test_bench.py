@@ -10,6 +10,7 @@ import torch
 from divdec.costs.latency import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
+from divdec.research.bench import run as bench_run
 from divdec.research.bench import settings as bench_settings
 from divdec.research.bench.results import compute_deviation, compute_table, latency_table
 from divdec.research.bench.run import (
@@ -37,6 +38,7 @@ FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": (
 
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
+    monkeypatch.setattr(bench_run, "DEVICE_ROUNDS", 1)
     for name, shape in TINY.items():
         monkeypatch.setitem(bench_settings.SHAPES, name, shape)
 
@@ -93,8 +95,8 @@ def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
 
 
 def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
-    said = []
-    result = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    reports = []
+    result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
     assert result["complete"]
     assert len(result["rows"]) == 4
     for row in result["rows"]:
@@ -108,9 +110,9 @@ def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
     assert (tmp_path / "c" / "table.md").read_text().count("\n") == 2 + 4
     record = read_record(tmp_path / "c")
     assert (record["verb"], record["status"], record["measured"]) == ("bench compute", "finished", 4)
-    again = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    again = bench_compute(compute_settings(tmp_path / "c"), reports.append)
     assert again["rows"] == result["rows"]
-    assert "4 of them measured before" in said[-1]
+    assert "4 of them measured before" in reports[-1]
     assert (tmp_path / "c" / "results.jsonl").read_text() == written
     # Another setting is another measurement, beside the first.
     bench_compute(compute_settings(tmp_path / "c", tokens=3, targets=("small",)), silent)
@@ -152,11 +154,11 @@ def test_other_folders_are_left_alone(tmp_path):
 
 def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10_000))
-    said = []
-    result = bench_compute(compute_settings(tmp_path / "c"), said.append)
+    reports = []
+    result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
     assert result["rows"] == []
     assert len(result["left_out"]) == 4
-    assert "GB, and cpu" in said[-1]
+    assert "GB, and cpu" in reports[-1]
     assert len(read_record(tmp_path / "c")["left_out"]) == 4
 
 

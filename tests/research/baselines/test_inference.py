@@ -449,7 +449,7 @@ def test_plain_texts_are_decided_as_they_come(name, world, job, target, tmp_path
         whole = model(ids).logits[0]
         cache = model.new_cache()
         single = torch.cat(
-            [model(ids[:, place : place + 1], past_key_values=cache).logits[0] for place in range(ids.shape[1])]
+            [model(ids[:, index : index + 1], past_key_values=cache).logits[0] for index in range(ids.shape[1])]
         )
         theirs = target(ids).logits[0]
     torch.testing.assert_close(whole, single, atol=2e-4, rtol=1e-4)
@@ -472,9 +472,9 @@ def test_eco_corrupts_forget_prompts_alone_and_always_alike(job, load, target):
 
 def test_corruptions_by_hand():
     embeddings, noise = torch.ones(1, 2, 3), torch.tensor([[[2.0, -1.0], [2.0, -1.0]]])
-    places = torch.tensor([[True, False]])
+    mask = torch.tensor([[True, False]])
     for name, expected in (("noise", [3.0, 0.0, 1.0]), ("zero", [0.0, 0.0, 1.0]), ("flip", [-1.0, -1.0, 1.0])):
-        found = corrupt(embeddings, places, noise, name)
+        found = corrupt(embeddings, mask, noise, name)
         assert found.tolist() == [[expected, [1.0, 1.0, 1.0]]]
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from divdec.costs.model_size import format_quantity
 from divdec.report.style import LOOKS, TEXT, style, write_figure
 from divdec.research.charts import markdown_table
 from divdec.runs import write_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BenchRow = Mapping[str, Any]
 Table = list[dict[str, str]]
@@ -43,8 +42,6 @@ def compute_deviation(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def compute_figure(rows: Sequence[BenchRow]) -> Figure:
     """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a look for each vocabulary."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     highest = 1.03 * max(max(row["theory"], *row["ratio"].values()) for row in rows)
@@ -67,7 +64,6 @@ def compute_figure(rows: Sequence[BenchRow]) -> Figure:
 
 def latency_figure(rows: Sequence[BenchRow]) -> Figure:
     """Draw t_Q/t_P over the vocabulary, a panel for each kind of decoding, a line for each target."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
@@ -22,10 +24,6 @@ from divdec.research.charts import LeakCurve, leak_curves
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec.research.figures.results import COMPARISON, DIVDEC, REFERENCES, method_title
 from divdec.runs import RECORD, read_json, read_record
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
@@ -89,8 +87,6 @@ def distillation(request: FigureRequest) -> FigureResult:
 
     Students of a comparison that are better than every other method in it have a frame.
     """
-    from matplotlib.figure import Figure
-
     students, other_method = _compared_students(request)
     names = {"agg": f"Agg, 0 to 1 ({MEASURES['agg'].better} is better)"}
     if not students:
@@ -178,8 +174,6 @@ def latency(request: FigureRequest) -> FigureResult:
 )
 def leak(request: FigureRequest) -> FigureResult:
     """Draw Leak@k of all methods in the runs; many other methods are grey."""
-    from matplotlib.figure import Figure
-
     found: dict[str, LeakCurve] = {}
     kinds: set[str] = set()
     sources = []
@@ -260,8 +254,6 @@ def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, r
 
 def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float | None) -> Figure:
     """Draw the distance over the steps, one panel for each protocol, one line for each method."""
-    from matplotlib.figure import Figure
-
     groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for step in steps:
         groups.setdefault(step["protocol"], {}).setdefault(step["method"], []).append(step)
