@@ -16,7 +16,7 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.research.baselines.methods import METHODS
+from divdec.research.baselines.methods import METHODS, TITLES
 from divdec.research.compare import run, trials
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import compare_methods
@@ -30,7 +30,7 @@ from divdec.research.compare.table import (
     summarize,
     without_best,
 )
-from divdec.research.compare.trials import GRIDS, Trial, titles, trials_of
+from divdec.research.compare.trials import GRIDS, Trial, trials_of
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
@@ -156,7 +156,7 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(models_folder, few, t
         assert (output / name).stat().st_size > 500
     page = (output / "report.html").read_text()
     assert page.count("<svg") == 2
-    assert all(title in page for name, title in titles().items() if name in few)
+    assert all(title in page for name, title in TITLES.items() if name in few)
     folders = {path.parent.relative_to(output / "seed-0") for path in output.rglob("model") if path.is_dir()}
     assert Trial("linear", steering="linear:1").folder in folders
     assert Trial("linear", steering="linear:0").folder not in folders
@@ -279,7 +279,7 @@ def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
     from divdec.training.settings import DistillationSettings
 
     grid_trials = trials_of(("all",), grid)
-    assert {trial.method for trial in grid_trials} == set(titles()) - {"target", "retrain"}
+    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"}
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
         if trial.method in METHODS:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from divdec.report.charts import Interval
 from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, TEXT, Look
+from divdec.research.baselines.methods import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
-
-Kind = Literal["ours", "other", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)

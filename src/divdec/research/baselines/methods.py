@@ -105,6 +105,16 @@ _ALL = (
     ),
 )  # fmt: skip
 METHODS = Registry("method", ((method.name, method) for method in _ALL))
+REFERENCES = {"target": "Target", "retrain": "Retrain"}
+DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
+TITLES = {**REFERENCES, **DIVDEC, **{name: method.title for name, method in METHODS.items()}}
+"""Names in the paper's tables, in their order."""
+Kind = Literal["ours", "other", "reference"]
+
+
+def kind_of(name: str) -> Kind:
+    """Whether a name is of a reference, of Divergence Decoding or of another method."""
+    return "reference" if name in REFERENCES else "ours" if name in DIVDEC else "other"
 
 
 def method_of(settings: Any) -> Method:

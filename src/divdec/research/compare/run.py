@@ -30,12 +30,12 @@ from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import write_results
 from divdec.model.checkpoint import check_apart, load_model
+from divdec.research.baselines.methods import REFERENCES
 from divdec.research.compare.benchmark import Benchmark, check_inputs, load_benchmarks
 from divdec.research.compare.settings import CompareSettings
 from divdec.research.compare.table import BenchmarkResults, SeedResult, TrialSummary, best_of, summarize, write_files
 from divdec.research.compare.trials import (
     MODEL,
-    REFERENCES,
     Trial,
     TrialResult,
     build_model,

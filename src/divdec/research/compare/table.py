@@ -17,9 +17,9 @@ from divdec.evaluation.results import Results
 from divdec.report.page import write_page
 from divdec.report.scores import MEASURES, best_index
 from divdec.report.style import LOOKS, PAGE_WIDTH, RETRAIN, TARGET, style, svg_text
-from divdec.research.charts import Bar, Kind, LeakCurve, bars, leak_curves, markdown_table, terminal_table
+from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
+from divdec.research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.trials import DIVDEC, REFERENCES, titles
 from divdec.runs import write_json, write_text
 
 SHOWN = ("agg", "mem", "priv", "utility")
@@ -70,12 +70,12 @@ class TrialSummary:
     @property
     def title(self) -> str:
         """Name of the method in tables."""
-        return titles()[self.method]
+        return TITLES[self.method]
 
     @property
     def kind(self) -> Kind:
         """Whether it is a reference, Divergence Decoding or another method."""
-        return "reference" if self.method in REFERENCES else "ours" if self.method in DIVDEC else "other"
+        return kind_of(self.method)
 
     @property
     def has_failed(self) -> bool:
@@ -229,7 +229,7 @@ def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
     text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results.times)}"
     if results.leaks:
         ks = list(next(iter(results.leaks.values())))
-        rows = [[titles()[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
+        rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
         text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
     text += f"\nThe whole grid:\n\n{_table(results.trials)}"
     return text + "".join(f"\n{note}\n" for note in _notes(results))
@@ -277,7 +277,7 @@ def _leak_curves(results: BenchmarkResults) -> str:
     curves = []
     for method, shares in results.leaks.items():
         look = fixed.get(method) or (next(free) if method in DIVDEC else None)
-        curves.append(LeakCurve(titles()[method], look, shares))
+        curves.append(LeakCurve(TITLES[method], look, shares))
     with style("methods-leaks"):
         figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
         leak_curves(figure.subplots(), curves)

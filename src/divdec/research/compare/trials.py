@@ -26,7 +26,7 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.baselines import auto  # noqa: F401  composites load
 from divdec.research.baselines.job import BuiltModel, Job
-from divdec.research.baselines.methods import METHODS
+from divdec.research.baselines.methods import METHODS, REFERENCES, TITLES
 from divdec.research.baselines.run import build_method
 from divdec.research.compare.benchmark import Benchmark
 from divdec.runs import output_folder, read_json, settings_hash, write_json
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 TRIAL = "trial.json"
 MODEL = "model"
-REFERENCES = ("target", "retrain")
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
-DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
 
 Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
@@ -162,19 +160,13 @@ class TrialResult:
         return read_results(self.folder)
 
 
-def titles() -> dict[str, str]:
-    """Names of all methods in the paper's table, in its order."""
-    known = {name: method.title for name, method in METHODS.items()}
-    return {"target": "Target", "retrain": "Retrain", **DIVDEC, **known}
-
-
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
     """List the trials of methods.
 
     Raises:
         UsageError: a method is not known.
     """
-    known = [name for name in titles() if name not in REFERENCES]
+    known = [name for name in TITLES if name not in REFERENCES]
     if unknown := [name for name in names if name != "all" and name not in known]:
         raise UsageError(f"method {unknown[0]!r} is not known; there are: all, {', '.join(known)}")
     trials = []

@@ -11,10 +11,10 @@ from divdec.evaluation.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM,
 from divdec.report.charts import Dot, Plot, Series, error_bars, log_ticks, scatter, write_labels
 from divdec.report.scores import ATTACK_NAMES, MEASURES
 from divdec.report.style import BY_NAME, LINEAR, LOOKS, OTHERS, PAPER, RANK, RETRAIN, TEXT, Look
+from divdec.research.baselines.methods import DIVDEC
 from divdec.research.charts import Bar, bars
 from divdec.research.figures.registry import FigureRequest, FigureResult, missing_data, register
 from divdec.research.figures.results import (
-    DIVDEC,
     MethodResult,
     best_setting,
     best_settings,

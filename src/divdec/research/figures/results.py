@@ -12,14 +12,11 @@ from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
 from divdec.report.scores import MEASURES, SCORES, Interval, Scorer, best_index
-from divdec.research.baselines.methods import METHODS
-from divdec.research.charts import Kind
+from divdec.research.baselines.methods import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec.runs import read_json
 
 COMPARISON = "comparison.json"
-DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
-REFERENCES = {"target": "Target", "retrain": "Retrain"}
 NO_BEST = "(no setting is best)"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -53,7 +50,7 @@ class MethodResult:
     @property
     def kind(self) -> Kind:
         """Whether it is a reference, Divergence Decoding or another method."""
-        return "reference" if self.method in REFERENCES else "ours" if self.method in DIVDEC else "other"
+        return kind_of(self.method)
 
     @property
     def label(self) -> str:
@@ -140,12 +137,6 @@ def with_values(results: Sequence[MethodResult], *names: str) -> list[MethodResu
 def source_names(results: Sequence[MethodResult]) -> tuple[str, ...]:
     """Return the names of the files that results come from."""
     return tuple(dict.fromkeys(result.source.name for result in results))
-
-
-def method_title(method: str) -> str:
-    """Return a method's name in the paper's tables; a method that is not known is its own title."""
-    known = {**REFERENCES, **DIVDEC, **{name: spec.title for name, spec in METHODS.items()}}
-    return known.get(method) or method
 
 
 def _score(
@@ -248,7 +239,7 @@ def _add_titles(results: list[MethodResult]) -> list[MethodResult]:
         families.setdefault(result.method, set()).add(result.family)
     titled = []
     for result in results:
-        title = result.title or method_title(result.method)
+        title = result.title or TITLES.get(result.method, result.method)
         family = f" ({result.family})" if result.family and len(families[result.method]) > 1 else ""
         titled.append(dataclasses.replace(result, title=f"{title}{family}"))
     return titled

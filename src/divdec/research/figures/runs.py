@@ -19,10 +19,11 @@ from divdec.report import gradient_depth
 from divdec.report.charts import Band, band_panels
 from divdec.report.scores import MEASURES
 from divdec.report.style import BY_NAME, LOOKS, OTHERS, PAPER
+from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES
 from divdec.research.bench.results import compute_figure, latency_figure
 from divdec.research.charts import LeakCurve, leak_curves
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
-from divdec.research.figures.results import COMPARISON, DIVDEC, REFERENCES, method_title
+from divdec.research.figures.results import COMPARISON
 from divdec.runs import RECORD, read_json, read_record
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
@@ -382,7 +383,8 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
         shares = [{name[5:]: row[name] for name in row if name.startswith("Leak@")} for row in table]
     else:
         leaks = content.get("leaks")
-        titles, shares = ([], []) if not isinstance(leaks, Mapping) else (map(method_title, leaks), leaks.values())
+        leaks = leaks if isinstance(leaks, Mapping) else {}
+        titles, shares = [TITLES.get(name, name) for name in leaks], list(leaks.values())
     return [
         LeakCurve(title, None, {int(k): float(share) for k, share in own.items()})
         for title, own in zip(titles, shares, strict=True)
