@@ -209,7 +209,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
                 raise UsageError(f"{folder / name} is missing or has changed; create the baseline again")
         if min(logit_width(model) for model in models.values()) != config.vocab_size:
             raise UsageError(f"{folder}: the configuration has another vocabulary size than the parts; create it again")
-        decoding = DECODINGS[config.method](models, config.options or {}, folder)
+        decoding = DECODINGS[str(config.method)](models, config.options or {}, folder)
         model = cls(config, decoding).eval()
         model.name_or_path = str(folder)
         empty: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -108,15 +108,15 @@ class Guard(Decoding):
         """See `Decoding.logits`."""
         logits, hidden = run_target(self.model(TARGET), step, caches[0])
         reading = self.classifier.read(step, hidden, caches[1:])
-        kept, length = logits.shape[1], reading.tokens.shape[1]
-        guarded = reading.forget[:, -kept:].nonzero().tolist()
+        positions, length = logits.shape[1], reading.tokens.shape[1]
+        guarded = reading.forget[:, -positions:].nonzero().tolist()
         if not guarded:
             return logits
         costs, tokens = torch.zeros_like(logits), reading.tokens.tolist()
-        features = normalize(reading.features[:, -kept:], dim=-1)
+        features = normalize(reading.features[:, -positions:], dim=-1)
         nearest = (features @ self.get_buffer("prompts").to(features).T).argmax(dim=-1)
         for row, index in guarded:
-            before = tokens[row][: length - kept + index + 1]
+            before = tokens[row][: length - positions + index + 1]
             costs[row, index] = self.costs(int(nearest[row, index]), before, logits)
         return logits - costs
 

@@ -15,7 +15,7 @@ from divdec.research.charts import markdown_table
 from divdec.runs import write_text
 
 BenchRow = Mapping[str, Any]
-Table = list[dict[str, str]]
+Cells = list[dict[str, str]]
 PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
 DECODING = {
     "plain": "steered, one after the other",
@@ -95,7 +95,7 @@ def latency_figure(rows: Sequence[BenchRow]) -> Figure:
     return figure
 
 
-def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Table:
+def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
     """Tabulate ratios and their deviations from 1 + 2n/N; `narrow` leaves out what 80 columns cannot hold."""
     table = []
     for row in rows:
@@ -112,7 +112,7 @@ def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Table:
     return table
 
 
-def latency_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Table:
+def latency_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
     """Tabulate milliseconds per token, measured and predicted, and t_Q/t_P; `narrow` keeps the ratios."""
     kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
     table = []
@@ -154,7 +154,7 @@ def write_latency(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
 def _write(
     folder: Path,
     name: str,
-    table: Table,
+    table: Cells,
     draw: Callable[[Sequence[BenchRow]], Figure],
     rows: Sequence[BenchRow],
     title: str,

@@ -169,9 +169,9 @@ def _own(settings: CompareSettings) -> Benchmark:
     base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
     config = read_config(bundle)
     parts = part_paths(bundle, config, verify=True, local_files_only=False)
-    if missing := [part for part in AUXILIARIES if part not in parts]:
+    if missing := [name for name in AUXILIARIES if name not in parts]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
-    if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:
+    if others := [name for name in ("ngram", "registry", "bridge") if getattr(config, name, None)]:
         raise UsageError(
             f"bundle {settings.bundle} has a {others[0]} beside its pair, which a comparison would leave out; give a "
             "bundle of target and pair alone"

@@ -204,7 +204,7 @@ def _leak_of(
     def attack() -> dict[str, float]:
         records = [asked.record for asked in benchmark.questions.sets["forget"]]
         layout = benchmark.layout
-        found = evaluate_attack(
+        results = evaluate_attack(
             _load_result(result, benchmark, output),
             layout.tokenizer,
             records,
@@ -216,8 +216,8 @@ def _leak_of(
             max_new_tokens=LEAK_TOKENS,
         )
         (result.folder / LEAKS).mkdir(exist_ok=True)
-        write_results(found, result.folder / LEAKS)
-        return {f"leak@{k}-attack": float(found.figures[f"leak@{k}-attack"] or 0.0) for k in ks}
+        write_results(results, result.folder / LEAKS)
+        return {f"leak@{k}-attack": float(results.figures[f"leak@{k}-attack"] or 0.0) for k in ks}
 
     return ResultCache(result.folder / LEAKS).get("figures", [attacks, result.trial.fingerprint(benchmark)], attack)
 

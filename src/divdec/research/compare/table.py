@@ -317,7 +317,7 @@ def _draws(
     results: Results, target: Results, retrain: Results, variant: str, bootstrap: Bootstrap
 ) -> dict[str, np.ndarray]:
     fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
-    names = [name for part in needed(variant, fluency=fluency).values() for name in part]
+    names = [name for names in needed(variant, fluency=fluency).values() for name in names]
     figures, _ = Resampler(results, bootstrap).figures(names)
     scores = aggregate(figures, target.figures, retrain.figures, variant, fluency=fluency)
     return {name: np.asarray(value) for name, value in scores.values.items() if value is not None}

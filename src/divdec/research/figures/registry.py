@@ -124,15 +124,15 @@ def find_files(runs: tuple[str, ...], *names: str) -> list[Source]:
     Raises:
         UsageError: a run does not exist.
     """
-    found: dict[Path, Source] = {}
+    sources: dict[Path, Source] = {}
     for run in map(run_path, runs):
         if run.is_file():
             paths = [run] if run.suffix in {Path(name).suffix for name in names} else []
         else:
             paths = sorted({path for name in names for path in run.rglob(name) if path.is_file()})
         for path in paths:
-            found.setdefault(path.resolve(), Source(path, run))
-    return list(found.values())
+            sources.setdefault(path.resolve(), Source(path, run))
+    return list(sources.values())
 
 
 def missing_data(runs: tuple[str, ...], figure: str, needs: str) -> UsageError:

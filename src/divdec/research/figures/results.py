@@ -142,15 +142,15 @@ def source_names(results: Sequence[MethodResult]) -> tuple[str, ...]:
 def _score(
     folders: Mapping[Path, tuple[Source, Results]], roles: Mapping[str, set[Path]], request: FigureRequest
 ) -> list[MethodResult]:
-    identities = {
+    identities: dict[Path, dict[str, Any]] = {
         path: {"method": role, "setting": ""}
         if (role := next((role for role in roles if path in roles[role]), None))
         else _identify(results, path, source.run)
         for path, (source, results) in folders.items()
     }
     references: dict[str, tuple[Source, Results]] = {}
-    for path, identity in identities.items():
-        role, source = identity["method"], folders[path][0]
+    for path in folders:
+        role, source = identities[path]["method"], folders[path][0]
         if role in REFERENCES and (role not in roles or path in roles[role]):
             if role in references:
                 raise UsageError(
@@ -160,18 +160,18 @@ def _score(
             references[role] = folders[path]
     target, retrain = (references[role][1] if role in references else None for role in REFERENCES)
     scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
-    found = []
+    scored_results = []
     for path, (source, results) in folders.items():
-        identity, scored = identities[path], scorer.score(results)
-        if identity["method"] in REFERENCES and references[identity["method"]][1] is not results:
-            identity = {"method": path.name, "title": path.name, "setting": ""}  # another one was named
-        found.append(
+        scored, identity = scorer.score(results), identities[path]
+        if identity["method"] in REFERENCES and not (results is target or results is retrain):
+            identity = {"method": path.name, "title": path.name, "setting": ""}  # the options name another one
+        scored_results.append(
             MethodResult(
                 **identity, values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
                 reasons=scored.scores.reasons,
             )
         )  # fmt: skip
-    return found
+    return scored_results
 
 
 def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
@@ -222,7 +222,7 @@ def _published_identity(folder: Path, run: Path) -> dict[str, Any]:
     if folder.name.lower() in REFERENCES:
         return {"method": folder.name.lower(), "setting": ""}
     names = {**{name.replace("-", ""): name for name in METHODS}, "distill": "distill"}
-    parts = [part for part in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(part)]
+    parts = [name for name in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(name)]
     for index in reversed(range(len(parts))):
         for name in sorted(names, key=len, reverse=True):
             pattern = "[-_]?".join(map(re.escape, name))

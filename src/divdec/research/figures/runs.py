@@ -74,7 +74,7 @@ def draw_gradient_depth(request: FigureRequest) -> FigureResult:
     figure = gradient_depth.depth_figure(frame, content["level"])
     title = "Distillation's gradient, layer by layer"
     figure.suptitle(title, fontsize=11.5)
-    peaks = ", ".join(f"{of} {part}: layer {layer}" for (of, part), layer in gradient_depth.peaks(frame).items())
+    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(frame).items())
     return FigureResult(figure, title, f"L2 norm of the gradient by layer; the largest of {peaks}.", (source.name,))
 
 
@@ -175,7 +175,7 @@ def latency(request: FigureRequest) -> FigureResult:
 )
 def leak(request: FigureRequest) -> FigureResult:
     """Draw Leak@k of all methods in the runs; many other methods are grey."""
-    found: dict[str, LeakCurve] = {}
+    by_label: dict[str, LeakCurve] = {}
     kinds: set[str] = set()
     sources = []
     files = find_files(request.runs, PUBLISHED_LEAKS, COMPARISON, SUMMARY)
@@ -188,17 +188,17 @@ def leak(request: FigureRequest) -> FigureResult:
             sources.append(source.name)
             kinds.add(kind)
         for curve in curves:
-            name = f"{curve.label} ({source.path.parent.name})" if curve.label in found else curve.label
-            found[name] = dataclasses.replace(curve, label=name)
-    if not found:
+            name = f"{curve.label} ({source.path.parent.name})" if curve.label in by_label else curve.label
+            by_label[name] = dataclasses.replace(curve, label=name)
+    if not by_label:
         needs = f"results of `divdec eval leak`, a {COMPARISON} with leaks, or {PUBLISHED_LEAKS}"
         raise missing_data(request.runs, "leak", needs)
     if len(kinds) > 1:
         raise UsageError("these runs hold leaks under attack and of samples; give runs of one kind")
     methods = {title: method for method, title in {**DIVDEC, **REFERENCES}.items()}
-    looks, many = iter(LOOKS), len(found) > len(LOOKS) + len(REFERENCES)
+    looks, many = iter(LOOKS), len(by_label) > len(LOOKS) + len(REFERENCES)
     curves = []
-    for curve in found.values():
+    for curve in by_label.values():
         method = methods.get(curve.label, "")
         look = BY_NAME[method] if method in REFERENCES else None
         if look is None and (method in DIVDEC or not many):
@@ -384,7 +384,7 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
     else:
         leaks = content.get("leaks")
         leaks = leaks if isinstance(leaks, Mapping) else {}
-        titles, shares = [TITLES.get(name, name) for name in leaks], list(leaks.values())
+        titles, shares = [TITLES.get(name, str(name)) for name in leaks], list(leaks.values())
     return [
         LeakCurve(title, None, {int(k): float(share) for k, share in own.items()})
         for title, own in zip(titles, shares, strict=True)
