@@ -162,7 +162,8 @@ def _score(
     scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
     scored_results = []
     for path, (source, results) in folders.items():
-        scored, identity = scorer.score(results), identities[path]
+        scored = scorer.score(results)
+        identity: dict[str, Any] = dict(identities[path])
         if identity["method"] in REFERENCES and not (results is target or results is retrain):
             identity = {"method": path.name, "title": path.name, "setting": ""}  # the options name another one
         scored_results.append(
