@@ -1,12 +1,14 @@
 """A comparison of methods: its arithmetic by hand, and a real one of tiny models from beginning to end."""
 
 import dataclasses
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from rich.console import Console
 
 from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
@@ -27,6 +29,7 @@ from divdec.research.compare.table import (
     TrialSummary,
     best_of,
     markdown,
+    show,
     summarize,
     without_best,
 )
@@ -272,6 +275,11 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
     assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")
+    console = Console(width=80, file=io.StringIO())
+    show(results, CompareSettings(output="out"), console)
+    printed = console.file.getvalue()
+    assert "Linear DD" in printed
+    assert "…" not in printed  # the table fits 80 columns
 
 
 @pytest.mark.parametrize("grid", GRIDS)

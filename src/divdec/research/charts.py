@@ -103,14 +103,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, alig
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
 
 
-def terminal_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Format cells by their heads for a terminal; the first column is aligned left."""
+def terminal_table(rows: Sequence[Mapping[str, str]], left: int = 1) -> Table:
+    """Format cells by their heads for a terminal; the first `left` columns are aligned left."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     for index, head in enumerate(rows[0]):
-        table.add_column(head, justify="right" if index else "left")
+        table.add_column(head, justify="left" if index < left else "right", no_wrap=index == 0)
     for row in rows:
         table.add_row(*row.values())
     return table

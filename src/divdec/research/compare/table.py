@@ -215,11 +215,15 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
     heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN), "Train", "Memory", "Time"]
     rows = []
     for trial in _marked_best(results):
-        values = ["failed"] * 4 if trial.has_failed else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
+        values = (
+            ["failed", "", "", ""]
+            if trial.has_failed
+            else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
+        )
         setting = trial.setting.replace("learning_rate", "lr")
         costs = trial.costs(results.times.get(trial.method))
         rows.append(dict(zip(heads, (trial.title, setting, *values, *costs), strict=True)))
-    console.print(terminal_table(rows))
+    console.print(terminal_table(rows, left=2))
     for note in _notes(results):
         console.print(note, highlight=False)
 
