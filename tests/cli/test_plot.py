@@ -8,7 +8,7 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.research.figures import FIGURES
+from divdec.research.figures.catalog import FIGURES
 from divdec.runs import write_json
 
 

@@ -15,7 +15,7 @@ from divdec import UsageError
 from divdec.evaluation.results import Results, identify, write_results
 from divdec.report.gradient_depth import write_depth
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
-from divdec.research.figures import FIGURES, FigureRequest
+from divdec.research.figures.catalog import FIGURES, FigureRequest
 from divdec.research.figures.registry import Source
 from divdec.research.figures.results import best_settings, load_results
 from divdec.runs import record, write_json

@@ -204,7 +204,7 @@ def plot(
         printing: format of the summary.
     """
     from divdec.report.style import check_format
-    from divdec.research.figures import FIGURES
+    from divdec.research.figures.catalog import FIGURES
 
     if list_figures:
         _list_figures(FIGURES, printing)
@@ -219,7 +219,7 @@ def plot(
     check_output_file(file, overwriting.overwrite)
 
     from divdec.report.style import style, write_figure
-    from divdec.research.figures import FigureRequest
+    from divdec.research.figures.catalog import FigureRequest
 
     request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
     with style(f"divdec-{figure}"):
