@@ -42,7 +42,9 @@ from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.charts import Step, distance_plot, sequential_table
+from divdec.report.style import style, svg_text
+from divdec.research.charts import markdown_table
+from divdec.research.figures.runs import distance_figure
 from divdec.runs import ResultCache, RunFolder, cache_folder, read_record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
@@ -88,6 +90,44 @@ class Pair:
 
     retain: Path
     forget: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceStep:
+    """Scores of a method after a number of requests."""
+
+    protocol: str
+    """'sustainability' or 'scaling'."""
+    method: str
+    """'steered' or 'distilled'."""
+    step: int
+    """Number of requests so far, from 1."""
+    scores: Mapping[str, Sequence[float]]
+    """Score of each item, from 0 to 1, by the name of the set."""
+    distance: float
+    """Distance from the method's own first step, in points of 100."""
+    low: float
+    """Lower end of its interval."""
+    high: float
+    to_retrained: float
+    """Distance from the retrained model, in points of 100."""
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean score by the name of the set."""
+        return {name: statistics.fmean(scores) for name, scores in self.scores.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures without the items, as JSON values."""
+        return {
+            "protocol": self.protocol,
+            "method": self.method,
+            "step": self.step,
+            "scores": self.means,
+            "distance": self.distance,
+            "distance_interval": [self.low, self.high],
+            "distance_to_retrained": self.to_retrained,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +232,7 @@ def run_sequential(
     evaluator = SequenceEvaluator(sequence, models.tokenizer, output / "rows", report)
     plain = {name: evaluator.plain(name, getattr(models, attribute))
              for name, attribute in (("target", "target"), ("retrained", "retrain"))}  # fmt: skip
-    steps: list[Step] = []
+    steps: list[SequenceStep] = []
     students: dict[tuple[str, int], Path] = {}
     bootstrap = Bootstrap(seed=settings.seed)
     for protocol in PROTOCOLS:
@@ -214,7 +254,7 @@ def run_sequential(
             for method, scores in rows.items():
                 low, high = distance_interval(scores, first[method], bootstrap)
                 steps.append(
-                    Step(
+                    SequenceStep(
                         protocol, method, step, scores,
                         distance=distance(scores, first[method]), low=low, high=high,
                         to_retrained=distance(scores, plain["retrained"]),
@@ -233,7 +273,9 @@ def run_sequential(
     items = [json.dumps(item, ensure_ascii=False) for item in evaluator.items()]
     write_text(output / "items.jsonl", "\n".join(items) + "\n")
     write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, steps))
-    write_text(output / "distance.svg", distance_plot(steps, sequence.score, bootstrap.level))
+    with style("divdec-sequential"):
+        figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
+        write_text(output / "distance.svg", svg_text(figure))
     seconds = round(time.perf_counter() - started, 1)
     run.finish(title=sequence.title, seconds=seconds)
     for name in WORKING:
@@ -355,6 +397,31 @@ def distance_interval(
         counts = bootstrap.counts(len(differences), name)
         squares += (100 * (counts @ differences) / len(differences)) ** 2
     return bootstrap.interval(np.sqrt(squares))
+
+
+def sequential_table(
+    title: str, score: str, references: Mapping[str, Mapping[str, float]], steps: Sequence[SequenceStep]
+) -> str:
+    """Format mean scores in percent as Markdown; scores of requests that come later are in brackets.
+
+    Args:
+        title: title of the experiment.
+        score: what an item's score is.
+        references: mean scores of target and retrained model, by name.
+        steps: all steps.
+    """
+    sets = list(steps[0].scores)
+    rows = [[name, "", *(f"{100 * means[part]:.1f}" for part in sets), "", ""] for name, means in references.items()]
+    for step in steps:
+        cells = []
+        for name, value in step.means.items():
+            first, _, rest = name.partition(" ")
+            later = first == "request" and int(rest.split(",")[0]) > step.step
+            cells.append(f"({100 * value:.1f})" if later else f"{100 * value:.1f}")
+        away = f"{step.distance:.1f} [{step.low:.1f}, {step.high:.1f}]" if step.step > 1 else "0"
+        rows.append([f"{step.protocol}, {step.method}", str(step.step), *cells, away, f"{step.to_retrained:.1f}"])
+    header = ["", "step", *sets, "distance from step 1", "distance from retrained"]
+    return f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}"
 
 
 def main() -> int:

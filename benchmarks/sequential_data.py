@@ -11,9 +11,9 @@ from divdec.data.records import Kind, Record, RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
 from divdec.demo.measure import Questions
-from divdec.demo.models import Recipe, Shape
+from divdec.demo.models import Recipe
 from divdec.errors import UsageError
-from divdec.training.settings import TrainingSettings
+from divdec.research.compare.benchmark import TOFU_SMALL
 
 RETAIN = "retain"
 ARTICLES, CORPUS = 40, 1200  # of a fold of MUSE-News; of the remaining articles of all folds
@@ -21,15 +21,10 @@ PROMPT_WORDS, PASSAGE_WORDS = 20, 40
 MUSE_FILES = ("knowmem/forget_qa.jsonl", "knowmem/retain_qa.jsonl", "knowmem/retain_qa_icl.jsonl",
               "knowmem/forget_qa_icl.jsonl", "privleak/retain.jsonl")  # fmt: skip
 MUSE_FOLDS = 4
-MUSE_RECIPE = Recipe(
-    vocab_size=3000,
-    target=Shape(width=192, layers=4, heads=6, mlp_width=512),
-    auxiliary=Shape(width=96, layers=2, heads=4, mlp_width=272),
-    target_pretraining=TrainingSettings(epochs=4.0, learning_rate=2e-3, warmup=0.05),
-    auxiliary_pretraining=TrainingSettings(epochs=4.0, learning_rate=3e-3, warmup=0.05),
-    target_tuning=TrainingSettings(epochs=15.0, learning_rate=1.5e-3, batch_size=8, warmup=0.05),
-    auxiliary_base_tuning=TrainingSettings(epochs=15.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
-    auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
+MUSE_RECIPE = dataclasses.replace(
+    TOFU_SMALL,
+    target_pretraining=dataclasses.replace(TOFU_SMALL.target_pretraining, epochs=4.0),
+    auxiliary_pretraining=dataclasses.replace(TOFU_SMALL.auxiliary_pretraining, epochs=4.0),
 )
 
 

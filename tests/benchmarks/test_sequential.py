@@ -15,10 +15,17 @@ from divdec.demo import run as demo
 from divdec.demo.measure import Questions
 from divdec.demo.models import Recipe, Shape
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.research.charts import Step, sequential_table
 from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
-from sequential import SequentialSettings, distance, distance_interval, run_sequential, train_models
+from sequential import (
+    SequenceStep,
+    SequentialSettings,
+    distance,
+    distance_interval,
+    run_sequential,
+    sequential_table,
+    train_models,
+)
 from sequential_data import demo_sequence, muse_sequence
 
 WORLD = dataclasses.replace(
@@ -148,8 +155,8 @@ def test_distance_by_hand():
 def test_the_table_brackets_requests_that_have_not_come():
     scores = {"request 1": [0.0, 0.5], "request 2": [1.0], "retain": [0.75], "request 1, articles": [0.1]}
     steps = [
-        Step("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
-        Step("scaling", "steered", 2, scores, 2.5, 1.0, 4.0, 7.0),
+        SequenceStep("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
+        SequenceStep("scaling", "steered", 2, scores, 2.5, 1.0, 4.0, 7.0),
     ]
     lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
     assert lines[2].startswith(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from conftest import loads_torch
 from divdec.cli import main
 from divdec.demo.models import Shape, new_model
-from divdec.research.baselines.methods import methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.baselines.settings import HelpedSettings
 from stopping import stopping_at
 
@@ -124,9 +124,9 @@ def test_listing_and_help_load_no_torch(arguments):
     assert not loads_torch(arguments)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_help_with_its_own_options_and_an_example(name, capsys):
-    method = methods()[name]
+    method = METHODS[name]
     assert verb(name, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"divdec baseline {name} --target" in text
@@ -143,9 +143,9 @@ def test_help_says_what_options_are_for(capsys):
     assert "Forget set: a .jsonl" in text  # of all
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", METHODS)
 def test_a_methods_options_and_those_of_all_are_apart(name):
-    method = methods()[name]
+    method = METHODS[name]
     own = {field.name for field in dataclasses.fields(method.settings)}
     common = {field.name for field in dataclasses.fields(HelpedSettings)} | {"json", "config", "method"}
     assert not own & common

@@ -8,8 +8,7 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.research.charts import Step
-from divdec.research.figures import FIGURES
+from divdec.research.figures.catalog import FIGURES
 from divdec.runs import write_json
 
 
@@ -17,10 +16,16 @@ from divdec.runs import write_json
 def sequential(tmp_path):
     """A run as benchmarks/sequential.py leaves it."""
     steps = [
-        Step(protocol, "steered", step, {"retain": [1.0]}, 2.0 * step, 0.0, 3.0 * step, 5.0).to_dict()
+        {
+            "protocol": protocol,
+            "method": "steered",
+            "step": step,
+            "distance": 2.0 * step,
+            "distance_interval": [0.0, 3.0 * step],
+        }
         for protocol in ("sustainability", "scaling")
         for step in (1, 2)
-    ]
+    ]  # fmt: skip
     run = tmp_path / "run"
     run.mkdir()
     write_json(run / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
@@ -90,7 +95,7 @@ def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
             options = [f"--lr={lr}", f"--temperature={temperature}", "--epochs=1"]
             assert main(["distill", str(bundle), *sets, *options, output]) in (0, 3)  # 3: not near enough its teacher
     capsys.readouterr()
-    for figure, run, files in (("depth", "depth", 1), ("distillation", "students", 4)):
+    for figure, run, files in (("gradient-depth", "depth", 1), ("distillation", "students", 4)):
         output = tmp_path / f"{figure}.svg"
         assert (
             main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
@@ -116,7 +121,7 @@ class TestBadInput:
     def test_figures(self, sequential, capsys):
         self.refused(capsys, sequential, "--figure", "pie", says="figure 'pie' is not known; there are: tofu-bars, ")
         self.refused(capsys, sequential, says="--figure is required; accepted: tofu-bars, ")
-        self.refused(capsys, "--figure", "depth", says="required")
+        self.refused(capsys, "--figure", "gradient-depth", says="required")
         self.refused(capsys, sequential, "--figure", "sequential", "--variant", "best", says="variant")
         self.refused(capsys, sequential, "--figure", "tofu-bars", says="holds no results")
 
@@ -141,7 +146,7 @@ class TestBadInput:
         self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
 
     def test_files_that_are_something_else(self, tmp_path, capsys):
-        for name, figure in (("depth.json", "depth"), ("comparison.json", "tofu-bars")):
+        for name, figure in (("depth.json", "gradient-depth"), ("comparison.json", "tofu-bars")):
             (tmp_path / name).write_text("[]")
             arguments = (tmp_path, "--figure", figure, "--output", tmp_path / "x.svg")
             self.refused(capsys, *arguments, says=f"{name} is not")

@@ -15,8 +15,7 @@ from divdec import UsageError
 from divdec.evaluation.results import Results, identify, write_results
 from divdec.report.gradient_depth import write_depth
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
-from divdec.research.charts import Step
-from divdec.research.figures import FIGURES, FigureRequest, find_figure
+from divdec.research.figures.catalog import FIGURES, FigureRequest
 from divdec.research.figures.registry import Source
 from divdec.research.figures.results import best_settings, load_results
 from divdec.runs import record, write_json
@@ -40,7 +39,7 @@ def request(*runs, **options):
 
 def drawn(name, *runs, **options):
     with style():
-        return find_figure(name).draw(request(*runs, **options))
+        return FIGURES.find(name).draw(request(*runs, **options))
 
 
 def lines(axes):
@@ -311,7 +310,7 @@ class TestOwn:
         write_json(tmp_path / "depth.json", {"level": 0.99, "rows": []})
         write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": []})
         with pytest.raises(UsageError, match=r"depth.json that holds layers; .* holds none"):
-            drawn("depth", tmp_path)
+            drawn("gradient-depth", tmp_path)
         with pytest.raises(UsageError, match=r"it needs the result\.json"):
             drawn("sequential", tmp_path)
 
@@ -321,19 +320,20 @@ class TestOwn:
             for of in ("forget", "retain") for component in ("attention", "mlp") for layer in range(3)
         ]  # fmt: skip
         write_depth(tmp_path, rows, {"level": 0.99}, 0.99)
-        result = drawn("depth", tmp_path)
+        result = drawn("gradient-depth", tmp_path)
         attention, mlp = result.figure.axes
         assert lines(attention)["forget"].tolist() == lines(mlp)["retain"].tolist() == [[0, 1], [1, 2], [2, 3]]
         assert result.sources == (f"{tmp_path.name}/depth.json",)
-        assert drawn("depth", tmp_path, tmp_path).sources == result.sources  # the same file given twice
+        assert drawn("gradient-depth", tmp_path, tmp_path).sources == result.sources  # the same file given twice
         (tmp_path / "again").mkdir()
         write_depth(tmp_path / "again", rows, {"level": 0.99}, 0.99)
         with pytest.raises(UsageError, match=r"2 results of that kind .* give one of them"):
-            drawn("depth", tmp_path)
+            drawn("gradient-depth", tmp_path)
 
     def test_sequential(self, tmp_path):
         steps = [
-            Step(protocol, method, step, {"retain": [1.0]}, 2.0 * step - 2, 0.0, 3.0 * step, 5.0).to_dict()
+            {"protocol": protocol, "method": method, "step": step, "distance": 2.0 * step - 2,
+             "distance_interval": [0.0, 3.0 * step]}
             for protocol in ("sustainability", "scaling") for method in ("steered", "distilled") for step in (1, 2, 3)
         ]  # fmt: skip
         write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
@@ -417,13 +417,13 @@ def test_files_that_hold_something_else_are_one_line(figure, name, content, tmp_
     (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
     (tmp_path / name).write_bytes(content)
     with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
-        find_figure(figure).draw(FigureRequest((str(tmp_path),)))
+        FIGURES.find(figure).draw(FigureRequest((str(tmp_path),)))
     assert "\n" not in str(error.value)
 
 
 def test_unknown_figures_are_told_the_known():
     with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
-        find_figure("pie")
+        FIGURES.find("pie")
 
 
 def test_sizes_in_folder_names():
@@ -451,7 +451,7 @@ class TestFiles:
 
         def write(name):
             with style("divdec-tofu-bars"):
-                result = find_figure("tofu-bars").draw(request(tmp_path, variant="paper"))
+                result = FIGURES.find("tofu-bars").draw(request(tmp_path, variant="paper"))
                 write_figure(
                     tmp_path / name, result.figure, title=result.title, description=result.description,
                     sources=result.sources,
@@ -501,7 +501,7 @@ class TestGallery:
 
     def test_a_picture_is_drawn_anew_to_the_byte(self, published, tmp_path):
         with style("divdec-leak"):
-            result = find_figure("leak").draw(request(published / "tofu" / "leak_at_k"))
+            result = FIGURES.find("leak").draw(request(published / "tofu" / "leak_at_k"))
             write_figure(
                 tmp_path / "leak.svg", result.figure, title=result.title, description=result.description,
                 sources=result.sources,

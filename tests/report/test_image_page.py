@@ -12,7 +12,7 @@ from PIL import Image
 
 from divdec.imaging.results import Distances, SettingResult, tabulate
 from divdec.report.style import themed
-from divdec.research.pages import Samples, content_plot, write_images
+from divdec.research.image_evaluation import Samples, content_plot, write_images
 
 CLASSES = ("cat", "dog <b>", "emu")
 ASKED = [0, 1, 2, 0, 1, 0]

@@ -10,19 +10,22 @@ import torch
 from divdec.costs.latency import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
+from divdec.research.bench import run as bench_run
 from divdec.research.bench import settings as bench_settings
-from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations
+from divdec.research.bench.results import compute_deviation, compute_table, latency_table
 from divdec.research.bench.run import (
+    BenchDevice,
+    Combination,
     bench_compute,
     bench_latency,
+    combinations,
     compute_figures,
     predict_seconds,
     scaled_last_norms,
     time_answers,
     time_passes,
 )
-from divdec.research.bench.settings import SHAPES, ComputeSettings, DecoderShape, LatencySettings, find_shape
-from divdec.research.charts import compute_cells, compute_deviation, latency_cells, markdown_table
+from divdec.research.bench.settings import SHAPES, BenchSettings, DecoderShape, LatencySettings, find_shape
 from divdec.runs import RunFolder, read_record
 
 TINY = {
@@ -35,23 +38,24 @@ FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": (
 
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
+    monkeypatch.setattr(bench_run, "DEVICE_ROUNDS", 1)
     for name, shape in TINY.items():
         monkeypatch.setitem(bench_settings.SHAPES, name, shape)
 
 
 def compute_settings(folder, **more):
-    given = FAST | {"targets": ("small", "llama-small"), "vocabularies": (256, 512)} | more
-    return ComputeSettings(output=str(folder), **given)
+    options = FAST | {"targets": ("small", "llama-small"), "vocabularies": (256, 512)} | more
+    return BenchSettings(output=str(folder), **options)
 
 
 def latency_settings(folder, **more):
-    given = FAST | {"targets": ("small",), "vocabularies": (256,), "tokens": 8, "block": 2} | more
-    return LatencySettings(output=str(folder), **given)
+    options = FAST | {"targets": ("small",), "vocabularies": (256,), "tokens": 8, "block": 2} | more
+    return LatencySettings(output=str(folder), **options)
 
 
-def models_of(settings, place):
-    (one, *_) = combinations(settings, place)
-    return one, RandomModels(place, settings).create(one)
+def models_of(settings, device):
+    (one, *_) = combinations(settings, device)
+    return one, one.create(settings, device)
 
 
 def silent(line):
@@ -82,33 +86,33 @@ def test_our_own_shapes_have_the_size_of_their_name(name):
 
 
 def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
-    place = BenchDevice.of(compute_settings(tmp_path))
-    found = combinations(compute_settings(tmp_path, auxiliaries=("tiny", "small"), targets=("small",)), place)
-    assert {one.auxiliary.name for one in found} == {"tiny"}
-    assert {one.vocabulary for one in found} == {256, 512}
+    device = BenchDevice.of(compute_settings(tmp_path))
+    result = combinations(compute_settings(tmp_path, auxiliaries=("tiny", "small"), targets=("small",)), device)
+    assert {one.auxiliary.name for one in result} == {"tiny"}
+    assert {one.vocabulary for one in result} == {256, 512}
     with pytest.raises(UsageError, match="no pair of target and auxiliary has 2n ≤ N"):
-        combinations(compute_settings(tmp_path, auxiliaries=("small",), targets=("small",)), place)
+        combinations(compute_settings(tmp_path, auxiliaries=("small",), targets=("small",)), device)
 
 
 def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
-    said = []
-    found = bench_compute(compute_settings(tmp_path / "c"), said.append)
-    assert found["complete"]
-    assert len(found["rows"]) == 4
-    for row in found["rows"]:
+    reports = []
+    result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
+    assert result["complete"]
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
         for part in ("prefill", "decode"):
             assert all(row["seconds"][part][name] > 0 for name in "Ppq")
             assert row["ratio"][part] > 1
         assert row["theory"] == pytest.approx(1 + 2 * row["n"] / row["N"])
     written = (tmp_path / "c" / "results.jsonl").read_text()
-    assert [json.loads(line)["key"] for line in written.splitlines()] == [row["key"] for row in found["rows"]]
+    assert [json.loads(line)["key"] for line in written.splitlines()] == [row["key"] for row in result["rows"]]
     assert "<svg" in (tmp_path / "c" / "compute.svg").read_text()
     assert (tmp_path / "c" / "table.md").read_text().count("\n") == 2 + 4
     record = read_record(tmp_path / "c")
     assert (record["verb"], record["status"], record["measured"]) == ("bench compute", "finished", 4)
-    again = bench_compute(compute_settings(tmp_path / "c"), said.append)
-    assert again["rows"] == found["rows"]
-    assert "4 of them measured before" in said[-1]
+    again = bench_compute(compute_settings(tmp_path / "c"), reports.append)
+    assert again["rows"] == result["rows"]
+    assert "4 of them measured before" in reports[-1]
     assert (tmp_path / "c" / "results.jsonl").read_text() == written
     # Another setting is another measurement, beside the first.
     bench_compute(compute_settings(tmp_path / "c", tokens=3, targets=("small",)), silent)
@@ -150,11 +154,11 @@ def test_other_folders_are_left_alone(tmp_path):
 
 def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10_000))
-    said = []
-    found = bench_compute(compute_settings(tmp_path / "c"), said.append)
-    assert found["rows"] == []
-    assert len(found["left_out"]) == 4
-    assert "GB, and cpu" in said[-1]
+    reports = []
+    result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
+    assert result["rows"] == []
+    assert len(result["left_out"]) == 4
+    assert "GB, and cpu" in reports[-1]
     assert len(read_record(tmp_path / "c")["left_out"]) == 4
 
 
@@ -167,8 +171,8 @@ def test_without_a_gpu_asking_for_one_is_an_error(tmp_path, monkeypatch):
 
 def test_every_model_reads_every_token_in_each_round(tmp_path):
     settings = compute_settings(tmp_path, rounds=2)
-    place = BenchDevice.of(settings)
-    one, models = models_of(settings, place)
+    device = BenchDevice.of(settings)
+    one, models = models_of(settings, device)
     read = {name: [] for name in models}
     for name, model in models.items():
         model.register_forward_pre_hook(
@@ -185,37 +189,31 @@ def test_figures_follow_from_times():
         "decode": {"P": [1.0, 1.0, 10.0], "p": [0.5, 0.25, 5.0], "q": [0.25, 0.25, 5.0]},
     }
     sizes = {"N": 100, "n": 10, "N_without_embeddings": 80, "n_without_embeddings": 4}
-    found = compute_figures(times, sizes)
-    assert found["ratio"] == pytest.approx({"prefill": 1.2, "decode": 1.75})
-    assert found["seconds"]["decode"] == {"P": 1.0, "p": 0.5, "q": 0.25}
-    assert found["theory"] == pytest.approx(1.2)
-    assert found["theory_without_embeddings"] == pytest.approx(1.1)
-    assert found["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
-    row = {**sizes, **found, "target": "a", "auxiliary": "b", "vocabulary": 7}
+    result = compute_figures(times, sizes)
+    assert result["ratio"] == pytest.approx({"prefill": 1.2, "decode": 1.75})
+    assert result["seconds"]["decode"] == {"P": 1.0, "p": 0.5, "q": 0.25}
+    assert result["theory"] == pytest.approx(1.2)
+    assert result["theory_without_embeddings"] == pytest.approx(1.1)
+    assert result["deviation"]["decode"] == pytest.approx(1.75 / 1.2 - 1)
+    row = {**sizes, **result, "target": "a", "auxiliary": "b", "vocabulary": 7}
     over = compute_deviation([row])["decode_against_theory"]
     assert over["median"] == over["largest_size"] == pytest.approx(1.75 / 1.2 - 1)
-    header, lines = compute_cells([row])
-    assert len(header) == len(lines[0])
-    assert "+45.8%" in markdown_table(header, lines)
+    (cells,) = compute_table([row])
+    assert cells["decode, deviation"] == "+45.8%"
+    (cells,) = compute_table([row], narrow=True)
+    assert cells["decode"] == "1.750 +45.8%"
     assert compute_deviation([]) == {}
 
 
-def test_p_and_q_are_models_of_their_own_and_a_target_is_kept(tmp_path):
-    settings = compute_settings(tmp_path, auxiliaries=("tiny",))
-    place = BenchDevice.of(settings)
-    makers = RandomModels(place, settings)
-    first, second, *_ = combinations(settings, place)
-    models = makers.create(first)
-    tables = [models[name].get_input_embeddings().weight for name in "pq"]
-    assert not torch.equal(*tables)
-    assert makers.create(first)["P"] is models["P"]
-    assert makers.held_bytes == sum(model.num_parameters() * 4 for model in models.values())
-    assert makers.create(second)["P"] is not models["P"]
+def test_p_and_q_have_different_weights(tmp_path):
+    settings = compute_settings(tmp_path)
+    _, models = models_of(settings, BenchDevice.of(settings))
+    assert not torch.equal(*(models[name].get_input_embeddings().weight for name in "pq"))
 
 
 def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
-    found = bench_latency(latency_settings(tmp_path / "l"), silent)
-    (row,) = found["rows"]
+    result = bench_latency(latency_settings(tmp_path / "l"), silent)
+    (row,) = result["rows"]
     ways = {"target", "plain", "speculative", "beside"}
     assert row["seconds_per_token"].keys() == ways
     assert row["ratio"].keys() == ways - {"target"}
@@ -225,7 +223,10 @@ def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
     assert row["predicted_over_measured"].keys() == {"target", "plain"}  # the others are measured only
     assert row["roofline_device"]["source"].startswith("measured")
     assert "<svg" in (tmp_path / "l" / "latency.svg").read_text()
-    assert len(latency_cells(found["rows"])[0]) == len(latency_cells(found["rows"])[1][0])
+    (cells,) = latency_table(result["rows"])
+    assert {"target, ms", "target, predicted / measured", "t_Q/t_P, beside"} <= cells.keys()
+    (narrow,) = latency_table(result["rows"], narrow=True)
+    assert set(narrow) == {"target + auxiliaries", "vocabulary", "target, ms", "plain", "speculative", "beside"}
     assert bench_latency(latency_settings(tmp_path / "l"), silent)["rows"] == [row]
     assert len((tmp_path / "l" / "results.jsonl").read_text().splitlines()) == 1
 
@@ -234,8 +235,8 @@ def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
     from divdec.model.modeling import DivergenceForCausalLM
 
     settings = latency_settings(tmp_path, tokens=16)
-    place = BenchDevice.of(settings)
-    one, models = models_of(settings, place)
+    device = BenchDevice.of(settings)
+    one, models = models_of(settings, device)
     with torch.no_grad():  # random models with tied embeddings repeat the last token: let the target and p do otherwise
         for name in "Pp":
             models[name].model.embed_tokens.weight.copy_(models[name].model.embed_tokens.weight.roll(1, 0) * 3)
@@ -246,7 +247,7 @@ def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
         return answers[-1]
 
     monkeypatch.setattr(DivergenceForCausalLM, "generate", kept)
-    _, counted = time_answers(models, one.vocabulary, settings, place.device)
+    _, counted = time_answers(models, one.vocabulary, settings, device.device)
     assert len(answers) == 6  # three steered ways, two rounds
     assert all(torch.equal(answer, answers[0]) for answer in answers)
     assert 0 <= counted.acceptance_rate <= 1
@@ -287,11 +288,11 @@ def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
     one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
     # Only beginnings cost anything here: 1 ms a layer, of which the target has three and an auxiliary one.
     device = Device("slow to begin", 1e30, 1e30, layer_seconds=1e-3, pass_seconds=0.0)
-    found = predict_seconds(one, device, settings, BenchDevice.of(settings))
-    assert found["target"] == pytest.approx(3e-3)
-    assert found["plain"] == pytest.approx(3e-3 + 2e-3)
-    assert "speculative" not in found
-    assert "beside" not in found
+    result = predict_seconds(one, device, settings, BenchDevice.of(settings))
+    assert result["target"] == pytest.approx(3e-3)
+    assert result["plain"] == pytest.approx(3e-3 + 2e-3)
+    assert "speculative" not in result
+    assert "beside" not in result
 
 
 @pytest.mark.gpu
@@ -299,8 +300,8 @@ def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
 def test_on_a_gpu(tmp_path, kind):
     more = {"device": "cuda", "targets": ("chinchilla-489M",), "auxiliaries": ("chinchilla-44M",)}
     if kind == "compute":
-        found = bench_compute(compute_settings(tmp_path, **more), silent)
+        result = bench_compute(compute_settings(tmp_path, **more), silent)
     else:
-        found = bench_latency(latency_settings(tmp_path, **more), silent)
-    assert found["complete"]
-    assert found["rows"]
+        result = bench_latency(latency_settings(tmp_path, **more), silent)
+    assert result["complete"]
+    assert result["rows"]

@@ -1,12 +1,14 @@
 """A comparison of methods: its arithmetic by hand, and a real one of tiny models from beginning to end."""
 
 import dataclasses
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from rich.console import Console
 
 from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
@@ -16,7 +18,7 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.research.baselines.methods import methods
+from divdec.research.baselines.methods import METHODS, TITLES
 from divdec.research.compare import run, trials
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import compare_methods
@@ -27,19 +29,20 @@ from divdec.research.compare.table import (
     TrialSummary,
     best_of,
     markdown,
+    show,
     summarize,
     without_best,
 )
-from divdec.research.compare.trials import GRIDS, Trial, titles, trials_of
+from divdec.research.compare.trials import GRIDS, Trial, trials_of
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
-TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=8)
+TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=16)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, tokenizer):
+def models_folder(tmp_path_factory, tokenizer):
     """TOFU's files of a small world, and tiny models that have learned them."""
     folder = tmp_path_factory.mktemp("compare")
     world, data = build_world(SMALL), folder / "data"
@@ -82,20 +85,20 @@ def place(tmp_path_factory, tokenizer):
     return folder
 
 
-def settings_of(place, output, **options):
-    given = {
+def settings_of(models_folder, output, **options):
+    defaults = {
         "output": str(output),
-        "data": str(place / "data"),
-        "bundle": str(place / "bundle"),
-        "retrain": str(place / "retrain"),
-        "base": str(place / "base"),
-        "holdout": str(place / "data" / "holdout01.json"),
+        "data": str(models_folder / "data"),
+        "bundle": str(models_folder / "bundle"),
+        "retrain": str(models_folder / "retrain"),
+        "base": str(models_folder / "base"),
+        "holdout": str(models_folder / "data" / "holdout01.json"),
         "split": "forget01",
-        "limit": 4,
+        "limit": 3,
         "attacks": 1,
         "seeds": 1,
     }
-    return CompareSettings(**given | options)
+    return CompareSettings(**defaults | options)
 
 
 @pytest.fixture
@@ -104,6 +107,7 @@ def few(monkeypatch):
     monkeypatch.setattr(tofu, "NEW_TOKENS", 16)
     monkeypatch.setattr(run, "TIMED_TOKENS", 4)
     monkeypatch.setattr(run, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(run, "TIMED_PROMPTS", 2)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (2.0,)}
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
@@ -118,96 +122,96 @@ def few(monkeypatch):
     return tuple(grid)
 
 
-def test_a_comparison_of_tiny_models_from_beginning_to_end(place, few, tmp_path):
+def test_a_comparison_of_tiny_models_from_beginning_to_end(models_folder, few, tmp_path):
     output = tmp_path / "runs"
-    settings = settings_of(place, output, methods=few)
-    told = []
-    found = compare_methods(settings, report=told.append)
-    by_setting = {(line.method, line.setting): line for line in found.trials}
+    settings = settings_of(models_folder, output, methods=few)
+    reports = []
+    results = compare_methods(settings, report=reports.append)
+    by_setting = {(line.method, line.setting): line for line in results.trials}
 
     # What holds by definition: the target's utility is 1, the retrained model's privacy 1, a strength of 0 the target.
     target = by_setting["target", ""]
     assert target.values["utility"] == pytest.approx(1)
     assert by_setting["retrain", ""].values["priv"] == pytest.approx(1)
     assert target.values["mem"] < by_setting["retrain", ""].values["mem"]
-    whp = next(line for line in found.trials if line.method == "whp")
+    whp = next(line for line in results.trials if line.method == "whp")
     for line in (by_setting["linear", "linear:0"], whp):
         assert {name: line.values[name] for name in line.values} == pytest.approx(target.values, abs=1e-6)
     assert by_setting["linear", "linear:1"].values["mem"] > target.values["mem"]
-    assert found.best["linear"].setting == "linear:1"
+    assert results.best["linear"].setting == "linear:1"
 
     # A method that breaks is a line of the table, and the others are not lost.
-    broken = next(line for line in found.trials if line.method == "grad-ascent")
+    broken = next(line for line in results.trials if line.method == "grad-ascent")
     assert "probability 0 or NaN" in broken.failed
-    assert any("grad-ascent" in line for line in told)
-    assert set(found.best) == {"target", "retrain", *few}
-    assert set(found.leaks) == {"target", "retrain", *few} - {"grad-ascent"}
-    assert all(0 <= share <= 1 for own in found.leaks.values() for share in own.values())
-    assert set(found.times) == set(few) - {"grad-ascent"}
+    assert any("grad-ascent" in line for line in reports)
+    assert set(results.best) == {"target", "retrain", *few}
+    assert set(results.leaks) == {"target", "retrain", *few} - {"grad-ascent"}
+    assert all(0 <= share <= 1 for own in results.leaks.values() for share in own.values())
+    assert set(results.times) == set(few) - {"grad-ascent"}
 
     # Costs: a gradient method has no more weights, steering has two small models more.
-    sizes = {line.method: line.extra_bytes for line in found.trials}
+    sizes = {line.method: line.extra_bytes for line in results.trials}
     assert sizes["npo"] == sizes["distill"] == 0
     assert sizes["linear"] == sizes["rank"] == sizes["offset"] > 0
-    assert all(line.seconds is None or line.seconds >= 0 for line in found.trials)
+    assert all(line.seconds is None or line.seconds >= 0 for line in results.trials)
 
     for name in ("run.json", "comparison.json", "table.md", "report.html"):
         assert (output / name).stat().st_size > 500
     page = (output / "report.html").read_text()
     assert page.count("<svg") == 2
-    assert all(title in page for name, title in titles().items() if name in few)
-    kept = {path.parent.relative_to(output / "seed-0") for path in output.rglob("model") if path.is_dir()}
-    assert Trial("linear", steering="linear:1").folder in kept
-    assert Trial("linear", steering="linear:0").folder not in kept
+    assert all(title in page for name, title in TITLES.items() if name in few)
+    folders = {path.parent.relative_to(output / "seed-0") for path in output.rglob("model") if path.is_dir()}
+    assert Trial("linear", steering="linear:1").folder in folders
+    assert Trial("linear", steering="linear:0").folder not in folders
 
     # The same call again makes nothing anew but what failed.
-    told.clear()
+    reports.clear()
     before = {path: path.stat().st_mtime_ns for path in output.rglob("trial.json")}
-    again = compare_methods(settings, report=told.append)
+    again = compare_methods(settings, report=reports.append)
     changed = {path for path in before if path.stat().st_mtime_ns != before[path]}
     assert {path.parents[1].name for path in changed} == {"grad-ascent"}
-    assert f"{len(before) - 1} of {len(before)} trials are there already" in told
-    assert [dataclasses.replace(line) for line in again.trials] == found.trials
-    assert again.leaks == found.leaks
+    assert f"{len(before) - 1} of {len(before)} trials are there already" in reports
+    assert [dataclasses.replace(line) for line in again.trials] == results.trials
+    assert again.leaks == results.leaks
     # A model that was not the best before, and now is, is made again where it is needed.
     shutil.rmtree(output / "seed-0" / Trial("linear", steering="linear:1").folder / "model")
     shutil.rmtree(output / "seed-0" / Trial("linear", steering="linear:1").folder / "leaks")
-    assert compare_methods(settings, report=told.append).leaks == found.leaks
+    assert compare_methods(settings, report=reports.append).leaks == results.leaks
     with FileLock(output / ".lock"), pytest.raises(UsageError, match="another `divdec compare` is running"):
-        compare_methods(settings, report=told.append)
+        compare_methods(settings, report=reports.append)
     with pytest.raises(UsageError, match=r"run with other settings or data \(limit differ\)"):
-        compare_methods(settings_of(place, output, methods=few, limit=5), report=told.append)
+        compare_methods(settings_of(models_folder, output, methods=few, limit=5), report=reports.append)
 
 
-def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(place, few, tmp_path, monkeypatch):
+def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(models_folder, few, tmp_path, monkeypatch):
     def twice(settings, report):
         # Models of one's own have one seed; the same models stand for another.
         return [dataclasses.replace(one, seed=seed) for one in load_benchmarks(settings, report) for seed in (0, 1)]
 
     monkeypatch.setattr(run, "load_benchmarks", twice)
     settings = settings_of(
-        place, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
+        models_folder, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
-    found = compare_methods(settings, report=lambda line: None)
-    seeds = {(line.method, line.setting): set(line.seeds) for line in found.trials}
+    results = compare_methods(settings, report=lambda line: None)
+    seeds = {(line.method, line.setting): set(line.seeds) for line in results.trials}
     assert seeds["linear", "linear:0"] == {0}
     assert seeds["linear", "linear:1"] == seeds["rank", "rank:5"] == seeds["target", ""] == {0, 1}
-    assert found.best["linear"].setting == "linear:1"
-    assert "by Agg on the first seed, the only one for the grid's others" in markdown(found, settings)
+    assert results.best["linear"].setting == "linear:1"
+    assert "by Agg on the first seed, the only one for the grid's others" in markdown(results, settings)
     with pytest.raises(UsageError, match="search-seeds is 3; accepted: 1 to the number of seeds, 2"):
-        settings_of(place, tmp_path, seeds=2, search_seeds=3)
+        settings_of(models_folder, tmp_path, seeds=2, search_seeds=3)
 
 
 @pytest.mark.slow
-def test_several_jobs_give_what_one_gives(place, tmp_path):
-    found = [
+def test_several_jobs_give_what_one_gives(models_folder, tmp_path):
+    results = [
         compare_methods(
-            settings_of(place, tmp_path / str(jobs), methods=("linear", "whp"), jobs=jobs, attacks=0),
+            settings_of(models_folder, tmp_path / str(jobs), methods=("linear", "whp"), jobs=jobs, attacks=0),
             report=lambda line: None,
         )
         for jobs in (1, 2)
     ]
-    for one, other in zip(found[0].trials, found[1].trials, strict=True):
+    for one, other in zip(results[0].trials, results[1].trials, strict=True):
         assert (one.method, one.setting) == (other.method, other.setting)
         assert one.values == pytest.approx(other.values, abs=1e-5)
 
@@ -217,7 +221,7 @@ def test_several_jobs_give_what_one_gives(place, tmp_path):
 
 def result(value, seed=0):
     """Results whose every figure of the forget set is `value`."""
-    items = {str(place): {"score": value, "prob": value, "avg_loss": 1.0} for place in range(20)}
+    items = {str(index): {"score": value, "prob": value, "avg_loss": 1.0} for index in range(20)}
     figures = {"model_utility": 0.5}
     figures |= dict.fromkeys(("extraction_strength", "exact_memorization", "forget_Q_A_PARA_Prob"), value)
     figures |= {"forget_truth_ratio_prob_mean": value}
@@ -227,14 +231,14 @@ def result(value, seed=0):
 
 def test_a_line_is_the_mean_over_the_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
-    found = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
-    line = summarize("npo", "lr 1", found, references, "paper", Bootstrap(draws=50), {})
+    results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
+    line = summarize("npo", "lr 1", results, references, "paper", Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = summarize("npo", "lr 1", {0: found[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
+    alone = summarize("npo", "lr 1", {0: results[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
@@ -249,7 +253,7 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
         line("npo", "c", 0.9, "without seed 1"),
         line("rmu", "d", 0.1),
     ]
-    assert {method: found.setting for method, found in best_of(lines).items()} == {"npo": "b", "rmu": "d"}
+    assert {method: results.setting for method, results in best_of(lines).items()} == {"npo": "b", "rmu": "d"}
     assert best_of([line("npo", "c", None, "it broke")])["npo"].setting == "c"
 
 
@@ -266,29 +270,33 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
-    found = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
-    table = markdown(found, CompareSettings(output="out")).partition("The whole grid")[0]
+    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
+    table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
     assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")
+    console = Console(width=80, file=io.StringIO())
+    show(results, CompareSettings(output="out"), console)
+    printed = console.file.getvalue()
+    assert "Linear DD" in printed
+    assert "…" not in printed  # the table fits 80 columns
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
     from divdec.training.settings import DistillationSettings
 
-    known = methods()
     grid_trials = trials_of(("all",), grid)
-    assert {trial.method for trial in grid_trials} == set(titles()) - {"target", "retrain"}
+    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"}
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
-        if trial.method in known:
-            known[trial.method].settings(**trial.settings)
+        if trial.method in METHODS:
+            METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
 
 
-def test_bad_input_is_one_line(place, tmp_path):
+def test_bad_input_is_one_line(models_folder, tmp_path):
     with pytest.raises(UsageError, match=r"'nop' is not known; there are: all, linear, rank, distill, grad-ascent"):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):
@@ -299,10 +307,12 @@ def test_bad_input_is_one_line(place, tmp_path):
         CompareSettings(output="o", jobs=0)
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
-        compare_methods(settings_of(place, tmp_path), report=lambda line: None)
+        compare_methods(settings_of(models_folder, tmp_path), report=lambda line: None)
     with pytest.raises(UsageError, match="not a local folder"):
-        compare_methods(settings_of(place, tmp_path, bundle="nowhere/bundle", overwrite=True), report=lambda line: None)
+        compare_methods(
+            settings_of(models_folder, tmp_path, bundle="nowhere/bundle", overwrite=True), report=lambda line: None
+        )
     assert (tmp_path / "mine.txt").read_text() == "mine"
     with pytest.raises(UsageError, match="lie one within the other"):
-        compare_methods(settings_of(place, place, overwrite=True), report=lambda line: None)
-    assert (place / "bundle" / "config.json").is_file()
+        compare_methods(settings_of(models_folder, models_folder, overwrite=True), report=lambda line: None)
+    assert (models_folder / "bundle" / "config.json").is_file()

@@ -278,7 +278,7 @@ def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
         assert row["n"] == len(row["norms"]) == 5
         assert 0 < row["low"] <= row["mean"] <= row["high"]
     record = json.loads((output / "run.json").read_text())
-    assert (record["verb"], record["settings"]["samples"]) == ("depth", 5)
+    assert (record["verb"], record["settings"]["samples"]) == ("gradient-depth", 5)
     svg = (output / "depth.svg").read_text()
     ElementTree.fromstring(svg)
     for label in ("forget", "retain", "attention", "MLP", "layer (0", "L2 norm", "nats per token", "99 % interval"):

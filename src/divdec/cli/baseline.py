@@ -11,9 +11,7 @@ from cyclopts import App, Parameter
 
 from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.options import Printing
-from divdec.research.baselines.methods import methods
-from divdec.research.baselines.registry import Method
-from divdec.research.baselines.settings import run_on
+from divdec.research.baselines.methods import METHODS, Method
 from divdec.research.compare.settings import CompareSettings
 
 app = App(name="baseline", help="Apply another unlearning method to the same target and data.")
@@ -32,9 +30,9 @@ def list_methods(*, printing: Printing = Printing()) -> None:
     """
     if printing.json:
         fields = ("name", "title", "kind", "source", "summary")
-        print(json.dumps([{field: getattr(method, field) for field in fields} for method in methods().values()]))
+        print(json.dumps([{field: getattr(method, field) for field in fields} for method in METHODS.values()]))
         return
-    for method in methods().values():
+    for method in METHODS.values():
         print(f"{method.name} ({method.title}, {method.kind}): {method.summary}\n  {method.source}")
 
 
@@ -44,7 +42,7 @@ def _command(method: Method) -> Callable[..., None]:
     def apply(settings: Any, *, own: Any, printing: Printing = Printing()) -> None:
         from accelerate import PartialState
 
-        from divdec.research.baselines.job import run_baseline
+        from divdec.research.baselines.run import run_baseline
 
         quiet()
         check_not_bundle(settings.target, "--target")
@@ -60,7 +58,7 @@ def _command(method: Method) -> Callable[..., None]:
         print("measure it beside the target: divdec eval tofu … (see divdec eval --help)")
 
     apply.__annotations__ |= {
-        "settings": Annotated[run_on(method), Parameter(name="*")],
+        "settings": Annotated[method.run_settings, Parameter(name="*")],
         "own": Annotated[method.settings, Parameter(name="*")],
         "printing": Printing,
     }
@@ -73,7 +71,7 @@ def _command(method: Method) -> Callable[..., None]:
     return apply
 
 
-for number, method in enumerate(methods().values()):
+for number, method in enumerate(METHODS.values()):
     app.command(_command(method), name=method.name, sort_key=number)
 
 
@@ -98,5 +96,5 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
     if printing.json:
         print((output / JSON).read_text(encoding="utf-8"))
         return
-    show(result, settings, Console(width=max(Console().width, 150)))
+    show(result, settings, Console())
     print(f"{result.seconds:.0f} s. Report: {output / PAGE}")

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from divdec.cli.loading import quiet, report
 from divdec.costs.settings import CostSettings
 from divdec.options import Printing
-from divdec.research.bench.settings import ComputeSettings, LatencySettings
+from divdec.research.bench.settings import BenchSettings, LatencySettings
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
@@ -181,18 +181,18 @@ def _cost_lines(estimate: CostEstimate) -> list[str]:
 
 
 @bench.command
-def compute(settings: Annotated[ComputeSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     """Measure (t_P + t_p + t_q)/t_P of random models against 1 + 2n/N, prefill and decoding apart.
 
     For example:
 
         divdec bench compute --output runs/bench-compute
     """
+    from divdec.research.bench.results import compute_table
     from divdec.research.bench.run import bench_compute
-    from divdec.research.charts import compute_cells
 
     quiet()
-    _print_bench(bench_compute(settings, report), compute_cells, settings.output, printing)
+    _print_bench(bench_compute(settings, report), compute_table, settings.output, printing)
 
 
 @bench.command
@@ -204,14 +204,14 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
         divdec bench latency --output runs/bench-latency \
           --targets chinchilla-306M --auxiliaries chinchilla-44M
     """
+    from divdec.research.bench.results import latency_table
     from divdec.research.bench.run import bench_latency
-    from divdec.research.charts import latency_cells
 
     quiet()
-    _print_bench(bench_latency(settings, report), latency_cells, settings.output, printing)
+    _print_bench(bench_latency(settings, report), latency_table, settings.output, printing)
 
 
-def _print_bench(result: dict[str, Any], cells: Callable[..., Any], output: str, printing: Printing) -> None:
+def _print_bench(result: dict[str, Any], tabulate: Callable[..., Any], output: str, printing: Printing) -> None:
     from rich.console import Console
 
     from divdec.research.charts import terminal_table
@@ -219,9 +219,9 @@ def _print_bench(result: dict[str, Any], cells: Callable[..., Any], output: str,
     if printing.json:
         print(json.dumps(result))
         return
-    console = Console(width=max(Console().width, 160))
+    console = Console()
     if result["rows"]:
-        console.print(terminal_table(*cells(result["rows"])))
+        console.print(terminal_table(tabulate(result["rows"], narrow=True)))
     for name, numbers in result.get("summary", {}).items():
         if isinstance(numbers, dict):
             console.print(

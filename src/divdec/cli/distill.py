@@ -76,7 +76,7 @@ def gradient_depth(
     from divdec.training.gradient_depth import gradient_depth as measure
 
     def ours(folder: Path) -> bool:
-        return (read_record(folder) or {}).get("verb") == "depth"
+        return (read_record(folder) or {}).get("verb") == "gradient-depth"
 
     output = Path(settings.output).expanduser()
     check_output(output, settings.overwrite, ours)
@@ -117,7 +117,7 @@ def gradient_depth(
     }
     with output_folder(output, settings.overwrite, ours) as folder:
         content = write_depth(folder, norms, about, bootstrap.level)
-        write_json(folder / RECORD, record("depth", dataclasses.asdict(settings), **about))
+        write_json(folder / RECORD, record("gradient-depth", dataclasses.asdict(settings), **about))
     if printing.json:
         print(json.dumps(content))
         return

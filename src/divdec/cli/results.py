@@ -181,7 +181,7 @@ def plot(
         printing: format of the summary.
     """
     from divdec.report.style import check_format
-    from divdec.research.figures import FIGURES, find_figure
+    from divdec.research.figures.catalog import FIGURES
 
     if list_figures:
         _list_figures(FIGURES, printing)
@@ -190,13 +190,13 @@ def plot(
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
     if figure is None:
         raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
-    spec = find_figure(figure)
+    spec = FIGURES.find(figure)
     file = Path(output or f"{figure}.svg").expanduser()
     check_format(file)
     check_output_file(file, overwriting.overwrite)
 
     from divdec.report.style import style, write_figure
-    from divdec.research.figures import FigureRequest
+    from divdec.research.figures.catalog import FigureRequest
 
     request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
     with style(f"divdec-{figure}"):

@@ -1,34 +1,18 @@
-"""Charts and tables of experiments: methods, leaks, heat maps, sequential requests, measured costs."""
+"""Charts and tables that comparisons and the paper's figures share."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from divdec.costs.model_size import format_quantity
-from divdec.report.charts import Band, Interval, band_panels
-from divdec.report.style import FAINT, LINEAR, LOOKS, MUTED, OTHERS, PAPER, TEXT, Look, style, svg_text, write_figure
-from divdec.runs import write_text
+from divdec.report.charts import Interval
+from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, TEXT, Look
+from divdec.research.baselines.methods import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from rich.table import Table
-
-BenchRow = Mapping[str, Any]
-Cells = tuple[list[str], list[list[str]]]
-Kind = Literal["ours", "other", "reference"]
-METHODS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
-PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
-COMPUTE, LATENCY, TABLE = "compute.svg", "latency.svg", "table.md"
-DECODING = {
-    "plain": "steered, one after the other",
-    "speculative": "steered, by blocks",
-    "beside": "steered, auxiliaries beside the target",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,54 +34,6 @@ class LeakCurve:
     """None for a grey line with its name at its end."""
     shares: Mapping[int, float]
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """A cell of a heat map."""
-
-    x: float
-    y: float
-    value: float
-    marked: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Scores of a method after a number of requests."""
-
-    protocol: str
-    """'sustainability' or 'scaling'."""
-    method: str
-    """'steered' or 'distilled'."""
-    step: int
-    """Number of requests so far, from 1."""
-    scores: Mapping[str, Sequence[float]]
-    """Score of each item, from 0 to 1, by the name of the set."""
-    distance: float
-    """Distance from the method's own first step, in points of 100."""
-    low: float
-    """Lower end of its interval."""
-    high: float
-    to_retrained: float
-    """Distance from the retrained model, in points of 100."""
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Mean score by the name of the set."""
-        return {name: statistics.fmean(scores) for name, scores in self.scores.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures without the items, as JSON values."""
-        return {
-            "protocol": self.protocol,
-            "method": self.method,
-            "step": self.step,
-            "scores": self.means,
-            "distance": self.distance,
-            "distance_interval": [self.low, self.high],
-            "distance_to_retrained": self.to_retrained,
-        }
 
 
 def bars(axes: Axes, rows: Sequence[Bar], x_label: str) -> None:
@@ -161,259 +97,20 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
         )  # fmt: skip
 
 
-def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
-    """Draw a grid of values with two decimals in its cells; marked cells have a frame.
-
-    Args:
-        axes: drawn into, under `style`.
-        tiles: at most one for each pair of x and y.
-        x_label: label of the columns, in the order of their numbers.
-        y_label: label of the rows, from the bottom up.
-        reverse: use light colours for low values, where these are better.
-
-    Returns:
-        The mesh, for a colour bar.
-    """
-    import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    xs, ys = (sorted({getattr(tile, name) for tile in tiles}) for name in "xy")
-    grid = np.full((len(ys), len(xs)), np.nan)
-    for tile in tiles:
-        grid[ys.index(tile.y), xs.index(tile.x)] = tile.value
-    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
-    colours = colormaps["cividis_r" if reverse else "cividis"]
-    mesh = axes.pcolormesh(
-        np.arange(len(xs) + 1) - 0.5, np.arange(len(ys) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=colours,
-        vmin=low, vmax=high if high > low else low + 1, edgecolors=PAPER, linewidth=1,
-    )  # fmt: skip
-    for tile in tiles:
-        x, y = xs.index(tile.x), ys.index(tile.y)
-        red, green, blue, _ = colours((tile.value - low) / (high - low or 1.0))
-        # Cells keep their colours on a dark page, so that their text is not in colours of the palette.
-        ink = "#010101" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#fefefe"
-        axes.annotate(f"{tile.value:.2f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
-        if tile.marked:
-            axes.add_patch(Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=ink, linewidth=1.5))
-    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
-    axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
-    axes.tick_params(length=0)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.spines[:].set_visible(False)
-    return mesh
-
-
-def distance_plot(steps: Sequence[Step], score: str, level: float) -> str:
-    """Draw `distance_figure` as an `<svg>` element."""
-    with style("divdec-sequential"):
-        return svg_text(distance_figure(steps, score, level))
-
-
-def distance_figure(steps: Sequence[Step], score: str, level: float | None) -> Figure:
-    """Draw the distance over the steps, one panel for each protocol, one line for each method.
-
-    Args:
-        steps: all steps.
-        score: what an item's score is, for the label.
-        level: level of the intervals; None without intervals.
-    """
-    from matplotlib.figure import Figure
-
-    groups: dict[str, dict[str, list[Step]]] = {}
-    for step in steps:
-        groups.setdefault(step.protocol, {}).setdefault(step.method, []).append(step)
-    panels = {
-        protocol: [
-            Band(
-                method, METHODS.get(method, OTHERS), x=[row.step for row in rows], y=[row.distance for row in rows],
-                low=[row.low for row in rows], high=[row.high for row in rows],
-            )
-            for method, rows in methods.items()
-        ]
-        for protocol, methods in groups.items()
-    }  # fmt: skip
-    figure = Figure(figsize=(9.0, 4.1), layout="constrained")
-    grid = band_panels(figure, panels, "requests so far")
-    for axes in grid:
-        axes.set_ylim(bottom=0)
-    grid[0].set_ylabel(f"distance from the first step, points of {score}\n(retain and request 1; lower is better)")
-    grid[-1].legend(title=None if level is None else f"{100 * level:g} % interval")
-    return figure
-
-
-def sequential_table(
-    title: str, score: str, references: Mapping[str, Mapping[str, float]], steps: Sequence[Step]
-) -> str:
-    """Format mean scores in percent as Markdown; scores of requests that come later are in brackets.
-
-    Args:
-        title: title of the experiment.
-        score: what an item's score is.
-        references: mean scores of target and retrained model, by name.
-        steps: all steps.
-    """
-    sets = list(steps[0].scores)
-    rows = [[name, "", *(f"{100 * means[part]:.1f}" for part in sets), "", ""] for name, means in references.items()]
-    for step in steps:
-        cells = []
-        for name, value in step.means.items():
-            first, _, rest = name.partition(" ")
-            later = first == "request" and int(rest.split(",")[0]) > step.step
-            cells.append(f"({100 * value:.1f})" if later else f"{100 * value:.1f}")
-        away = f"{step.distance:.1f} [{step.low:.1f}, {step.high:.1f}]" if step.step > 1 else "0"
-        rows.append([f"{step.protocol}, {step.method}", str(step.step), *cells, away, f"{step.to_retrained:.1f}"])
-    header = ["", "step", *sets, "distance from step 1", "distance from retrained"]
-    return f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}"
-
-
-def compute_deviation(rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Summarise the deviation of measured compute from 1 + 2n/N, with and without embeddings; empty without rows."""
-    if not rows:
-        return {}
-    result: dict[str, Any] = {"combinations": len(rows)}
-    for name in PASSES:
-        for theory in ("theory", "theory_without_embeddings"):
-            deviations = [row["ratio"][name] / row[theory] - 1 for row in rows]
-            result[f"{name}_against_{theory}"] = {
-                "median": statistics.median(deviations),
-                "median_size": statistics.median(map(abs, deviations)),
-                "largest_size": max(map(abs, deviations)),
-            }
-    return result
-
-
-def compute_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a look for each vocabulary."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    highest = 1.03 * max(max(row["theory"], *row["ratio"].values()) for row in rows)
-    for axes, (name, title) in zip(panels, PASSES.items(), strict=True):
-        axes.plot([1, highest], [1, highest], color=TEXT, linewidth=0.9, label="as many FLOPs, as much time")
-        for index, vocabulary in enumerate(sorted({row["vocabulary"] for row in rows})):
-            look = LOOKS[index % len(LOOKS)]
-            points = [(row["theory"], row["ratio"][name]) for row in rows if row["vocabulary"] == vocabulary]
-            axes.plot(
-                *zip(*points, strict=True), look.marker, color=look.colour, markersize=5, linestyle="none",
-                label=f"vocabulary {vocabulary:,}",
-            )  # fmt: skip
-        axes.set_title(title)
-        axes.set_xlabel("1 + 2n/N (embeddings counted)")
-        axes.grid(True)
-    panels[0].set_ylabel("(t_P + t_p + t_q) / t_P, measured")
-    panels[0].legend(fontsize=8, loc="upper left")
-    return figure
-
-
-def compute_cells(rows: Sequence[BenchRow]) -> Cells:
-    """Return header and rows of the table of deviations."""
-    header = ["target", "auxiliaries", "vocabulary", "N", "n", "1 + 2n/N", "without embeddings"]
-    header += [f"{name}{suffix}" for name in PASSES for suffix in ("", ", deviation")]
-    cells = [
-        [
-            row["target"], row["auxiliary"], f"{row['vocabulary']}", format_quantity(row["N"]),
-            format_quantity(row["n"]), f"{row['theory']:.3f}", f"{row['theory_without_embeddings']:.3f}",
-            *(text for name in PASSES for text in (f"{row['ratio'][name]:.3f}", f"{row['deviation'][name]:+.1%}")),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return header, cells
-
-
-def latency_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Draw t_Q/t_P over the vocabulary, a panel for each kind of decoding, a line for each target."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
-    figure = Figure(figsize=(4.8 * len(kinds), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
-    pairs = list(dict.fromkeys((row["target"], row["auxiliary"]) for row in rows))
-    for axes, kind in zip(panels, kinds, strict=True):
-        for index, pair in enumerate(pairs):
-            look = LOOKS[index % len(LOOKS)]
-            points = sorted(
-                (row["vocabulary"], row["ratio"][kind])
-                for row in rows
-                if (row["target"], row["auxiliary"]) == pair and kind in row["ratio"]
-            )
-            axes.plot(
-                [x for x, _ in points], [y for _, y in points], marker=look.marker, color=look.colour,
-                linestyle=look.dash, markersize=5, label=f"{pair[0]} with two {pair[1]}",
-            )  # fmt: skip
-        axes.axhline(1, color=TEXT, linewidth=0.9)
-        axes.set_title(DECODING[kind])
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({row["vocabulary"] for row in rows}))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("vocabulary (tokens)")
-        axes.grid(True)
-    panels[0].set_ylabel("t_Q / t_P, measured")
-    panels[0].legend(fontsize=8)
-    return figure
-
-
-def latency_cells(rows: Sequence[BenchRow]) -> Cells:
-    """Return header and rows: milliseconds per token, measured and predicted, and the ratio to the target's."""
-    kinds = ["target", *(kind for kind in DECODING if any(kind in row["ratio"] for row in rows))]
-    header = ["target", "auxiliaries", "vocabulary", "acceptance"]
-    header += [title for kind in kinds for title in (f"{kind}, ms", "predicted / measured")]
-    header += [f"t_Q/t_P, {kind}" for kind in kinds[1:]]
-    cells = []
-    for row in rows:
-        line = [row["target"], row["auxiliary"], f"{row['vocabulary']}", f"{row['acceptance']:.2f}"]
-        for kind in kinds:
-            predicted = row["predicted_over_measured"].get(kind)
-            line.append(f"{1e3 * row['seconds_per_token'][kind]:.1f}" if kind in row["seconds_per_token"] else "")
-            line.append("" if predicted is None else f"{predicted:.2f}")
-        cells.append([*line, *(f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else "" for kind in kinds[1:])])
-    return header, cells
-
-
-def write_compute(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
-    """Write table.md and compute.svg into a folder."""
-    description = f"(t_P + t_p + t_q)/t_P against 1 + 2n/N on {device}"
-    _write_bench(folder, COMPUTE, rows, compute_cells, compute_figure, "Compute increase, measured", description)
-
-
-def write_latency(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
-    """Write table.md and latency.svg into a folder."""
-    description = f"t_Q/t_P over the vocabulary on {device}"
-    _write_bench(folder, LATENCY, rows, latency_cells, latency_figure, "Latency increase, measured", description)
-
-
-def _write_bench(
-    folder: Path,
-    name: str,
-    rows: Sequence[BenchRow],
-    cells: Callable[[Sequence[BenchRow]], Cells],
-    figure: Callable[[Sequence[BenchRow]], Figure],
-    title: str,
-    description: str,
-) -> None:
-    write_text(folder / TABLE, markdown_table(*cells(rows)))
-    with style(f"divdec-bench-{Path(name).stem}"):
-        write_figure(folder / name, figure(rows), title=title, description=description, sources=["results.jsonl"])
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = False) -> str:
     """Format a table as Markdown, with all columns but the first aligned right if asked."""
     rule = ["---", *["---:" if align_right else "---"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
 
 
-def terminal_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Format a table for a terminal."""
+def terminal_table(rows: Sequence[Mapping[str, str]], left: int = 1) -> Table:
+    """Format cells by their heads for a terminal; the first `left` columns are aligned left."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, title in enumerate(header):
-        table.add_column(title, justify="left" if index < 2 else "right")
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for index, head in enumerate(rows[0]):
+        table.add_column(head, justify="left" if index < left else "right", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table

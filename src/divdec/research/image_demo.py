@@ -82,15 +82,7 @@ class ImageMaterial:
 
     @classmethod
     def of(cls, images: Images, labels: list[int], names: Sequence[str], codec: Codec, seed: int) -> ImageMaterial:
-        """Create the material of an experiment that forgets half of the classes, drawn by seed.
-
-        Args:
-            images: all images.
-            labels: index of each image's class.
-            names: names of the classes.
-            codec: codec of the images.
-            seed: draws the classes.
-        """
+        """Create the material of an experiment that forgets half of the classes, drawn by seed."""
         forget = tuple(sorted(random.Random(seed).sample(range(len(names)), len(names) // 2)))
         layout = ImageLayout.new(codec.codes, *codec.grid, names)
         return cls(images, labels, codec, layout, forget, tuple(i for i in range(len(names)) if i not in forget))
@@ -130,13 +122,7 @@ class ImageModels:
     """Training time by stage, also of cached stages."""
 
     def candidates(self, layout: ImageLayout, rules: Sequence[Steering], device: str = "cpu") -> list[Candidate]:
-        """Load baseline, retrained reference and every rule as candidates.
-
-        Args:
-            layout: the layout.
-            rules: steering rules.
-            device: device of the models.
-        """
+        """Load baseline, retrained reference and every rule as candidates."""
         from transformers import AutoModelForCausalLM
 
         from divdec.model.modeling import DivergenceForCausalLM
@@ -156,13 +142,10 @@ class ImageModels:
     def write_bundle(self, material: ImageMaterial, folder: Path, steering: Steering) -> None:
         """Write a bundle with layout and codec."""
         write_bundle(
-            folder,
-            target=str(self.target),
-            retain_auxiliary=str(self.retain_auxiliary),
-            forget_auxiliary=str(self.forget_auxiliary),
-            steering=restrict_to_codes(steering, material.layout),
+            folder, target=str(self.target), retain_auxiliary=str(self.retain_auxiliary),
+            forget_auxiliary=str(self.forget_auxiliary), steering=restrict_to_codes(steering, material.layout),
             forget_set=f"classes {material.forgotten}",
-        )
+        )  # fmt: skip
         write_image_files(folder, material.layout, material.codec)
 
 
@@ -170,13 +153,6 @@ def train_images(
     material: ImageMaterial, recipe: ImageRecipe, seed: int, cache: Path, report: Callable[[str], None]
 ) -> ImageModels:
     """Train the models that are not in the cache.
-
-    Args:
-        material: images and classes.
-        recipe: sizes and training.
-        seed: seed of initial weights and order.
-        cache: folder of finished stages.
-        report: receives one line a stage.
 
     Raises:
         Interrupted: Ctrl-C; the same call resumes.
@@ -231,16 +207,47 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
     models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
-        content = _evaluate(material, models, seed, folder, console)
-        content |= {"seconds": round(time.perf_counter() - started, 1)}
+        benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed))
+        candidates = models.candidates(material.layout, RULES)
+        results = evaluate_candidates(benchmark, candidates, folder, lambda line: None)
+        held_out = benchmark.classifier.held_out
+        tables = write_results(
+            benchmark, candidates, results, folder,
+            title=f"divdec image demo, seed {seed}",
+            lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
+            f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
+            f"{held_out.images} real digits that it has not seen.",
+            notes=[NETWORK_NOTE],
+        )  # fmt: skip
+        print_tables(tables, console)
+        best = recommend(results)
+        console.print(_summary(best, results[0]), highlight=False)
+        rules = {rule_name(rule): rule for rule in RULES}
+        recommended = Steering() if best is None else rules[best.method, best.config]
+        content = record(
+            "image demo", {"seed": seed},
+            forget=list(material.forget), held_out=dataclasses.asdict(held_out), results=tabulate(results).json(),
+            recommended=str(recommended), reached=best is not None, training_seconds=models.seconds,
+            seconds=round(time.perf_counter() - started, 1),
+        )  # fmt: skip
         write_json(folder / RECORD, content)
-        models.write_bundle(material, folder / "bundle", Steering.parse(str(content["recommended"])))
+        models.write_bundle(material, folder / "bundle", recommended)
     console.print(
         f"{content['seconds']:.0f} s. Look at {output / 'report.html'}\n"
         f"Draw more: divdec image sample {output / 'bundle'} --output digits",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return content
+
+
+def _summary(best: SettingResult | None, baseline: SettingResult) -> str:
+    if best is None:
+        return f"No setting reaches forget accuracy ≤ {FORGET_AIM} with retain accuracy ≥ {RETAIN_AIM} × the target's."
+    return (
+        f"{best.name}: {accuracy(best, 'forget'):.2f} of the images asked for as a digit to forget show it, "
+        f"{accuracy(best, 'retain'):.2f} as a digit to keep (the target: {accuracy(baseline, 'forget'):.2f}, "
+        f"{accuracy(baseline, 'retain'):.2f})."
+    )
 
 
 def is_demo(folder: Path) -> bool:
@@ -251,10 +258,8 @@ def is_demo(folder: Path) -> bool:
 def recommend(results: Sequence[SettingResult]) -> SettingResult | None:
     """Return the mildest setting that reaches both aims, linear before rank; None if there is none."""
     baseline = next(result for result in results if result.method == "Baseline")
-    for result in results:
-        if result.method in ("Linear", "Rank") and reaches_aims(result, baseline):
-            return result
-    return None
+    steered = (result for result in results if result.method in ("Linear", "Rank"))
+    return next((result for result in steered if reaches_aims(result, baseline)), None)
 
 
 def reaches_aims(result: SettingResult, baseline: SettingResult) -> bool:
@@ -268,43 +273,6 @@ def accuracy(result: SettingResult, name: str) -> float:
     mean = Mean.of((result.accuracy or {})[name])
     assert mean is not None
     return mean.value
-
-
-def _evaluate(
-    material: ImageMaterial, models: ImageModels, seed: int, folder: Path, console: Console
-) -> dict[str, Any]:
-    benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed))
-    candidates = models.candidates(material.layout, RULES)
-    results = evaluate_candidates(benchmark, candidates, folder, lambda line: None)
-    held_out = benchmark.classifier.held_out
-    tables = write_results(
-        benchmark, candidates, results, folder,
-        title=f"divdec image demo, seed {seed}",
-        lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
-        f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
-        f"{held_out.images} real digits that it has not seen.",
-        notes=[NETWORK_NOTE],
-    )  # fmt: skip
-    print_tables(tables, console)
-    best = recommend(results)
-    if best is None:
-        summary = (
-            f"No setting reaches forget accuracy ≤ {FORGET_AIM} with retain accuracy ≥ {RETAIN_AIM} × the target's."
-        )
-    else:
-        summary = (
-            f"{best.name}: {accuracy(best, 'forget'):.2f} of the images asked for as a digit to forget show it, "
-            f"{accuracy(best, 'retain'):.2f} as a digit to keep (the target: {accuracy(results[0], 'forget'):.2f}, "
-            f"{accuracy(results[0], 'retain'):.2f})."
-        )
-    console.print(summary, highlight=False)
-    rules = {rule_name(rule): rule for rule in RULES}
-    return record(
-        "image demo", {"seed": seed},
-        forget=list(material.forget), held_out=dataclasses.asdict(held_out), results=tabulate(results).json(),
-        recommended=str(Steering() if best is None else rules[best.method, best.config]), reached=best is not None,
-        training_seconds=models.seconds,
-    )  # fmt: skip
 
 
 def print_tables(tables: dict[str, ImageTable], console: Console) -> None:

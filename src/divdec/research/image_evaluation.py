@@ -6,19 +6,23 @@ An interrupted run resumes with the settings whose images are not sampled yet.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from matplotlib.figure import Figure
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from divdec.errors import UsageError
 from divdec.imaging.codecs import FOLDER, Codes, Images
 from divdec.imaging.evaluation import ImageBenchmark, PretrainedFeatures, rule_name
-from divdec.imaging.files import read_folder, write_png
+from divdec.imaging.files import data_url, grid, png, read_folder, write_png
 from divdec.imaging.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec.imaging.models import (
     ImageLayout,
@@ -28,13 +32,14 @@ from divdec.imaging.models import (
     local_folders,
     restrict_to_codes,
 )
-from divdec.imaging.results import GROUPS, ImageTable, SettingResult, tabulate
+from divdec.imaging.results import GROUPS, ImageTable, Mean, SettingResult, cell_text, tabulate
 from divdec.imaging.sampling import decode, enlarged_grid
 from divdec.imaging.settings import ImageEvalSettings
 from divdec.imaging.training import digest
 from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
 from divdec.model.loading import find_bundle, read_config
-from divdec.research.pages import Samples, write_images
+from divdec.report.page import write_page
+from divdec.report.style import GRID, LOOKS, PAGE_WIDTH, style, svg_text
 from divdec.runs import ResumableOutput, RunFolder, write_json, write_text
 from divdec.steering import Steering
 
@@ -56,6 +61,11 @@ CAPTIONS = {
 ANSWERS = "answers.jsonl"
 """Replies of judges at endpoints."""
 STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
+REFERENCES = ("Baseline", "Retrain")
+"""Settings that are not steered."""
+SET_LOOKS = {"retain": LOOKS[0], "forget": LOOKS[1]}
+SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
+IMAGE_MEASURES = {"content": "probability of the class asked for", "accuracy": "images that show the class asked for"}
 NETWORK_NOTE = (
     "Fréchet distances are those of the classifier's features, not of Inception's: they compare the rows of this "
     "table, not with other tables."
@@ -95,9 +105,6 @@ def evaluate_candidates(
 
 def _sample(benchmark: ImageBenchmark, candidate: Candidate, output: Path, title: str | None = None) -> Codes:
     """Load a candidate's codes, or sample and store them if the file is missing, damaged or of other classes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
-
     file = output / "codes" / f"{candidate.file}.safetensors"
     try:
         content = load_file(file)
@@ -125,15 +132,6 @@ def write_results(
 ) -> dict[str, ImageTable]:
     """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
 
-    Args:
-        benchmark: classes and settings.
-        candidates: see `evaluate_candidates`, which has stored their codes in `output`.
-        results: its results.
-        output: the folder.
-        title: title of the report.
-        lead: first paragraph of the report.
-        notes: notes below the tables.
-
     Returns:
         The tables, by caption.
     """
@@ -155,6 +153,118 @@ def write_results(
     return tables
 
 
+@dataclasses.dataclass(frozen=True)
+class SampleRow:
+    """Samples of one class."""
+
+    name: str
+    forget: bool
+    """Whether the class is to be forgotten."""
+    images: Images
+
+    @property
+    def url(self) -> str:
+        """Data URL of the samples side by side."""
+        return data_url(png(grid([self.images], gap=max(1, self.images.shape[3] // 32))))
+
+    @property
+    def width(self) -> int:
+        """Displayed width in pixels."""
+        return len(self.images) * min(max(self.images.shape[3], SMALL), LARGE)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether pixels are displayed as squares."""
+        return self.images.shape[3] < SMALL
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Samples of one setting or of the real images: a row for each class, the forget classes first."""
+
+    title: str
+    rows: tuple[SampleRow, ...]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        images: Images,
+        asked: Sequence[int],
+        classes: Sequence[str],
+        forget: Collection[int],
+        each: int = 8,
+    ) -> Samples:
+        """Take the first images of each class that has any."""
+        order = sorted(set(asked), key=lambda index: (index not in forget, index))
+        chosen = {index: [row for row, of in enumerate(asked) if of == index][:each] for index in order}
+        return cls(title, tuple(SampleRow(classes[index], index in forget, images[chosen[index]]) for index in order))
+
+
+def write_images(
+    path: Path,
+    *,
+    title: str,
+    lead: str,
+    tables: Mapping[str, ImageTable],
+    samples: Sequence[Samples],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the page of an image experiment atomically."""
+    settings = {setting.name: setting for table in tables.values() for setting in table.settings}
+    warnings = [
+        f"{name}: {warning}"
+        for name, setting in settings.items()
+        if setting.distances is not None
+        for warning in setting.distances.warnings
+    ]
+
+    def groups(table: ImageTable) -> list[tuple[str, int]]:
+        return [(name, len(list(own))) for name, own in itertools.groupby(table.columns, lambda column: column.group)]
+
+    write_page(
+        path, "images.html", title=title, lead=lead, tables=tables, samples=samples, references=REFERENCES,
+        notes=[*notes, *warnings], cell_text=cell_text, groups=groups, looks=SET_LOOKS,
+        shown_svg=content_plot(list(settings.values())),
+    )  # fmt: skip
+
+
+def content_plot(settings: Sequence[SettingResult]) -> str:
+    """Plot how often retain and forget classes are still shown, a row for each setting, with standard errors.
+
+    Returns:
+        An `<svg>` element of content, or of accuracy if no setting has content; empty without both.
+    """
+
+    def means(setting: SettingResult, measure: str) -> list[Mean | None]:
+        values = getattr(setting, measure) or {}
+        return [Mean.of(values.get(name, ())) for name in SET_LOOKS]
+
+    measure = next((name for name in IMAGE_MEASURES if any(any(means(one, name)) for one in settings)), None)
+    if measure is None:
+        return ""
+    rows = [(one.name, own) for one in settings if any(own := means(one, measure))]
+    with style("images-shown"):
+        figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for index, (_, own) in enumerate(rows):
+            values = [100 * mean.value for mean in own if mean is not None]
+            axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
+            for mean, look in zip(own, SET_LOOKS.values(), strict=True):
+                if mean is not None:
+                    axes.errorbar(
+                        100 * mean.value, index, xerr=100 * (mean.error or 0), fmt=look.marker, color=look.colour,
+                        markersize=6, elinewidth=1.4, zorder=3,
+                    )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(-2, 102)
+        axes.set_xlabel(f"{IMAGE_MEASURES[measure]}, %")
+        axes.tick_params(axis="y", length=0)
+        axes.grid(True, axis="x")
+        return svg_text(figure)
+
+
 def markdown(tables: dict[str, ImageTable]) -> str:
     """Format all tables, with captions."""
     return "\n".join(f"{caption}\n\n{table.markdown()}" for caption, table in tables.items())
@@ -164,11 +274,6 @@ def evaluate_images(
     settings: ImageEvalSettings, device: str = "cpu", report: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Evaluate a bundle, and write tables, report and images.
-
-    Args:
-        settings: models, images and judges.
-        device: device of the models.
-        report: receives one line at a time.
 
     Returns:
         The content of `run.json`.

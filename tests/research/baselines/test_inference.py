@@ -26,8 +26,9 @@ from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.lunar import Activations, down_projections, redirected
-from divdec.research.baselines.methods import find, methods
+from divdec.research.baselines.methods import METHODS
 from divdec.research.baselines.prompts import PromptLayout, find_layout
+from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
     ECOSettings,
     GUARDSettings,
@@ -80,10 +81,9 @@ def job(world, tokenizer, tmp_path_factory):
 
 
 def make(job, name, output, **options):
-    method = find(name)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    return method.build(job, method.settings(**(SETTINGS[name] | options)), output)
+    return build_method(job, METHODS[name].settings(**(SETTINGS[name] | options)), output)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three 
     "name",
     [
         pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name, method in methods().items()
+        for name, method in METHODS.items()
         if method.kind == "inference"
     ],
 )
@@ -449,7 +449,7 @@ def test_plain_texts_are_decided_as_they_come(name, world, job, target, tmp_path
         whole = model(ids).logits[0]
         cache = model.new_cache()
         single = torch.cat(
-            [model(ids[:, place : place + 1], past_key_values=cache).logits[0] for place in range(ids.shape[1])]
+            [model(ids[:, index : index + 1], past_key_values=cache).logits[0] for index in range(ids.shape[1])]
         )
         theirs = target(ids).logits[0]
     torch.testing.assert_close(whole, single, atol=2e-4, rtol=1e-4)
@@ -472,9 +472,9 @@ def test_eco_corrupts_forget_prompts_alone_and_always_alike(job, load, target):
 
 def test_corruptions_by_hand():
     embeddings, noise = torch.ones(1, 2, 3), torch.tensor([[[2.0, -1.0], [2.0, -1.0]]])
-    places = torch.tensor([[True, False]])
+    mask = torch.tensor([[True, False]])
     for name, expected in (("noise", [3.0, 0.0, 1.0]), ("zero", [0.0, 0.0, 1.0]), ("flip", [-1.0, -1.0, 1.0])):
-        found = corrupt(embeddings, places, noise, name)
+        found = corrupt(embeddings, mask, noise, name)
         assert found.tolist() == [[expected, [1.0, 1.0, 1.0]]]
 
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from divdec.model.checks import check_inputs, positions_of, refuse_unknown
 from divdec.model.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
+from divdec.research.registry import Registry
 from divdec.runs import file_sha256
 
 if TYPE_CHECKING:
@@ -98,13 +99,7 @@ class Decoding(nn.Module):
     """Computes a method's logits from target and helpers."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], options: Mapping[str, Any], folder: Path) -> None:
-        """Store the parts.
-
-        Args:
-            models: the parts by name.
-            options: the options in the configuration.
-            folder: folder of the method's own files.
-        """
+        """Store the parts."""
         super().__init__()
         self.models = nn.ModuleDict(models)
 
@@ -129,17 +124,7 @@ class Decoding(nn.Module):
 
 
 # A registry, so that a configuration file cannot choose what code runs.
-_DECODINGS: dict[str, type[Decoding]] = {}
-
-
-def register_decoding(method: str) -> Callable[[type[Decoding]], type[Decoding]]:
-    """Register the decorated class as the decoding of a method."""
-
-    def decorate(kind: type[Decoding]) -> type[Decoding]:
-        _DECODINGS[method] = kind
-        return kind
-
-    return decorate
+DECODINGS: Registry[type[Decoding]] = Registry("baseline")
 
 
 class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -192,11 +177,6 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Load a folder that `write_composite` wrote.
 
-        Args:
-            pretrained_model_name_or_path: the folder.
-            verify: compare every file with its SHA-256.
-            **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all parts.
-
         Returns:
             The model; with `output_loading_info` also a dictionary of empty lists.
 
@@ -207,7 +187,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         config = kwargs.pop("config", None)
         if not isinstance(config, CompositeConfig):
             config = load_config(folder)
-        if not isinstance(config, CompositeConfig) or config.method not in _DECODINGS or not config.parts:
+        if not isinstance(config, CompositeConfig) or config.method not in DECODINGS or not config.parts:
             raise UsageError(f"{folder} holds no known baseline; create it again with `divdec baseline`")
         loading_info = kwargs.pop("output_loading_info", False)
         for name in (*WITHOUT_EFFECT, "local_files_only", "revision"):
@@ -215,13 +195,21 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         for name in REFUSED:
             if kwargs.pop(name, None):
                 raise UsageError(f"{name} has no meaning for a model made of several checkpoints; leave it out")
-        models = {name: _load_part(folder, name, fields, verify, kwargs) for name, fields in config.parts.items()}
+        models = {}
+        for name, fields in config.parts.items():
+            reference = CheckpointReference.from_dict(fields, name)
+            path = reference.resolve(folder, weights=True)
+            check_weights(path)
+            if verify:
+                reference.verify(path, name)
+            models[name] = load_model(path, **kwargs).eval()
+            check_part(name, models[name])
         for name, sha256 in (config.files or {}).items():
             if not (folder / name).is_file() or (verify and file_sha256(folder / name) != sha256):
                 raise UsageError(f"{folder / name} is missing or has changed; create the baseline again")
         if min(logit_width(model) for model in models.values()) != config.vocab_size:
             raise UsageError(f"{folder}: the configuration has another vocabulary size than the parts; create it again")
-        decoding = _DECODINGS[config.method](models, config.options or {}, folder)
+        decoding = DECODINGS[str(config.method)](models, config.options or {}, folder)
         model = cls(config, decoding).eval()
         model.name_or_path = str(folder)
         empty: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -320,11 +308,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def write_composite(
-    output: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    method: str,
-    options: Mapping[str, Any],
-    parts: Mapping[str, Path],
+    output: Path, tokenizer: PreTrainedTokenizerBase, method: str, options: Mapping[str, Any], parts: Mapping[str, Path]
 ) -> None:
     """Write a folder that `CompositeForCausalLM.from_pretrained` loads; it refers to the parts by path and digest.
 
@@ -359,17 +343,6 @@ def write_composite(
     )
     tokenizer.save_pretrained(output)
     config.save_pretrained(output)
-
-
-def _load_part(folder: Path, name: str, fields: Any, verify: bool, options: Mapping[str, Any]) -> PreTrainedModel:
-    reference = CheckpointReference.from_dict(fields, name)
-    path = reference.resolve(folder, weights=True)
-    check_weights(path)
-    if verify:
-        reference.verify(path, name)
-    model = load_model(path, **options).eval()
-    check_part(name, model)
-    return model
 
 
 def _check_finite(

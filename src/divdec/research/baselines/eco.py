@@ -20,10 +20,9 @@ from transformers import Cache
 from divdec.errors import UsageError
 from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
-from divdec.research.baselines.job import Job
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
-from divdec.research.baselines.registry import BuiltModel
 from divdec.research.baselines.settings import ECOSettings
 
 
@@ -47,7 +46,7 @@ def corrupt(
     return torch.where(mask[..., None], corrupted, embeddings)
 
 
-@register_decoding("eco")
+@DECODINGS.register("eco")
 class Eco(Decoding):
     """The target on clean and on corrupted prompts, and the classifier that chooses between them."""
 
@@ -87,7 +86,7 @@ class Eco(Decoding):
 
 
 def build_eco(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
-    """Train the classifier, and write it with a reference to the target; see `Method.build`.
+    """Train the classifier, and write it with a reference to the target; see `build_method`.
 
     Raises:
         UsageError: `dims` exceeds the width of the embeddings.

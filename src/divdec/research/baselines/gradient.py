@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 import divdec.research.baselines.settings as options
 from divdec.data.formatting import Example, encode_records
@@ -25,8 +25,8 @@ from divdec.errors import UsageError
 from divdec.model.bundle import baseline_card
 from divdec.model.checkpoint import load_config, load_model
 from divdec.research.baselines import losses
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel, method_of
+from divdec.research.baselines.job import BuiltModel, Job
+from divdec.research.baselines.methods import method_of
 from divdec.runs import write_text
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune, uses_bfloat16
 from divdec.training.inputs import INDEX, Collator, Companion, model_inputs
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RETAIN, IDK = "retain", "idk"
+Batch = Mapping[str, Tensor]
+PerExample = Float[Tensor, " examples"]
 IDK_ANSWERS = (
     "I don't know the answer to that.",
     "I'm afraid I have nothing on this.",
@@ -63,22 +65,17 @@ IDK_ANSWERS = (
 )
 
 
-class GradAscent:
+class GradAscent(nn.Module):
     """−NLL of the forget answers."""
 
     counts_tokens = True
 
-    def to(self, device: torch.device) -> None:
-        """Do nothing: there is no state."""
-
-    def loss(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
-    ) -> Float[Tensor, ""]:
+    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> losses.Loss:
         """See `Objective.loss`."""
         return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"], labelled)
 
 
-class GradDiff:
+class GradDiff(nn.Module):
     """γ · forget term + α · retain term; subclasses override the forget term.
 
     Means over tokens are taken per micro-batch, as in OpenUnlearning: forget and retain terms have different numbers
@@ -88,29 +85,23 @@ class GradDiff:
     counts_tokens = False
 
     def __init__(self, settings: options.GradDiffSettings, reference: PreTrainedModel | None = None) -> None:
+        super().__init__()
         self.settings: Any = settings
         self.reference = reference
         """The frozen target, where a term needs its logits."""
 
-    def to(self, device: torch.device) -> None:
-        """Move the reference."""
-        if self.reference is not None:
-            self.reference.to(device)  # pyright: ignore[reportArgumentType]
-
-    def loss(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
-    ) -> Float[Tensor, ""]:
+    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> losses.Loss:
         """See `Objective.loss`."""
         loss = self.settings.gamma * self.forget_loss(model, batch)
         if self.settings.alpha:
             loss = loss + self.settings.alpha * self.retain_loss(model, model_inputs(batch, RETAIN))
         return loss
 
-    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def forget_loss(self, model: PreTrainedModel, batch: Batch) -> losses.Loss:
         """The forget term."""
         return losses.gradient_ascent(logits_of(model, model_inputs(batch)), batch["labels"])
 
-    def retain_loss(self, model: PreTrainedModel, retain: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def retain_loss(self, model: PreTrainedModel, retain: Batch) -> losses.Loss:
         """The retain term."""
         logits = logits_of(model, retain)
         if self.settings.retain_loss == "nll":
@@ -118,7 +109,7 @@ class GradDiff:
         return losses.kl_from_reference(logits, self.reference_logits(retain), retain["labels"])
 
     @torch.no_grad()
-    def reference_logits(self, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens vocabulary"]:
+    def reference_logits(self, inputs: Batch) -> losses.Logits:
         """Logits of the frozen target."""
         assert self.reference is not None
         return logits_of(self.reference, inputs)
@@ -127,21 +118,15 @@ class GradDiff:
 class NPO(GradDiff):
     """NPO; the frozen target's log-probabilities of the forget sequences are computed before training."""
 
+    forget_reference: Tensor
+
     def __init__(
-        self,
-        settings: options.NPOSettings,
-        forget_reference: Float[Tensor, " examples"],
-        reference: PreTrainedModel | None = None,
+        self, settings: options.NPOSettings, forget_reference: PerExample, reference: PreTrainedModel | None = None
     ) -> None:
         super().__init__(settings, reference)
-        self.forget_reference = forget_reference
+        self.register_buffer("forget_reference", forget_reference)
 
-    def to(self, device: torch.device) -> None:
-        """Move reference and log-probabilities."""
-        super().to(device)
-        self.forget_reference = self.forget_reference.to(device)
-
-    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def forget_loss(self, model: PreTrainedModel, batch: Batch) -> losses.Loss:
         """See `losses.npo`."""
         reference = self.forget_reference[batch[INDEX]]
         return losses.npo(log_probabilities_of(model, model_inputs(batch)), reference, self.settings.beta)
@@ -150,22 +135,19 @@ class NPO(GradDiff):
 class IdkDPO(NPO):
     """DPO of "I don't know" over the true answer; both reference log-probabilities are computed before training."""
 
+    idk_reference: Tensor
+
     def __init__(
         self,
         settings: options.NPOSettings,
-        forget_reference: Float[Tensor, " examples"],
-        idk_reference: Float[Tensor, " examples"],
+        forget_reference: PerExample,
+        idk_reference: PerExample,
         reference: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(settings, forget_reference, reference)
-        self.idk_reference = idk_reference
+        self.register_buffer("idk_reference", idk_reference)
 
-    def to(self, device: torch.device) -> None:
-        """Move reference and log-probabilities."""
-        super().to(device)
-        self.idk_reference = self.idk_reference.to(device)
-
-    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def forget_loss(self, model: PreTrainedModel, batch: Batch) -> losses.Loss:
         """See `losses.idk_dpo`."""
         return losses.idk_dpo(
             chosen=log_probabilities_of(model, model_inputs(batch, IDK)),
@@ -179,30 +161,29 @@ class IdkDPO(NPO):
 class SimNPO(GradDiff):
     """SimNPO."""
 
-    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def forget_loss(self, model: PreTrainedModel, batch: Batch) -> losses.Loss:
         """See `losses.simnpo`."""
+        log_probabilities = log_probabilities_of(model, model_inputs(batch))
         lengths = losses.predicted(batch["labels"]).sum(-1)
-        return losses.simnpo(
-            log_probabilities_of(model, model_inputs(batch)), lengths, self.settings.beta, self.settings.delta
-        )
+        return losses.simnpo(log_probabilities, lengths, self.settings.beta, self.settings.delta)
 
 
 class UNDIAL(GradDiff):
     """UNDIAL; the reference is the teacher before its logits are lowered."""
 
-    def forget_loss(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    def forget_loss(self, model: PreTrainedModel, batch: Batch) -> losses.Loss:
         """See `losses.undial`."""
         forget = model_inputs(batch)
         teacher = self.reference_logits(forget)
         return losses.undial(logits_of(model, forget), teacher, forget["labels"], self.settings.beta)
 
 
-def logits_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens vocabulary"]:
+def logits_of(model: PreTrainedModel, inputs: Batch) -> losses.Logits:
     """Run a model without labels, which would make it compute a loss too."""
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
 
 
-def log_probabilities_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, " batch"]:
+def log_probabilities_of(model: PreTrainedModel, inputs: Batch) -> losses.PerSequence:
     """The log π(y | x) of each sequence's labelled tokens."""
     return losses.sequence_log_probabilities(logits_of(model, inputs), inputs["labels"])
 
@@ -214,7 +195,7 @@ def reference_log_probabilities(
     examples: Sequence[Example],
     batch_size: int,
     bfloat16: bool = False,
-) -> Float[Tensor, " examples"]:
+) -> PerExample:
     """Compute log π(y | x) of every example before training, so that training needs no second model.
 
     Args:
@@ -273,44 +254,40 @@ def read_lines(option: str, file: str | None, default: Sequence[str]) -> tuple[s
 
 
 def train_gradient_method(job: Job, settings: Any, output: Path) -> BuiltModel:
-    """Train the target with the method of the settings' class; see `Method.build`.
+    """Train the target with the method of the settings' class; see `build_method`.
 
     Raises:
         UsageError: "I don't know" answers cannot be used: the forget set is plain text, or their file is unreadable.
     """
+    has_retain_term = isinstance(settings, options.GradDiffSettings)
+    companions = {RETAIN: Companion(job.retain_examples)} if has_retain_term else {}
+    key, idk = None, []
+    if isinstance(settings, options.IdkDPOSettings):
+        answers = draw_idk_answers(job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed)
+        idk = encode_records(answers.records, job.tokenizer, job.form)
+        companions, key = companions | {IDK: Companion(idk, drawn=False)}, answers.sha256
 
-    def frozen() -> PreTrainedModel | None:
-        return frozen_target(job) if settings.retain_loss == "kl" and settings.alpha else None
+    def objective(model: PreTrainedModel) -> Objective:
+        def reference(examples: Sequence[Example]) -> PerExample:
+            bfloat16 = uses_bfloat16(settings.training(job.seed))
+            return reference_log_probabilities(model, job.tokenizer, examples, settings.batch_size, bfloat16)
 
-    def reference(model: PreTrainedModel, examples: Sequence[Example]) -> Float[Tensor, " examples"]:
-        bfloat16 = uses_bfloat16(settings.training(job.seed))
-        return reference_log_probabilities(model, job.tokenizer, examples, settings.batch_size, bfloat16)
+        if not has_retain_term:
+            return GradAscent()
+        frozen = frozen_target(job) if settings.retain_loss == "kl" and settings.alpha else None
+        match settings:
+            case options.IdkDPOSettings():
+                return IdkDPO(settings, reference(job.forget_examples), reference(idk), frozen)
+            case options.SimNPOSettings():
+                return SimNPO(settings, frozen)
+            case options.NPOSettings():
+                return NPO(settings, reference(job.forget_examples), frozen)
+            case options.UNDIALSettings():
+                return UNDIAL(settings, frozen or frozen_target(job))
+            case _:
+                return GradDiff(settings, frozen)
 
-    match settings:
-        case options.IdkDPOSettings():
-            answers = draw_idk_answers(
-                job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed
-            )
-            idk = encode_records(answers.records, job.tokenizer, job.form)
-
-            def idk_objective(model: PreTrainedModel) -> Objective:
-                forget_reference = reference(model, job.forget_examples)
-                return IdkDPO(settings, forget_reference, reference(model, idk), frozen())
-
-            companions = {RETAIN: Companion(job.retain_examples), IDK: Companion(idk, drawn=False)}
-            return unlearn(job, settings, output, idk_objective, companions=companions, key=answers.sha256)
-        case options.SimNPOSettings():
-            return unlearn(job, settings, output, lambda model: SimNPO(settings, frozen()))
-        case options.NPOSettings():
-            return unlearn(
-                job, settings, output, lambda model: NPO(settings, reference(model, job.forget_examples), frozen())
-            )
-        case options.UNDIALSettings():
-            return unlearn(job, settings, output, lambda model: UNDIAL(settings, frozen_target(job)))
-        case options.GradDiffSettings():
-            return unlearn(job, settings, output, lambda model: GradDiff(settings, frozen()))
-        case _:
-            return unlearn(job, settings, output, lambda model: GradAscent(), companions={})
+    return unlearn(job, settings, output, objective, companions, key)
 
 
 def unlearn(
@@ -318,23 +295,15 @@ def unlearn(
     settings: options.GradAscentSettings,
     output: Path,
     objective: Callable[[PreTrainedModel], Objective],
-    *,
-    companions: Mapping[str, Companion] | None = None,
+    companions: Mapping[str, Companion],
     key: Any = None,
 ) -> BuiltModel:
     """Train the target on the forget set with an objective, and save it.
 
-    Args:
-        job: target and data.
-        settings: the method's settings.
-        output: an empty folder that exists; receives the checkpoint with its tokenizer and card.
-        objective: creates the objective from the untrained target on its training device; may freeze weights.
-        companions: further parts of each batch; by default randomly drawn retain examples.
-        key: JSON values that decide the weights beside settings, target, data and seed.
+    `objective` receives the untrained target on its training device, and may freeze weights. `key` holds what decides
+    the weights beside settings, target, data and seed.
     """
     method = method_of(settings)
-    if companions is None:
-        companions = {RETAIN: Companion(job.retain_examples)}
     folder = job.work_folder(method.name, [dataclasses.asdict(settings), key])
     resumed = any((folder / CHECKPOINTS).glob("checkpoint-*"))
     started = time.perf_counter()
@@ -343,16 +312,9 @@ def unlearn(
     device: Any = PartialState(cpu=not torch.accelerator.is_available()).device
     model.to(device)
     model, _ = fine_tune(
-        model,
-        job.tokenizer,
-        job.forget_examples,
-        settings.training(job.seed),
-        folder,
-        title=method.name,
-        measure=False,
-        objective=objective(model),
-        companions=companions,
-    )
+        model, job.tokenizer, job.forget_examples, settings.training(job.seed), folder,
+        title=method.name, measure=False, objective=objective(model), companions=companions,
+    )  # fmt: skip
     seconds = time.perf_counter() - started
     if PartialState().is_main_process:
         dtype: Any = load_config(job.target).dtype or torch.float32

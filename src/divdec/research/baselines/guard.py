@@ -22,10 +22,9 @@ from transformers import Cache
 from divdec.data.records import Record, RecordSet
 from divdec.experts.neural import new_cache
 from divdec.model.checkpoint import load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
-from divdec.research.baselines.job import Job
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
-from divdec.research.baselines.registry import BuiltModel
 from divdec.research.baselines.settings import GUARDSettings
 from divdec.runs import read_json, write_json
 
@@ -43,10 +42,7 @@ Words = Sequence[Sequence[int]]
 def forbidden_words(records: RecordSet, retain: RecordSet, common: float) -> list[list[str]]:
     """List each record's forbidden words: those of its answer that are neither in its prompt nor common.
 
-    Args:
-        records: the forget set.
-        retain: the set that decides which words are common.
-        common: the largest share of retain answers that may contain a forbidden word.
+    A word is common if more than the share `common` of the retain answers contain it.
     """
     counts = Counter(word for record in retain for word in {word.casefold() for word in _words(record.answer)})
     most = common * len(retain)
@@ -91,7 +87,7 @@ def similarity_costs(
     return torch.where(cosines >= delta, torch.full_like(cosines, penalty), weight * cosines.clamp(min=0))
 
 
-@register_decoding("guard")
+@DECODINGS.register("guard")
 class Guard(Decoding):
     """The target, the classifier, and each forget record's forbidden words."""
 
@@ -112,27 +108,21 @@ class Guard(Decoding):
         """See `Decoding.logits`."""
         logits, hidden = run_target(self.model(TARGET), step, caches[0])
         reading = self.classifier.read(step, hidden, caches[1:])
-        kept, length = logits.shape[1], reading.tokens.shape[1]
-        guarded = reading.forget[:, -kept:].nonzero().tolist()
+        positions, length = logits.shape[1], reading.tokens.shape[1]
+        guarded = reading.forget[:, -positions:].nonzero().tolist()
         if not guarded:
             return logits
         costs, tokens = torch.zeros_like(logits), reading.tokens.tolist()
-        features = normalize(reading.features[:, -kept:], dim=-1)
+        features = normalize(reading.features[:, -positions:], dim=-1)
         nearest = (features @ self.get_buffer("prompts").to(features).T).argmax(dim=-1)
         for row, index in guarded:
-            before = tokens[row][: length - kept + index + 1]
+            before = tokens[row][: length - positions + index + 1]
             costs[row, index] = self.costs(int(nearest[row, index]), before, logits)
         return logits - costs
 
     @torch.no_grad()
     def costs(self, record: int, before: Sequence[int], like: Tensor) -> Float[Tensor, " width"]:
-        """Cost of each next token.
-
-        Args:
-            record: index of the forget record whose words are forbidden.
-            before: the tokens so far.
-            like: a tensor with the width and device of the logits.
-        """
+        """Cost of each token after `before`, where the words of one forget record are forbidden."""
         if not self.words[record]:
             return like.new_zeros(like.shape[-1])
         if record not in self._costs:
@@ -148,7 +138,7 @@ class Guard(Decoding):
 
 
 def build_guard(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
-    """Train the classifier, and write it and the forbidden words; see `Method.build`."""
+    """Train the classifier, and write it and the forbidden words; see `build_method`."""
     started = time.perf_counter()
     target = load_model(job.target).eval()
     layout, weights, prompts = fit_classifier(job, settings, target)

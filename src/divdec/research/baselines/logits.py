@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from filelock import FileLock
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.data.formatting import IGNORED, Example
@@ -22,10 +24,10 @@ from divdec.errors import UsageError
 from divdec.experts.neural import logits_of, new_cache
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
-from divdec.research.baselines.composite import TARGET, Decoding, Step, register_decoding, write_composite
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.settings import OffsetSettings, UCDSettings, ULDSettings, WHPSettings
+from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Companion, model_inputs
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RETAIN = "retain"
+STAGE = "stage.json"
 Logits = Float[Tensor, "*positions vocab"]
+Batch = Mapping[str, Tensor]
 
 
 def whp(target: Logits, reinforced: Logits, alpha: float) -> Logits:
@@ -112,7 +116,7 @@ class LogitCombination(Decoding):
         return type(self).formula(*(logits[..., :width] for logits in results), **self.options)
 
 
-@register_decoding("whp")
+@DECODINGS.register("whp")
 class WHP(LogitCombination):
     """Target and reinforced model; see `whp`."""
 
@@ -120,7 +124,7 @@ class WHP(LogitCombination):
     formula = staticmethod(whp)
 
 
-@register_decoding("uld")
+@DECODINGS.register("uld")
 class ULD(LogitCombination):
     """Target and assistant; see `uld`."""
 
@@ -128,7 +132,7 @@ class ULD(LogitCombination):
     formula = staticmethod(uld)
 
 
-@register_decoding("ucd")
+@DECODINGS.register("ucd")
 class UCD(LogitCombination):
     """Target, clean and unclean model; see `ucd`."""
 
@@ -136,48 +140,42 @@ class UCD(LogitCombination):
     formula = staticmethod(ucd)
 
 
-def build_logit_method(job: Job, settings: Any, output: Path) -> BuiltModel:
-    """Train the helpers of the settings' method, and write the composite or bundle; see `Method.build`.
-
-    Raises:
-        UsageError: the job lacks a base with the target's vocabulary, the assistant has more layers than the target,
-            or training has changed nothing.
-    """
-    build = {WHPSettings: _whp, ULDSettings: _uld, UCDSettings: _ucd, OffsetSettings: _offset}[type(settings)]
-    seconds, notes = build(job, settings, output)
-    return BuiltModel(output, seconds, notes)
-
-
-def _whp(job: Job, settings: WHPSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+def build_whp(job: Job, settings: WHPSettings, output: Path) -> BuiltModel:
+    """Fine-tune the target further on the forget set, and write the composite; see `build_method`."""
     reinforced, seconds = train_helper(job, "reinforced", job.target, job.forget_examples, settings.training(job.seed))
     parts = {TARGET: job.target, "reinforced": reinforced}
     write_composite(output, job.tokenizer, "whp", {"alpha": settings.alpha}, parts)
-    return seconds, ()
+    return BuiltModel(output, seconds)
 
 
-def _uld(job: Job, settings: ULDSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+def build_uld(job: Job, settings: ULDSettings, output: Path) -> BuiltModel:
+    """Train the assistant, and write the composite; see `build_method`.
+
+    Raises:
+        UsageError: the job lacks the base that the settings ask for, or the target has fewer layers.
+    """
     start, layers, load = job.target, None, load_for_training
     if settings.assistant == "base":
         start = check_base(job, "uld with assistant=base")
     else:
         layers, load = first_layers(start, settings.layers)
     assistant, seconds = train_helper(
-        job,
-        "assistant",
-        start,
-        job.forget_examples,
-        settings.training(job.seed),
-        key=[layers, settings.retain_weight],
-        load=load,
-        objective=RememberAndForget(settings.retain_weight),
+        job, "assistant", start, job.forget_examples, settings.training(job.seed),
+        key=[layers, settings.retain_weight], load=load, objective=RememberAndForget(settings.retain_weight),
         companions={RETAIN: Companion(job.retain_examples)},
-    )
+    )  # fmt: skip
     options = {"weight": settings.weight, "plausibility": settings.plausibility}
     write_composite(output, job.tokenizer, "uld", options, {TARGET: job.target, "assistant": assistant})
-    return seconds, ("without the paper's paraphrased and perturbed answers beside forget and retain set",)
+    note = "without the paper's paraphrased and perturbed answers beside forget and retain set"
+    return BuiltModel(output, seconds, (note,))
 
 
-def _ucd(job: Job, settings: UCDSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+def build_ucd(job: Job, settings: UCDSettings, output: Path) -> BuiltModel:
+    """Train the clean and the unclean model, and write the composite; see `build_method`.
+
+    Raises:
+        UsageError: the job lacks a base with the target's vocabulary.
+    """
     base, training = check_base(job, "ucd"), settings.training(job.seed)
     clean, clean_seconds = train_helper(job, "clean", base, job.retain_examples, training)
     both = job.forget_examples + job.retain_examples
@@ -185,30 +183,26 @@ def _ucd(job: Job, settings: UCDSettings, output: Path) -> tuple[float, tuple[st
     options = {"alpha": settings.alpha, "plausibility": settings.plausibility}
     parts = {TARGET: job.target, "clean": clean, "unclean": unclean}
     write_composite(output, job.tokenizer, "ucd", options, parts)
-    return clean_seconds + unclean_seconds, ()
+    return BuiltModel(output, clean_seconds + unclean_seconds)
 
 
-def _offset(job: Job, settings: OffsetSettings, output: Path) -> tuple[float, tuple[str, ...]]:
+def build_offset(job: Job, settings: OffsetSettings, output: Path) -> BuiltModel:
+    """Train the offset, and write a bundle; see `build_method`.
+
+    Raises:
+        UsageError: the job lacks a base with the target's vocabulary.
+    """
     base = check_base(job, "offset")
     trained, seconds = train_helper(
-        job,
-        "offset",
-        base,
-        job.forget_examples,
-        settings.training(job.seed),
-        key=settings.retain_weight,
+        job, "offset", base, job.forget_examples, settings.training(job.seed), key=settings.retain_weight,
         objective=OffsetAscent(load_for_training(job.target), load_for_training(base), settings.retain_weight),
         companions={RETAIN: Companion(job.retain_examples)},
-    )
+    )  # fmt: skip
     write_bundle(
-        output,
-        target=str(job.target),
-        retain_auxiliary=str(trained),
-        forget_auxiliary=str(base),
-        steering="linear:1",
-        forget_set=job.forget.label,
-    )
-    return seconds, ()
+        output, target=str(job.target), retain_auxiliary=str(trained), forget_auxiliary=str(base),
+        steering="linear:1", forget_set=job.forget.label,
+    )  # fmt: skip
+    return BuiltModel(output, seconds)
 
 
 def train_helper(
@@ -237,23 +231,30 @@ def train_helper(
         companions: see `fine_tune`.
 
     Returns:
-        Its folder, and its training time in seconds.
+        Its checkpoint's folder, and its training time in seconds.
     """
-
-    def train(checkpoints: Path) -> tuple[PreTrainedModel, float]:
-        model, result = fine_tune(
-            load(start), job.tokenizer, examples, settings, checkpoints,
-            title=name, objective=objective, companions=companions,
-        )  # fmt: skip
-        job.report(
-            f"{name}: loss {result.loss_before:.3f} → {result.loss_after:.3f} in {result.steps} steps, "
-            f"{result.seconds:.0f} s"
-        )
-        dtype: Any = load_config(start).dtype or torch.float32
-        return model.to(dtype), result.seconds
-
     role = "base" if job.base is not None and start == job.base else "target"
-    return job.train_once(name, [name, role, dataclasses.asdict(settings), key], train)
+    decides = [name, role, dataclasses.asdict(settings), key]
+    folder = job.work_folder(name, decides)
+    job.work.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.work / f"{folder.name}.lock"):  # parallel trials share helpers
+        if not (folder / STAGE).is_file():
+            checkpoints = job.work / f"{folder.name}.work"
+            model, result = fine_tune(
+                load(start), job.tokenizer, examples, settings, checkpoints,
+                title=name, objective=objective, companions=companions,
+            )  # fmt: skip
+            job.report(
+                f"{name}: loss {result.loss_before:.3f} → {result.loss_after:.3f} in {result.steps} steps, "
+                f"{result.seconds:.0f} s"
+            )
+            dtype: Any = load_config(start).dtype or torch.float32
+            with output_folder(folder) as temporary:
+                model.to(dtype).save_pretrained(temporary)
+                job.tokenizer.save_pretrained(temporary)
+                write_json(temporary / STAGE, {"key": decides, "seconds": round(result.seconds, 2)})
+            shutil.rmtree(checkpoints, ignore_errors=True)
+    return folder, float(read_json(folder / STAGE)["seconds"])
 
 
 def check_base(job: Job, method: str) -> Path:
@@ -275,11 +276,7 @@ def check_base(job: Job, method: str) -> Path:
 
 
 def first_layers(folder: Path, layers: int | None) -> tuple[int, Callable[[Path], PreTrainedModel]]:
-    """Load a checkpoint's first layers with its embeddings, last norm and head as a model.
-
-    Args:
-        folder: the checkpoint.
-        layers: number of layers; None takes a quarter of them, at least one.
+    """Load a checkpoint's first layers (default: a quarter) with embeddings, last norm and head as a model.
 
     Returns:
         The number of layers, and a function that loads them from the folder.
@@ -299,46 +296,34 @@ def first_layers(folder: Path, layers: int | None) -> tuple[int, Callable[[Path]
     return wanted, lambda path: load_model(path, config=config, dtype=torch.float32)
 
 
-class RememberAndForget:
+class RememberAndForget(nn.Module):
     """Cross entropy on the forget set, and KL(uniform ‖ model) on the retain set (ULD, equations 4 and 5)."""
 
     counts_tokens = False
 
     def __init__(self, retain_weight: float) -> None:
+        super().__init__()
         self.retain_weight = retain_weight
 
-    def to(self, device: torch.device) -> object:
-        """Do nothing: there is no state."""
-        return self
-
-    def loss(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
-    ) -> Float[Tensor, ""]:
+    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> Float[Tensor, ""]:
         """See `divdec.training.fine_tuning.Objective.loss`."""
         logits, labels = answer_logits(model, model_inputs(batch))
         retain_logits, _ = answer_logits(model, model_inputs(batch, RETAIN))
         return F.cross_entropy(logits, labels) + self.retain_weight * kl_from_uniform(retain_logits)
 
 
-class OffsetAscent:
+class OffsetAscent(nn.Module):
     """Gradient ascent on the forget set, and KL(P ‖ ensemble) on the retain set, of P + q − p (δ-Unlearning, eq. 2)."""
 
     counts_tokens = False
 
     def __init__(self, target: PreTrainedModel, base: PreTrainedModel, retain_weight: float) -> None:
+        super().__init__()
         self.target = target.eval().requires_grad_(False)
         self.base = base.eval().requires_grad_(False)
         self.retain_weight = retain_weight
 
-    def to(self, device: torch.device) -> object:
-        """Move P and p."""
-        self.target.to(device)  # pyright: ignore[reportArgumentType]
-        self.base.to(device)  # pyright: ignore[reportArgumentType]
-        return self
-
-    def loss(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
-    ) -> Float[Tensor, ""]:
+    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> Float[Tensor, ""]:
         """See `divdec.training.fine_tuning.Objective.loss`."""
         _, ensemble, labels = self._logits(model, model_inputs(batch))
         target, retained, _ = self._logits(model, model_inputs(batch, RETAIN))
@@ -348,7 +333,7 @@ class OffsetAscent:
         return self.retain_weight * divergence - F.cross_entropy(ensemble, labels)
 
     def _logits(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor]
+        self, model: PreTrainedModel, batch: Batch
     ) -> tuple[Float[Tensor, "labelled vocab"], Float[Tensor, "labelled vocab"], Int[Tensor, " labelled"]]:
         with torch.no_grad():
             (target, _), (base, _) = answer_logits(self.target, batch), answer_logits(self.base, batch)
@@ -364,7 +349,7 @@ def kl_from_uniform(logits: Float[Tensor, "positions vocab"]) -> Float[Tensor, "
 
 
 def answer_logits(
-    model: PreTrainedModel, batch: Mapping[str, Tensor]
+    model: PreTrainedModel, batch: Batch
 ) -> tuple[Float[Tensor, "labelled width"], Int[Tensor, " labelled"]]:
     """Compute a model's logits, in float32, where labelled tokens are predicted; returns these tokens too."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

@@ -1,7 +1,8 @@
 """Losses of the gradient methods as pure functions of tensors.
 
-Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. Everything is
-computed in float32 and in nats. docs/baselines.md lists differences from published code.
+Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. A log-probability
+of a sequence is log π(y | x), summed over its labelled tokens. Everything is computed in float32
+and in nats. docs/baselines.md lists differences from published code.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid
 
 from divdec.data.formatting import IGNORED
 
+Logits = Float[Tensor, "batch tokens vocabulary"]
+Labels = Int[Tensor, "batch tokens"]
+TokenLosses = Float[Tensor, "batch tokens-1"]
+PerSequence = Float[Tensor, " batch"]
+Loss = Float[Tensor, ""]
 
-def predicted(labels: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens-1"]:
+
+def predicted(labels: Labels) -> Bool[Tensor, "batch tokens-1"]:
     """Mark the positions that predict a labelled token."""
     return labels[:, 1:] != IGNORED
 
 
-def token_losses(
-    logits: Float[Tensor, "batch tokens vocabulary"], labels: Int[Tensor, "batch tokens"]
-) -> Float[Tensor, "batch tokens-1"]:
+def token_losses(logits: Logits, labels: Labels) -> TokenLosses:
     """−log π(token | tokens before it), 0 where the token is not labelled."""
     following = labels[:, 1:]
     flat = cross_entropy(
@@ -31,40 +36,33 @@ def token_losses(
 
 
 def nll(
-    logits: Float[Tensor, "batch tokens vocabulary"],
-    labels: Int[Tensor, "batch tokens"],
+    logits: Logits,
+    labels: Labels,
     labelled: Tensor | int | None = None,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Mean of −log π over the labelled tokens of the whole batch: the retain term of all methods but RMU.
 
-    Args:
-        logits: logits of the trained model.
-        labels: target tokens.
-        labelled: divisor of the sum; by default the number of labelled tokens.
+    `labelled` replaces their number as the divisor.
     """
     count = predicted(labels).sum().clamp(min=1) if labelled is None else labelled
     return token_losses(logits, labels).sum() / count
 
 
-def sequence_log_probabilities(
-    logits: Float[Tensor, "batch tokens vocabulary"], labels: Int[Tensor, "batch tokens"]
-) -> Float[Tensor, " batch"]:
+def sequence_log_probabilities(logits: Logits, labels: Labels) -> PerSequence:
     """The log π(y | x): the sum of log π over a sequence's labelled tokens."""
     return -token_losses(logits, labels).sum(-1)
 
 
 def gradient_ascent(
-    logits: Float[Tensor, "batch tokens vocabulary"],
-    labels: Int[Tensor, "batch tokens"],
+    logits: Logits,
+    labels: Labels,
     labelled: Tensor | int | None = None,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """−NLL (Jang et al. 2023; Thudi et al. 2022), also the forget term of GradDiff. It has no lower bound."""
     return -nll(logits, labels, labelled)
 
 
-def npo(
-    log_probabilities: Float[Tensor, " batch"], reference: Float[Tensor, " batch"], beta: float
-) -> Float[Tensor, ""]:
+def npo(log_probabilities: PerSequence, reference: PerSequence, beta: float) -> Loss:
     """(2/β) · mean of −log σ(−β · log(π/π_ref)) (Zhang et al. 2024, L_NPO).
 
     As β → 0 its gradient becomes that of gradient ascent on the sequences' NLL; at π = π_ref it equals that at any β.
@@ -77,58 +75,36 @@ def npo(
     return -2 / beta * logsigmoid(-beta * (log_probabilities - reference)).mean()
 
 
-def simnpo(
-    log_probabilities: Float[Tensor, " batch"], lengths: Int[Tensor, " batch"], beta: float, delta: float
-) -> Float[Tensor, ""]:
-    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ) (Fan et al. 2024, where δ is called γ).
-
-    Args:
-        log_probabilities: log π(y | x) of the forget sequences, summed over tokens.
-        lengths: number of labelled tokens of each sequence, |y|.
-        beta: sharpness.
-        delta: margin of reward.
-    """
+def simnpo(log_probabilities: PerSequence, lengths: Int[Tensor, " batch"], beta: float, delta: float) -> Loss:
+    """(2/β) · mean of −log σ(−(β/|y|) · log π − δ) (Fan et al. 2024, where δ is called γ)."""
     return -2 / beta * logsigmoid(-beta * log_probabilities / lengths - delta).mean()
 
 
 def idk_dpo(
-    chosen: Float[Tensor, " batch"],
-    rejected: Float[Tensor, " batch"],
-    chosen_reference: Float[Tensor, " batch"],
-    rejected_reference: Float[Tensor, " batch"],
+    chosen: PerSequence,
+    rejected: PerSequence,
+    chosen_reference: PerSequence,
+    rejected_reference: PerSequence,
     beta: float,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """(2/β) · mean of −log σ(β · (log(π/π_ref)(chosen) − log(π/π_ref)(rejected))).
 
     Rafailov et al. 2023, eq. 7, with "I don't know" chosen over the true answer as in Maini et al. 2024. The factor
     2/β is NPO's (Zhang et al. 2024, which compares both), so that γ and α weigh the same in all methods.
-
-    Args:
-        chosen: log π of the "I don't know" answers, summed over tokens.
-        rejected: log π of the true answers.
-        chosen_reference: `chosen` of the frozen target.
-        rejected_reference: `rejected` of the frozen target.
-        beta: as in `npo`.
     """
     advantage = (chosen - chosen_reference) - (rejected - rejected_reference)
     return -2 / beta * logsigmoid(beta * advantage).mean()
 
 
 def undial(
-    logits: Float[Tensor, "batch tokens vocabulary"],
-    teacher_logits: Float[Tensor, "batch tokens vocabulary"],
-    labels: Int[Tensor, "batch tokens"],
+    logits: Logits,
+    teacher_logits: Logits,
+    labels: Labels,
     beta: float,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Cross entropy with softmax(teacher's logits − β · one-hot of the memorised token), mean over labelled tokens.
 
     Dong et al. 2024, the adjusted teacher and its loss.
-
-    Args:
-        logits: logits of the trained model.
-        teacher_logits: logits of the frozen target.
-        labels: the memorised tokens.
-        beta: decrease of the memorised token's logit.
     """
     chosen = predicted(labels)
     tokens = labels[:, 1:][chosen]
@@ -139,10 +115,10 @@ def undial(
 
 
 def kl_from_reference(
-    logits: Float[Tensor, "batch tokens vocabulary"],
-    reference_logits: Float[Tensor, "batch tokens vocabulary"],
-    labels: Int[Tensor, "batch tokens"],
-) -> Float[Tensor, ""]:
+    logits: Logits,
+    reference_logits: Logits,
+    labels: Labels,
+) -> Loss:
     """KL(π_ref ‖ π), mean over labelled tokens: the other retain term (Maini et al. 2024, "KL Minimization")."""
     chosen = predicted(labels)
     log_pi = logits[:, :-1][chosen].float().log_softmax(-1)
@@ -153,17 +129,12 @@ def kl_from_reference(
 def misdirection(
     hidden: Float[Tensor, "batch tokens width"],
     aim: Float[Tensor, "#batch #tokens width"],
-    labels: Int[Tensor, "batch tokens"],
-) -> Float[Tensor, ""]:
+    labels: Labels,
+) -> Loss:
     """Mean over sequences of the mean over their labelled tokens of ‖h − aim‖² / width: both terms of RMU.
 
     Li et al. 2024, section 4.2. The division by the width is that of the authors' code (mse_loss), which their values
     of c and α assume.
-
-    Args:
-        hidden: hidden states of the trained model at layer ℓ.
-        aim: desired hidden states: c · u, or those of the frozen model.
-        labels: labelled tokens count.
     """
     chosen = labels != IGNORED
     distances = (hidden.float() - aim.float()).square().mean(-1) * chosen

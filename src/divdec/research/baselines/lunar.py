@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,7 @@ from divdec.evaluation.generation import left_padded
 from divdec.model.checkpoint import load_config, load_model
 from divdec.model.checks import positions_of
 from divdec.research.baselines.gradient import read_lines
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.settings import LUNARSettings
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def down_projections(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]
 
 
 def build_lunar(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
-    """Find direction and layer, change the projection, and write the changed target; see `Method.build`.
+    """Find direction and layer, change the projection, and write the changed target; see `build_method`.
 
     Raises:
         UsageError: the target has no such layer, or the reference cannot be read.
@@ -167,7 +166,7 @@ class Activations:
         wanted = self._first_token(reference)
         divergences = []
         for block, shift in zip(self.blocks, shifts, strict=True):
-            with _hooked(block, lambda module, inputs, output, shift=shift: _shifted(output, shift)):
+            with block.register_forward_hook(lambda module, inputs, output, shift=shift: _shifted(output, shift)):
                 shifted = self._first_token(forget[:SAMPLE])
             divergences.append(float((wanted * (wanted.log() - shifted.log())).sum()))
         return min(range(len(divergences)), key=divergences.__getitem__)
@@ -190,19 +189,10 @@ class Activations:
 
             with contextlib.ExitStack() as stack:
                 for module in modules:
-                    stack.enter_context(_hooked(module, record))
+                    stack.enter_context(module.register_forward_hook(record))
                 positions = positions_of(ids, mask, 0)
                 logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             yield logits, mask.bool(), states
-
-
-@contextlib.contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _tensor(output: Any) -> Tensor:

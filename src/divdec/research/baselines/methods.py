@@ -1,126 +1,122 @@
-"""The registered methods: import `methods` and `find` from here, so that all methods are registered.
-
-Each implementation is imported when a model is built, so that this module stays torch-free.
-"""
+"""The unlearning methods beside Divergence Decoding; free of torch, so that listing them is instant."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Any, Literal
 
 import divdec.research.baselines.settings as options
-from divdec.research.baselines.registry import BuiltModel, Method, find, methods, register
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from divdec.research.baselines.job import Job
-
-__all__ = ["find", "methods"]
+from divdec.research.registry import Registry
 
 
-def _gradient(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.gradient import train_gradient_method
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """An unlearning method; `divdec.research.baselines.run.build_method` applies it."""
 
-    return train_gradient_method(job, settings, output)
+    name: str
+    """Name on the command line: 'npo'."""
+    title: str
+    """Name in the paper's table: 'NPO'."""
+    kind: Literal["gradient", "inference"]
+    """'gradient' writes an ordinary checkpoint; 'inference' leaves the target's weights and wraps it."""
+    settings: type
+    """A frozen dataclass of its options; every option has a default."""
+    source: str
+    """Authors, year, title and section or equation."""
+    summary: str
+    """One line for the list of methods."""
 
-
-def _rmu(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.rmu import train_rmu
-
-    return train_rmu(job, settings, output)
-
-
-def _logits(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.logits import build_logit_method
-
-    return build_logit_method(job, settings, output)
-
-
-def _guard(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.guard import build_guard
-
-    return build_guard(job, settings, output)
-
-
-def _eco(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.eco import build_eco
-
-    return build_eco(job, settings, output)
+    @property
+    def run_settings(self) -> type[options.BaselineSettings]:
+        """Class of the run's options beside `settings`."""
+        return options.HelpedSettings if self.kind == "inference" else options.BaselineSettings
 
 
-def _lunar(job: Job, settings: Any, output: Path) -> BuiltModel:
-    from divdec.research.baselines.lunar import build_lunar
+_ALL = (
+    Method(
+        "grad-ascent", "GradAscent", "gradient", options.GradAscentSettings,
+        "Jang et al. 2023, Knowledge Unlearning for Mitigating Privacy Risks in Language Models",
+        "raise the loss on the forget set",
+    ),
+    Method(
+        "grad-diff", "GradDiff", "gradient", options.GradDiffSettings,
+        "Liu et al. 2022, Continual Learning and Private Unlearning; Maini et al. 2024, TOFU (GA-GDR)",
+        "raise the loss on the forget set, lower it on the retain set",
+    ),
+    Method(
+        "npo", "NPO", "gradient", options.NPOSettings,
+        "Zhang et al. 2024, Negative Preference Optimization, the loss L_NPO",
+        "gradient ascent that ceases where an answer is unlikely enough, beside the frozen target",
+    ),
+    Method(
+        "simnpo", "SimNPO", "gradient", options.SimNPOSettings,
+        "Fan et al. 2024, Simplicity Prevails: Rethinking Negative Preference Optimization, the loss of SimNPO",
+        "NPO without a reference, on the mean log-probability of an answer",
+    ),
+    Method(
+        "rmu", "RMU", "gradient", options.RMUSettings,
+        "Li et al. 2024, The WMDP Benchmark, section 4.2",
+        "steer hidden states of the forget set to a random vector",
+    ),
+    Method(
+        "undial", "UNDIAL", "gradient", options.UNDIALSettings,
+        "Dong et al. 2024, UNDIAL: Self-Distillation with Adjusted Logits, the adjusted teacher",
+        "learn from the target with the memorised tokens' logits lowered",
+    ),
+    Method(
+        "idk-dpo", "IdkDPO", "gradient", options.IdkDPOSettings,
+        "Rafailov et al. 2023, Direct Preference Optimization, eq. 7; Maini et al. 2024, TOFU, Preference Optimization",
+        'prefer "I don\'t know" to the true answer',
+    ),
+    Method(
+        "whp", "WHP", "inference", options.WHPSettings,
+        "Eldan and Russinovich 2023, Who's Harry Potter? Approximate Unlearning in LLMs, section 2.1",
+        "subtract what a model raises that was fine-tuned further on the forget set",
+    ),
+    Method(
+        "offset", "δ-Unlearning", "inference", options.OffsetSettings,
+        "Huang et al. 2024, Offset Unlearning for Large Language Models, section 3",
+        "add the offset of a small model that was trained to make the ensemble forget",
+    ),
+    Method(
+        "uld", "ULD", "inference", options.ULDSettings,
+        "Ji et al. 2024, Reversing the Forget-Retain Objectives, sections 3.1 and 3.2",
+        "subtract a small assistant that knows the forget set and nothing else",
+    ),
+    Method(
+        "ucd", "UCD", "inference", options.UCDSettings,
+        "Suriyakumar, Sekhari and Wilson 2025, UCD: Unlearning in LLMs via Contrastive Decoding",
+        "contrast a small model without the forget set with one that saw it, among plausible tokens",
+    ),
+    Method(
+        "guard", "GUARD", "inference", options.GUARDSettings,
+        "Deng et al. 2025, GUARD: Generation-time LLM Unlearning via Adaptive Restriction and Detection",
+        "recognise prompts about the forget set and forbid the words of the answer",
+    ),
+    Method(
+        "eco", "ECO", "inference", options.ECOSettings,
+        "Liu et al. 2024, Large Language Model Unlearning via Embedding-Corrupted Prompts, section 3",
+        "recognise prompts about the forget set and corrupt their embeddings",
+    ),
+    Method(
+        "lunar", "LUNAR", "inference", options.LUNARSettings,
+        "Shen et al. 2025, LLM Unlearning via Neural Activation Redirection, section 3",
+        "change one projection so that forget prompts look like those the model cannot answer",
+    ),
+)  # fmt: skip
+METHODS = Registry("method", ((method.name, method) for method in _ALL))
+REFERENCES = {"target": "Target", "retrain": "Retrain"}
+DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
+TITLES = {**REFERENCES, **DIVDEC, **{name: method.title for name, method in METHODS.items()}}
+"""Names in the paper's tables, in their order."""
+Kind = Literal["ours", "other", "reference"]
 
-    return build_lunar(job, settings, output)
+
+def kind_of(name: str) -> Kind:
+    """Whether a name is of a reference, of Divergence Decoding or of another method."""
+    return "reference" if name in REFERENCES else "ours" if name in DIVDEC else "other"
 
 
-register(Method(
-    "grad-ascent", "GradAscent", "gradient", options.GradAscentSettings,
-    "Jang et al. 2023, Knowledge Unlearning for Mitigating Privacy Risks in Language Models",
-    "raise the loss on the forget set", _gradient,
-))  # fmt: skip
-register(Method(
-    "grad-diff", "GradDiff", "gradient", options.GradDiffSettings,
-    "Liu et al. 2022, Continual Learning and Private Unlearning; Maini et al. 2024, TOFU (GA-GDR)",
-    "raise the loss on the forget set, lower it on the retain set", _gradient,
-))  # fmt: skip
-register(Method(
-    "npo", "NPO", "gradient", options.NPOSettings,
-    "Zhang et al. 2024, Negative Preference Optimization, the loss L_NPO",
-    "gradient ascent that ceases where an answer is unlikely enough, beside the frozen target", _gradient,
-))  # fmt: skip
-register(Method(
-    "simnpo", "SimNPO", "gradient", options.SimNPOSettings,
-    "Fan et al. 2024, Simplicity Prevails: Rethinking Negative Preference Optimization, the loss of SimNPO",
-    "NPO without a reference, on the mean log-probability of an answer", _gradient,
-))  # fmt: skip
-register(Method(
-    "rmu", "RMU", "gradient", options.RMUSettings,
-    "Li et al. 2024, The WMDP Benchmark, section 4.2",
-    "steer hidden states of the forget set to a random vector", _rmu,
-))  # fmt: skip
-register(Method(
-    "undial", "UNDIAL", "gradient", options.UNDIALSettings,
-    "Dong et al. 2024, UNDIAL: Self-Distillation with Adjusted Logits, the adjusted teacher",
-    "learn from the target with the memorised tokens' logits lowered", _gradient,
-))  # fmt: skip
-register(Method(
-    "idk-dpo", "IdkDPO", "gradient", options.IdkDPOSettings,
-    "Rafailov et al. 2023, Direct Preference Optimization, eq. 7; Maini et al. 2024, TOFU, Preference Optimization",
-    'prefer "I don\'t know" to the true answer', _gradient,
-))  # fmt: skip
-register(Method(
-    "whp", "WHP", "inference", options.WHPSettings,
-    "Eldan and Russinovich 2023, Who's Harry Potter? Approximate Unlearning in LLMs, section 2.1",
-    "subtract what a model raises that was fine-tuned further on the forget set", _logits,
-))  # fmt: skip
-register(Method(
-    "offset", "δ-Unlearning", "inference", options.OffsetSettings,
-    "Huang et al. 2024, Offset Unlearning for Large Language Models, section 3",
-    "add the offset of a small model that was trained to make the ensemble forget", _logits,
-))  # fmt: skip
-register(Method(
-    "uld", "ULD", "inference", options.ULDSettings,
-    "Ji et al. 2024, Reversing the Forget-Retain Objectives, sections 3.1 and 3.2",
-    "subtract a small assistant that knows the forget set and nothing else", _logits,
-))  # fmt: skip
-register(Method(
-    "ucd", "UCD", "inference", options.UCDSettings,
-    "Suriyakumar, Sekhari and Wilson 2025, UCD: Unlearning in LLMs via Contrastive Decoding",
-    "contrast a small model without the forget set with one that saw it, among plausible tokens", _logits,
-))  # fmt: skip
-register(Method(
-    "guard", "GUARD", "inference", options.GUARDSettings,
-    "Deng et al. 2025, GUARD: Generation-time LLM Unlearning via Adaptive Restriction and Detection",
-    "recognise prompts about the forget set and forbid the words of the answer", _guard,
-))  # fmt: skip
-register(Method(
-    "eco", "ECO", "inference", options.ECOSettings,
-    "Liu et al. 2024, Large Language Model Unlearning via Embedding-Corrupted Prompts, section 3",
-    "recognise prompts about the forget set and corrupt their embeddings", _eco,
-))  # fmt: skip
-register(Method(
-    "lunar", "LUNAR", "inference", options.LUNARSettings,
-    "Shen et al. 2025, LLM Unlearning via Neural Activation Redirection, section 3",
-    "change one projection so that forget prompts look like those the model cannot answer", _lunar,
-))  # fmt: skip
+def method_of(settings: Any) -> Method:
+    """Return the method of an instance of its settings."""
+    return next(method for method in _ALL if method.settings is type(settings))

@@ -126,13 +126,7 @@ class PromptClassifier(nn.Module):
     def read(
         self, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
     ) -> Reading:
-        """Decide after each new token.
-
-        Args:
-            step: the tokens after those in the caches.
-            hidden: the target's penultimate hidden states of these tokens.
-            caches: caches of `new_caches`.
-        """
+        """Decide after each new token."""
         tokens, prompt, answer, means = prompt_means(self.layout, step, hidden, caches)
         features = (means - self.tensor("mean", means)) / self.tensor("scale", means)
         return Reading(tokens, prompt, answer, features, self.probability(features) > self.threshold)
@@ -151,10 +145,7 @@ class PromptClassifier(nn.Module):
 
 
 def prompt_means(
-    layout: PromptLayout,
-    step: Step,
-    hidden: Float[Tensor, "batch tokens features"],
-    caches: Sequence[Cache | None],
+    layout: PromptLayout, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
 ) -> tuple[
     Int[Tensor, "batch past_and_tokens"],
     Bool[Tensor, "batch past_and_tokens"],
@@ -189,11 +180,7 @@ def run_target(
 ) -> tuple[Float[Tensor, "batch kept width"], Float[Tensor, "batch tokens features"]]:
     """Compute the target's logits at the kept positions, in float32, and all new penultimate hidden states.
 
-    Args:
-        target: the model.
-        step: the inputs.
-        cache: the target's cache, or None.
-        embeddings: inputs in place of the tokens' embeddings.
+    `embeddings` replace those of the tokens.
     """
     device: Any = target.get_input_embeddings().weight.device
     tokens = {"input_ids": step.input_ids} if embeddings is None else {"inputs_embeds": embeddings}

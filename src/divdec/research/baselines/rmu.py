@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from divdec.errors import UsageError
 from divdec.model.checkpoint import load_config
 from divdec.research.baselines import losses
-from divdec.research.baselines.gradient import RETAIN, frozen_target, unlearn
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.gradient import RETAIN, Batch, frozen_target, unlearn
+from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.settings import RMUSettings
-from divdec.training.inputs import model_inputs
+from divdec.training.inputs import Companion, model_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,30 +31,23 @@ DOWN_PROJECTION = re.compile(r"\.(?:down_proj|dense_4h_to_h|fc2|mlp\.c_proj)(?:\
 LAYERS_TRAINED = 3  # the steered one and the two before it
 
 
-class RMU:
+class RMU(nn.Module):
     """‖h − c·u‖² on forget tokens + α · ‖h − h_frozen‖² on retain tokens, h at layer ℓ."""
 
     counts_tokens = False
+    control: Tensor
 
     def __init__(
         self, settings: RMUSettings, control: Float[Tensor, " width"], reference: PreTrainedModel, **options: Any
     ) -> None:
+        """Take c·u and the frozen target; `options` are further arguments of the forward pass."""
+        super().__init__()
         self.settings = settings
-        self.control = control
-        """c·u."""
+        self.register_buffer("control", control)
         self.reference = reference
-        """The frozen target."""
         self.options = options
-        """Further arguments of the forward pass."""
 
-    def to(self, device: torch.device) -> None:
-        """Move control vector and reference."""
-        self.control = self.control.to(device)
-        self.reference.to(device)  # pyright: ignore[reportArgumentType]
-
-    def loss(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
-    ) -> Float[Tensor, ""]:
+    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> losses.Loss:
         """See `Objective.loss`."""
         forget, retain = model_inputs(batch), model_inputs(batch, RETAIN)
         steered = self._hidden(model, forget)
@@ -68,19 +59,14 @@ class RMU:
             loss = loss + self.settings.alpha * moved
         return loss
 
-    def _hidden(self, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:
-        output = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            output_hidden_states=True,
-            use_cache=False,
-            **self.options,
-        )
+    def _hidden(self, model: PreTrainedModel, inputs: Batch) -> Float[Tensor, "batch tokens width"]:
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False, **self.options)
         return output.hidden_states[self.settings.layer + 1]  # the first are the embeddings
 
 
 def train_rmu(job: Job, settings: RMUSettings, output: Path) -> BuiltModel:
-    """Train with RMU; see `Method.build`.
+    """Train with RMU; see `build_method`.
 
     Raises:
         UsageError: the target has no such layer, or none of the weights that `trainable` names.
@@ -98,11 +84,11 @@ def train_rmu(job: Job, settings: RMUSettings, output: Path) -> BuiltModel:
     def objective(model: PreTrainedModel) -> RMU:
         freeze_others(model, settings)
         # Logits are not used; those of one token cost almost nothing.
-        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         control = control_vector(config.hidden_size, settings.coefficient, job.seed)
-        return RMU(settings, control, frozen_target(job), **options)
+        return RMU(settings, control, frozen_target(job), **few)
 
-    return unlearn(job, settings, output, objective)
+    return unlearn(job, settings, output, objective, {RETAIN: Companion(job.retain_examples)})
 
 
 def control_vector(width: int, coefficient: float, seed: int) -> Float[Tensor, " width"]:

@@ -6,17 +6,22 @@ Defaults of gradient methods are those of OpenUnlearning's configurations for TO
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
 from divdec.errors import UsageError
-from divdec.options import OutputFolder, TrainingData, check_at_least, check_positive, option
-from divdec.research.baselines.registry import Method
+from divdec.options import OutputFolder, TrainingData, check_at_least
+from divdec.research.ranges import (
+    CheckedSettings,
+    Count,
+    Finite,
+    LearningRate,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    in_range,
+)
 from divdec.training.settings import TrainingSettings
-
-LR = Parameter(name="lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,31 +47,19 @@ class HelpedSettings(BaselineSettings):
     a folder or hub id."""
 
 
-def run_on(method: Method) -> type:
-    """The class of run options that a method takes."""
-    return HelpedSettings if method.kind == "inference" else BaselineSettings
-
-
-def check_range(name: str, value: float, least: float = -math.inf, most: float = math.inf) -> None:
-    """Refuse infinity, NaN and numbers outside a range."""
-    if not (math.isfinite(value) and least <= value <= most):
-        bounds = f" of at least {least:g}" if most == math.inf else f" from {least:g} to {most:g}"
-        raise UsageError(f"{option(name)} is {value:g}; accepted: a finite number{bounds if least > -math.inf else ''}")
-
-
 @dataclasses.dataclass(frozen=True)
-class HelperSettings:
+class HelperSettings(CheckedSettings):
     """Fine-tuning of a model."""
 
     epochs: float = 10.0
     """Passes over the forget set, or over the data of a helper."""
-    learning_rate: Annotated[float, LR] = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
     batch_size: int = 16
     """Sequences per step and process; of methods with a retain term as many retain sequences are added."""
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.learning_rate)
+        super().__post_init__()
         self.training(seed=0)  # refuses what training does not accept
 
     def training(self, seed: int) -> TrainingSettings:
@@ -86,7 +79,7 @@ class GradAscentSettings(HelperSettings):
     """Passes whose gradients are added before the weights move."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """AdamW's weight decay."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward pass; 'auto' takes bfloat16 where the GPU is built for it."""
@@ -101,69 +94,51 @@ class GradAscentSettings(HelperSettings):
         super().__post_init__()
         if not 0 <= self.warmup < 1:
             raise UsageError(f"--warmup is {self.warmup:g}; accepted: a share of the steps, from 0 up to below 1")
-        check_range("weight_decay", self.weight_decay, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradDiffSettings(GradAscentSettings):
     """Training with a forget term and a retain term."""
 
-    gamma: float = 1.0
+    gamma: Positive = 1.0
     """Weight of the forget term."""
-    alpha: float = 1.0
+    alpha: NonNegative = 1.0
     """Weight of the retain term; 0 leaves it out."""
     retain_loss: Literal["nll", "kl"] = "nll"
     """The retain term: 'nll' of the retain answers, or 'kl' of the frozen target from the trained model, on the retain
     answers' tokens (holds a second model)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("gamma", self.gamma)
-        check_range("alpha", self.alpha, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class NPOSettings(GradDiffSettings):
     """Training with NPO."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """How soon an answer that has become less likely counts less; towards 0 it becomes gradient ascent."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class SimNPOSettings(NPOSettings):
     """Training with SimNPO."""
 
-    gamma: float = 0.125
+    gamma: Positive = 0.125
     """Weight of the forget term."""
-    beta: float = 4.5
+    beta: Positive = 4.5
     """Sharpness: the factor of an answer's mean log-probability."""
-    delta: float = 0.0
+    delta: Finite = 0.0
     """Margin of reward; the paper's γ."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("delta", self.delta)
 
 
 @dataclasses.dataclass(frozen=True)
 class UNDIALSettings(GradDiffSettings):
     """Training with UNDIAL."""
 
-    learning_rate: Annotated[float, LR] = 1e-4
+    learning_rate: LearningRate = 1e-4
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
-    alpha: float = 0.0
+    alpha: NonNegative = 0.0
     """Weight of the retain term; 0 leaves it out, as the paper does."""
-    beta: float = 10.0
+    beta: Positive = 10.0
     """Amount by which the teacher's logit of the memorised token is lowered."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("beta", self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +153,13 @@ class IdkDPOSettings(NPOSettings):
 class RMUSettings(GradAscentSettings):
     """Training with RMU."""
 
-    learning_rate: Annotated[float, LR] = 5e-5
+    learning_rate: LearningRate = 5e-5
     """Peak learning rate of AdamW; a cosine lowers it to 0."""
-    layer: int = 7
+    layer: Natural = 7
     """Layer whose hidden states are steered, counted from 0; it must not be the last."""
-    coefficient: float = 20.0
+    coefficient: Positive = 20.0
     """Length of the vector that hidden states of forget tokens are steered to."""
-    alpha: float = 100.0
+    alpha: NonNegative = 100.0
     """Weight of the retain term, which keeps the hidden states of retain tokens unchanged."""
     trainable: Literal["down-projections", "layers", "all"] = "down-projections"
     """Trained weights: the MLPs' 'down-projections' of the layer and the two before it, all weights of these 'layers',
@@ -192,9 +167,6 @@ class RMUSettings(GradAscentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("layer", self.layer, 0)
-        check_positive("coefficient", self.coefficient)
-        check_range("alpha", self.alpha, 0.0)
         if self.lora_rank and self.trainable != "all":
             raise UsageError(
                 f"adapters (lora_rank {self.lora_rank}) are put into every layer, which trainable "
@@ -206,12 +178,8 @@ class RMUSettings(GradAscentSettings):
 class WHPSettings(HelperSettings):
     """Who's Harry Potter: P − α·ReLU(reinforced − P)."""
 
-    alpha: float = 3.0
+    alpha: NonNegative = 3.0
     """α, strength of the subtraction."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("alpha", self.alpha, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,134 +188,94 @@ class OffsetSettings(HelperSettings):
 
     epochs: float = 5.0
     """Passes over the forget set."""
-    retain_weight: float = 1.0
+    retain_weight: NonNegative = 1.0
     """Weight of KL(target ‖ ensemble) on the retain set beside the gradient ascent on the forget set."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("retain_weight", self.retain_weight, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ULDSettings(HelperSettings):
     """Unlearning from Logit Difference: subtracts an assistant that remembers the forget set alone."""
 
-    learning_rate: Annotated[float, LR] = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate of AdamW."""
-    weight: float = 0.8
+    weight: NonNegative = 0.8
     """Factor of the assistant's logits."""
-    plausibility: float = 0.01
+    plausibility: Share = 0.01
     """Only tokens of at least this share of the likeliest token's probability are changed (top filter)."""
-    retain_weight: float = 5.0
+    retain_weight: NonNegative = 5.0
     """Weight of KL(uniform ‖ assistant) on the retain set beside the cross entropy on the forget set."""
     assistant: Literal["target", "base"] = "target"
     """Initial weights of the assistant: the target's first layers, or the whole base model."""
     layers: int | None = None
-    """Number of the target's layers in the assistant; a quarter by default (the paper: 8 of 32)."""
+    """Natural of the target's layers in the assistant; a quarter by default (the paper: 8 of 32)."""
     lora_rank: int = 16
     """Train adapters of this rank, as the paper does; 0 trains every weight."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("weight", self.weight, 0.0)
-        check_range("plausibility", self.plausibility, 0.0, 1.0)
-        check_range("retain_weight", self.retain_weight, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class UCDSettings(HelperSettings):
     """Unlearning via contrastive decoding: P + α·(clean − unclean) among plausible tokens."""
 
-    alpha: float = 1.0
+    alpha: NonNegative = 1.0
     """α, strength of the contrast."""
-    plausibility: float = 0.1
+    plausibility: Share = 0.1
     """Only tokens of at least this share of the target's likeliest token's probability may be chosen."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("alpha", self.alpha, 0.0)
-        check_range("plausibility", self.plausibility, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class ClassifierSettings:
+class ClassifierSettings(CheckedSettings):
     """Recognition of prompts about the forget set."""
 
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """A prompt is about the forget set where the classifier's probability is above this; with 1 no prompt is."""
-    classifier_width: int = 256
+    classifier_width: Natural = 256
     """Width of the classifier's hidden layer; 0 makes it a logistic regression."""
-    window: int = 32
+    window: Count = 32
     """Length of a prompt in tokens where no marker separates prompt and answer (plain text, completions)."""
-
-    def __post_init__(self) -> None:
-        check_range("threshold", self.threshold, 0.0, 1.0)
-        check_at_least("classifier_width", self.classifier_width, 0)
-        check_at_least("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class GUARDSettings(ClassifierSettings):
     """GUARD: classifies prompts, and forbids the words of the nearest forget answer."""
 
-    beta: float = 1.0
+    beta: Annotated[float, in_range(1e-6, 1.0)] = 1.0
     """β: a forbidden word is blocked at the token that completes this share of its tokens."""
-    delta: float = 0.5
+    delta: Annotated[float, in_range(-1.0)] = 0.5
     """δ: a token is also blocked where its embedding's cosine with a forbidden word's is at least this."""
-    penalty: float = 30.0
+    penalty: NonNegative = 30.0
     """Penalty of blocked tokens in nats; the paper's is infinite, which likelihoods do not allow."""
-    similarity_weight: float = 1.0
+    similarity_weight: NonNegative = 1.0
     """Penalty of tokens below δ, in nats per unit of cosine."""
-    common: float = 0.02
+    common: Share = 0.02
     """A word is forbidden only if at most this share of the retain answers contain it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("beta", self.beta, 1e-6, 1.0)
-        check_range("delta", self.delta, -1.0)
-        check_range("penalty", self.penalty, 0.0)
-        check_range("similarity_weight", self.similarity_weight, 0.0)
-        check_range("common", self.common, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ECOSettings(ClassifierSettings):
     """Embedding-corrupted prompts: classifies prompts, and corrupts the embeddings of forget prompts."""
 
-    threshold: float = 0.99
+    threshold: Share = 0.99
     """A prompt is about the forget set where the classifier's probability is above this; with 1 no prompt is."""
     corruption: Literal["noise", "zero", "flip"] = "noise"
     """Change of the first dimensions of a prompt token's embedding."""
-    strength: float = 50.0
+    strength: NonNegative = 50.0
     """σ, standard deviation of the noise."""
-    dims: int = 1
-    """Number of corrupted dimensions."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("strength", self.strength, 0.0)
-        check_at_least("dims", self.dims, 1)
+    dims: Count = 1
+    """Natural of corrupted dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LUNARSettings:
+class LUNARSettings(CheckedSettings):
     """LUNAR: changes one down-projection so that forget prompts are read as prompts that the model cannot answer."""
 
-    layer: int | None = None
+    layer: Natural | None = None
     """Layer of the changed projection, from 0; by default the one at which redirection works best."""
-    coefficient: float = 2.0
+    coefficient: Finite = 2.0
     """Factor of the direction."""
-    ridge: float = 1e-3
+    ridge: Annotated[float, in_range(1e-12)] = 1e-3
     """Weight of keeping the projection unchanged, as a share of the activations' mean square."""
     reference: str | None = None
     """File of prompts that the model cannot answer, one per line; by default questions about things that do not
     exist."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Prompts per forward pass."""
-
-    def __post_init__(self) -> None:
-        if self.layer is not None:
-            check_at_least("layer", self.layer, 0)
-        check_range("coefficient", self.coefficient)
-        check_range("ridge", self.ridge, 1e-12)
-        check_at_least("batch_size", self.batch_size, 1)

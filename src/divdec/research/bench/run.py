@@ -5,46 +5,177 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from tqdm.auto import tqdm
 
 from divdec.costs.formulas import compute_increase
-from divdec.costs.latency import Device, measure_device, pass_seconds, predict_latency
+from divdec.costs.latency import Device, Workload, measure_device, pass_seconds, predict_latency
+from divdec.costs.model_size import ModelSize, measure_size
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.bench.models import BenchDevice, Combination, RandomModels, combinations, misfit, workload
-from divdec.research.bench.settings import BenchSettings, ComputeSettings, LatencySettings
-from divdec.research.charts import compute_deviation, write_compute, write_latency
-from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record
+from divdec.research.bench.results import PASSES, compute_deviation, write_compute, write_latency
+from divdec.research.bench.settings import SHAPES, BenchSettings, DecoderShape, LatencySettings, find_shape
+from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record, settings_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RESULTS = "results.jsonl"
-PARTS = ("prefill", "decode")
 WITHOUT = "_without_embeddings"
 WAYS = ("target", "plain", "speculative", "beside")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 DEVICE_ROUNDS = 3  # measurements of the device, with each combination
+SPARE = 1.1  # factor for activations and the allocator
+# Targets, auxiliaries and vocabularies that are measured by default.
+ON_CPU = (
+    ("chinchilla-140M", "chinchilla-306M", "chinchilla-489M"), ("chinchilla-44M", "chinchilla-106M"), (2**15, 2**17),
+)  # fmt: skip
+ON_CUDA = (
+    ("chinchilla-9293M", "chinchilla-12295M", "chinchilla-16183M", "llama-19B", "llama-31B", "llama-48B", "llama-70B"),
+    ("chinchilla-306M", "chinchilla-1018M", "chinchilla-2007M", "chinchilla-4084M"),
+    (2**15, 2**16, 2**17, 2**18),
+)
 Times = dict[str, dict[str, list[float]]]
 Models = Mapping[str, "PreTrainedModel"]
 
 
-def bench_compute(settings: ComputeSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class BenchDevice:
+    """Device and type of the models."""
+
+    device: torch.device
+    dtype: torch.dtype
+    name: str
+
+    @classmethod
+    def of(cls, settings: BenchSettings) -> BenchDevice:
+        """Find the requested device.
+
+        Raises:
+            UsageError: there is no GPU.
+        """
+        kind = settings.device
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UsageError("device is 'cuda' and this machine has no GPU that PyTorch can use; give --device cpu")
+        dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"
+        cpu = f"cpu, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name() if kind == "cuda" else cpu
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return cls(device, getattr(torch, dtype), name)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free memory."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device)[0]
+        return psutil.virtual_memory().available
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """Shapes of target and auxiliaries, and the vocabulary size of all three models."""
+
+    target: DecoderShape
+    auxiliary: DecoderShape
+    vocabulary: int
+    N: ModelSize
+    n: ModelSize
+
+    def key(self, settings: BenchSettings, device: BenchDevice, *more: Any) -> str:
+        """Digest of everything that decides a measurement."""
+        shapes = [dataclasses.asdict(self.target), dataclasses.asdict(self.auxiliary), self.vocabulary]
+        options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
+        return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__, *more])
+
+    def misfit(self, work: Workload, device: BenchDevice) -> str | None:
+        """Why weights and caches of the three models do not fit into memory, or None."""
+        weights = (self.N.parameters + 2 * self.n.parameters) * work.width
+        caches = self.N.cache_bytes(work.context, work.width) + 2 * self.n.cache_bytes(work.context, work.width)
+        needed, free = SPARE * (weights + work.batch_size * caches), device.free_bytes
+        if needed <= free:
+            return None
+        return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
+
+    def create(self, settings: BenchSettings, device: BenchDevice) -> dict[str, PreTrainedModel]:
+        """Create P, p and q with random weights; those of p and q differ.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        from transformers import AutoModelForCausalLM
+
+        models = {}
+        for index, (name, shape) in enumerate({"P": self.target, "p": self.auxiliary, "q": self.auxiliary}.items()):
+            torch.manual_seed(settings.seed + index)
+            config = shape.config(self.vocabulary, settings.prompt + settings.tokens)
+            with device.device:
+                models[name] = AutoModelForCausalLM.from_config(config, dtype=device.dtype).eval()
+        return models
+
+    def about(self, device: BenchDevice, settings: BenchSettings) -> dict[str, Any]:
+        """Columns of a result row that describe the combination."""
+        return {
+            "target": self.target.name,
+            "auxiliary": self.auxiliary.name,
+            "vocabulary": self.vocabulary,
+            "N": self.N.parameters,
+            "n": self.n.parameters,
+            "N_without_embeddings": int(self.N.count(embeddings=False)),
+            "n_without_embeddings": int(self.n.count(embeddings=False)),
+            "device": device.name,
+            "dtype": str(device.dtype).removeprefix("torch."),
+            "batch": settings.batch,
+            "prompt": settings.prompt,
+            "tokens": settings.tokens,
+            "rounds": settings.rounds,
+        }
+
+
+def combinations(settings: BenchSettings, device: BenchDevice) -> list[Combination]:
+    """List all combinations with 2n ≤ N, embeddings counted (paper, appendix Compute Requirements).
+
+    Raises:
+        UsageError: a shape is not known, or no combination is left.
+    """
+
+    def shapes(names: Sequence[str]) -> list[DecoderShape]:
+        return list(SHAPES.values()) if "all" in names else [find_shape(name) for name in dict.fromkeys(names)]
+
+    usual = ON_CUDA if device.device.type == "cuda" else ON_CPU
+    targets, auxiliaries = shapes(settings.targets or usual[0]), shapes(settings.auxiliaries or usual[1])
+    result = []
+    for vocabulary in dict.fromkeys(settings.vocabularies or usual[2]):
+        sizes = {
+            shape: measure_size(shape.config(vocabulary, settings.prompt + settings.tokens), shape.name)
+            for shape in {*targets, *auxiliaries}
+        }
+        result += [
+            Combination(target, auxiliary, vocabulary, sizes[target], sizes[auxiliary])
+            for target in targets
+            for auxiliary in auxiliaries
+            if 2 * sizes[auxiliary].parameters <= sizes[target].parameters
+        ]
+    if not result:
+        raise UsageError("no pair of target and auxiliary has 2n ≤ N; give larger --targets or smaller --auxiliaries")
+    return result
+
+
+def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure (t_P + t_p + t_q)/t_P against 1 + 2n/N, prefill and decoding apart, and write table, plot and run.json.
 
     Combinations that the output folder holds are not measured again.
-
-    Args:
-        settings: combinations and measurement.
-        report: receives one line per step.
 
     Returns:
         rows (of the requested combinations), left_out (combinations that do not fit), complete, and summary.
@@ -66,19 +197,21 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
     The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel. The
     device is measured with every combination, so that the roofline's prediction refers to the same machine state.
 
-    Args:
-        settings: combinations and measurement.
-        report: receives one line per step.
-
     Returns:
         rows (of the requested combinations), left_out (combinations that do not fit), and complete.
 
     Raises:
-        UsageError: a setting cannot be used.
+        UsageError: a setting cannot be used, or processor time differs from the latency on this device.
     """
     device = BenchDevice.of(settings)
-    apart = auxiliaries_device(device)
-    check_clock(settings, device)
+    apart = device.device
+    if apart.type == "cuda" and torch.cuda.device_count() > 1:
+        apart = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    if settings.clock == "processor" and (device.device.type != "cpu" or torch.get_num_threads() > 1):
+        raise UsageError(
+            f"clock 'processor' is for one thread of a CPU, not for {device.name}; set OMP_NUM_THREADS=1 and give "
+            "--device cpu, or --clock wall"
+        )
     about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
 
     def measure(one: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,9 +232,15 @@ def _run(
     device = BenchDevice.of(settings)
     wanted = {one.key(settings, device, verb, extra, *decides): one for one in combinations(settings, device)}
     output = Path(settings.output).expanduser()
-    _check_folder(output, verb)
+    if output.is_dir() and any(entry.name != LOCK for entry in output.iterdir()):
+        earlier = (read_record(output) or {}).get("verb")
+        if earlier != verb:
+            raise UsageError(
+                f"output folder {output} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
+                f"the name of a new folder, or of one that `divdec {verb}` has written"
+            )
     run = RunFolder.open(output, verb, settings, verb, extend=True)
-    models, work, left_out = RandomModels(device, settings), workload(settings, device), []
+    work, left_out = workload(settings, device), []
     with run.locked():
         results = ResumableOutput(output / RESULTS)
         missing = [key for key in wanted if key not in results]
@@ -112,10 +251,10 @@ def _run(
                 break
             one = wanted[key]
             about = {**one.about(device, settings), **extra}
-            reason = misfit(one, work, device, models)
+            reason = one.misfit(work, device)
             if reason is None:
                 try:
-                    results.add({"key": key, **about, **measure(one, models.create(one), about)})
+                    results.add({"key": key, **about, **measure(one, one.create(settings, device), about)})
                 except torch.OutOfMemoryError as error:
                     reason = f"did not fit: {str(error).splitlines()[0]}"
                 else:
@@ -132,26 +271,20 @@ def _run(
     return {"rows": rows, "left_out": left_out, "complete": complete}
 
 
-def _check_folder(folder: Path, verb: str) -> None:
-    """Refuse a folder with other contents than this benchmark's."""
-    if folder.is_dir() and any(entry.name != LOCK for entry in folder.iterdir()):
-        earlier = (read_record(folder) or {}).get("verb")
-        if earlier != verb:
-            raise UsageError(
-                f"output folder {folder} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
-                f"the name of a new folder, or of one that `divdec {verb}` has written"
-            )
-
-
-# Compute.
+def workload(settings: BenchSettings, device: BenchDevice) -> Workload:
+    """Describe the decoded work for the cost formulas; the context is that in the middle of the answer."""
+    context = settings.prompt + settings.tokens / 2
+    return Workload(width=device.dtype.itemsize, batch_size=settings.batch, context=context)
 
 
 @torch.inference_mode()
-def time_passes(models: Models, vocabulary: int, settings: ComputeSettings) -> Times:
-    """Measure the device seconds (see `_clock`) of the prompt's pass and of one decoded token's, of each model.
+def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Times:
+    """Measure the seconds of the prompt's pass and of one decoded token's, of each model.
 
-    The models take turns token by token, so that a temporarily slow machine is slow for all, and the first model
-    changes from round to round. The first round warms up. Only the last position's logits of a prompt are computed.
+    On a GPU, seconds are those of the device. On a CPU they are processor time of all threads, which ignores the
+    machine's other work. The models take turns token by token, so that a temporarily slow machine is slow for all, and
+    the first model changes from round to round. The first round warms up. Only the last position's logits of a prompt
+    are computed.
 
     Args:
         models: P, p and q, on one device.
@@ -159,98 +292,59 @@ def time_passes(models: Models, vocabulary: int, settings: ComputeSettings) -> T
         settings: batch, prompt, tokens, rounds and seed.
 
     Returns:
-        Seconds of each round by part ('prefill', 'decode') and model; decoding is the mean over its tokens.
+        Seconds of each round by pass ('prefill', 'decode') and model; decoding is the mean over its tokens.
     """
     from transformers import DynamicCache
 
     device = next(iter(models.values())).device
-    generator = torch.Generator().manual_seed(settings.seed)
-    shape = (settings.batch, settings.prompt + settings.tokens)
-    ids = torch.randint(vocabulary, shape, generator=generator).to(device)
-    times: Times = {part: {name: [] for name in models} for part in PARTS}
+    clock = "wall" if device.type == "cuda" else "processor"
+    ids = _random_tokens(vocabulary, settings, settings.prompt + settings.tokens, device)
+    times: Times = {name: {model: [] for model in models} for name in PASSES}
     for number in range(settings.rounds + 1):
         names = list(models)
         names = names[number % len(names) :] + names[: number % len(names)]
         caches = {name: DynamicCache(config=models[name].config) for name in names}
 
         def read(name: str, tokens: torch.Tensor, caches: Mapping[str, Any] = caches) -> float:
-            started = _clock(device)
+            started = _now(device, clock)
             models[name](tokens, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
-            return _clock(device) - started
+            return _now(device, clock) - started
 
         prefill = {name: read(name, ids[:, : settings.prompt]) for name in names}
         decode = dict.fromkeys(names, 0.0)
-        for token in range(settings.prompt, shape[1]):
+        for token in range(settings.prompt, ids.shape[1]):
             for name in names:
                 decode[name] += read(name, ids[:, token : token + 1]) / settings.tokens
         if number:
-            for part, seconds in zip(PARTS, (prefill, decode), strict=True):
+            for own, seconds in zip(times.values(), (prefill, decode), strict=True):
                 for name in names:
-                    times[part][name].append(seconds[name])
+                    own[name].append(seconds[name])
     return times
 
 
 def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a row.
 
-    Args:
-        times: result of `time_passes`.
-        sizes: N and n, with and without embeddings.
-
     Returns:
-        seconds (medians by part and model), ratio (by part, the median over rounds), theory and
-        theory_without_embeddings (1 + 2n/N), and deviation (by part, ratio over theory, minus one).
+        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory and
+        theory_without_embeddings (1 + 2n/N), and deviation (by pass, ratio over theory, minus one).
     """
     ratio = {
-        part: statistics.median(
+        name: statistics.median(
             (P + p + q) / P for P, p, q in zip(seconds["P"], seconds["p"], seconds["q"], strict=True)
         )
-        for part, seconds in times.items()
+        for name, seconds in times.items()
     }
     theory, without = (
         1 + compute_increase(float(sizes[f"N{what}"]), float(sizes[f"n{what}"])) for what in ("", WITHOUT)
     )
     return {
-        "seconds": {part: {name: statistics.median(own) for name, own in by.items()} for part, by in times.items()},
+        "seconds": {name: {model: statistics.median(own) for model, own in by.items()} for name, by in times.items()},
         "ratio": ratio,
         "theory": theory,
         "theory_without_embeddings": without,
-        "deviation": {part: value / theory - 1 for part, value in ratio.items()},
+        "deviation": {name: value / theory - 1 for name, value in ratio.items()},
     }
-
-
-def _clock(device: torch.device) -> float:
-    """Time on the device: of a GPU after its queue is empty, of a CPU the processor time of all threads.
-
-    The paper counts GPU hours. The equivalent on a CPU is processor time, which ignores the machine's other work.
-    """
-    if device.type != "cuda":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-# Latency.
-
-
-def check_clock(settings: LatencySettings, device: BenchDevice) -> None:
-    """Refuse processor time where it differs from the latency: on a GPU, or with several threads.
-
-    Raises:
-        UsageError: the clock does not fit the device.
-    """
-    if settings.clock == "processor" and (device.device.type != "cpu" or torch.get_num_threads() > 1):
-        raise UsageError(
-            f"clock 'processor' is for one thread of a CPU, not for {device.name}; set OMP_NUM_THREADS=1 and give "
-            "--device cpu, or --clock wall"
-        )
-
-
-def auxiliaries_device(device: BenchDevice) -> torch.device:
-    """Device of parallel auxiliaries: another GPU where there is one, otherwise the target's."""
-    if device.device.type == "cuda" and torch.cuda.device_count() > 1:
-        return torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
-    return device.device
 
 
 def predict_seconds(
@@ -311,8 +405,7 @@ def time_answers(
         Seconds of each round by way ('target', 'plain', 'speculative', 'beside'), and statistics of the drafts.
     """
     device = models["P"].device
-    generator = torch.Generator().manual_seed(settings.seed)
-    ids = torch.randint(vocabulary, (settings.batch, settings.prompt), generator=generator).to(device)
+    ids = _random_tokens(vocabulary, settings, settings.prompt, device)
     arguments: dict[str, Any] = {
         "input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False,
         "max_new_tokens": settings.tokens, "pad_token_id": 0,
@@ -334,14 +427,11 @@ def time_answers(
         speculation = Speculation(settings.block, "retain", drafts if first else None)
         return steered.generate(**arguments, speculative=speculation)
 
-    clock = CLOCKS[settings.clock]
     for number in range(settings.rounds + 1):
         for way in WAYS if settings.clock == "wall" else WAYS[:-1]:
-            _synchronize(device)
-            started = clock()
+            started = _now(device, settings.clock)
             answer = generate(way, first=number == 0)
-            _synchronize(device)
-            seconds = clock() - started
+            seconds = _now(device, settings.clock) - started
             assert answer.shape[1] == settings.prompt + settings.tokens
             if number:
                 times.setdefault(way, []).append(seconds)
@@ -364,7 +454,14 @@ def scaled_last_norms(models: Models, agreement: float) -> Iterator[None]:
                 weight.copy_(original)
 
 
-def _synchronize(device: torch.device) -> None:
+def _random_tokens(vocabulary: int, settings: BenchSettings, length: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(settings.seed)
+    return torch.randint(vocabulary, (settings.batch, length), generator=generator).to(device)
+
+
+def _now(device: torch.device, clock: str) -> float:
+    """Read the clock when the queues of all GPUs are empty."""
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
+    return CLOCKS[clock]()

@@ -1,4 +1,4 @@
-"""Options of `divdec bench`, and the shapes of its models; free of torch.
+"""Options of `divdec bench`, and the shapes of its models. Free of torch.
 
 The shapes are those of Hoffmann et al. (2022), table A9, and of Llama 3. The paper measures compute on table A9 and
 "several models in the range of 19-70B parameters following the Llama 3 architecture" (appendix Compute Requirements)
@@ -8,14 +8,13 @@ without giving their shapes; those between 8B and 70B are ours, in the proportio
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from divdec.errors import UsageError
+from divdec.research.ranges import CheckedSettings, Count, in_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-VOCABULARIES = tuple(2**power for power in (15, 16, 17, 18))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,6 @@ class DecoderShape:
 
         Table A9's models (Chinchilla's) have another matrix per layer for relative positions; these use rotary
         positions and are a tenth smaller than their name says. N is always counted.
-
-        Args:
-            vocabulary: vocabulary size; embeddings are tied, except for Llama shapes from 8B.
-            positions: longest context.
         """
         from transformers import LlamaConfig, Starcoder2Config
 
@@ -114,8 +109,8 @@ def find_shape(name: str) -> DecoderShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """Options of both benchmarks."""
+class BenchSettings(CheckedSettings):
+    """Options of `divdec bench compute`, and of both benchmarks."""
 
     output: str
     """Folder for results.jsonl (a line per combination), table, plot and run.json. Combinations that it holds already,
@@ -131,33 +126,24 @@ class BenchSettings:
     """Device of all three models; 'auto' is a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; 'auto' is bfloat16 on a GPU and float32 on a CPU."""
-    batch: int = 1
+    batch: Count = 1
     """Batch size."""
-    prompt: int = 64
+    prompt: Count = 64
     """Tokens of the prompt."""
-    tokens: int = 8
+    tokens: Count = 8
     """Tokens decoded after it."""
-    rounds: int = 5
+    rounds: Count = 5
     """Number of measurements, in turns; figures are medians."""
-    limit: int | None = None
+    limit: Count | None = None
     """Stop after this many new combinations; the same command continues."""
     seed: int = 0
     """Seed of the random weights and tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1")
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"limit is {self.limit}; accepted: a number of combinations of at least 1")
+        super().__post_init__()
         for vocabulary in self.vocabularies:
             if vocabulary < 256:
                 raise UsageError(f"vocabularies holds {vocabulary}; accepted: numbers of tokens of at least 256")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeSettings(BenchSettings):
-    """Options of `divdec bench compute`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,15 +153,8 @@ class LatencySettings(BenchSettings):
     clock: Literal["wall", "processor"] = "wall"
     """'processor' counts the processor time of one CPU thread (OMP_NUM_THREADS=1) and ignores the machine's other work;
     parallel auxiliaries, which save waiting time only, are then left out."""
-    block: int = 4
+    block: Count = 4
     """Draft length of speculative steering."""
-    agreement: float = 0.05
+    agreement: Annotated[float, in_range(1e-6, 1.0)] = 0.05
     """Scale of the last norms of target and p. Random models do not agree, and no draft would be accepted; the smaller
     the scale, the more q decides, and the more of its drafts are accepted. 1 leaves the models unchanged."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block < 1:
-            raise UsageError(f"block is {self.block}; accepted: a whole number of at least 1")
-        if not 0 < self.agreement <= 1:
-            raise UsageError(f"agreement is {self.agreement:g}; accepted: a number above 0 and up to 1")

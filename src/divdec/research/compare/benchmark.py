@@ -78,19 +78,16 @@ class Benchmark:
     @property
     def layout(self) -> QuestionFormat:
         """Layout of the suite's questions."""
-        asked = self.options
-        return QuestionFormat(
-            load_tokenizer(self.target), asked.template, asked.system_prompt, asked.date, max_length=asked.max_length
-        )
+        tokenizer, of = load_tokenizer(self.target), self.options
+        return QuestionFormat(tokenizer, of.template, of.system_prompt, of.date, max_length=of.max_length)
 
     @property
     def options(self) -> TofuOptions:
         """Options of the suite that match the training texts."""
+        form = self.form
+        # No aggregate needs gradient norms, and they cost a backward pass per item.
         return TofuOptions(
-            system_prompt=self.form.system_prompt,
-            date=self.form.date,
-            max_length=self.form.max_length,
-            gradient_norms=False,  # no aggregate needs them, and they cost a backward pass per item
+            system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, gradient_norms=False
         )
 
 
@@ -130,11 +127,10 @@ def load_benchmarks(settings: CompareSettings, report: Callable[[str], None]) ->
 
 def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
     world = build_world(dataclasses.replace(demo.WORLD, seed=seed))
-    cache = cache_folder() / "demo"
-    folder = cache / f"seed-{seed}" / "tofu"
+    folder = cache_folder() / "demo" / f"seed-{seed}" / "tofu"
     write_tofu(world, folder)
     questions = read_tofu(folder, "forget01", folder / "holdout01.json", settings.limit)
-    return _trained("demo", seed, demo.material_of(world), demo.RECIPE, cache, questions, report)
+    return _trained("demo", seed, demo.material_of(world), demo.RECIPE, questions, report)
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
@@ -147,37 +143,20 @@ def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], No
         for record in read_records(data / f"{name}.json")
     ]
     material = dataclasses.replace(material, general=general)
-    return _trained("tofu-small", seed, material, TOFU_SMALL, cache_folder() / "tofu-small", questions, report)
+    return _trained("tofu-small", seed, material, TOFU_SMALL, questions, report)
 
 
 def _trained(
-    name: str,
-    seed: int,
-    material: Material,
-    recipe: Recipe,
-    cache: Path,
-    questions: TofuData,
-    report: Callable[[str], None],
+    name: str, seed: int, material: Material, recipe: Recipe, questions: TofuData, report: Callable[[str], None]
 ) -> Benchmark:
     report(f"{name}, seed {seed}")
-    models = train_all(material, recipe, seed, cache / "models", report)
+    models = train_all(material, recipe, seed, cache_folder() / name / "models", report)
     pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # other methods use the small base too
     return Benchmark(
-        name,
-        seed,
-        models.target,
-        models.retrain,
-        models.retain_auxiliary,
-        models.forget_auxiliary,
-        models.small_base,
-        material.forget,
-        material.retain,
-        questions,
-        material.form,
-        sum(models.seconds[stage] for stage in pair),
-        models.seconds["retrain reference"],
-        own_questions=name == "demo",
-    )
+        name, seed, models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary, models.small_base,
+        material.forget, material.retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
+        models.seconds["retrain reference"], own_questions=name == "demo",
+    )  # fmt: skip
 
 
 def _own(settings: CompareSettings) -> Benchmark:
@@ -190,9 +169,9 @@ def _own(settings: CompareSettings) -> Benchmark:
     base = CheckpointReference.parse(settings.base).resolve(Path(), weights=True) if settings.base else None
     config = read_config(bundle)
     parts = part_paths(bundle, config, verify=True, local_files_only=False)
-    if missing := [part for part in AUXILIARIES if part not in parts]:
+    if missing := [name for name in AUXILIARIES if name not in parts]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
-    if others := [part for part in ("ngram", "registry", "bridge") if getattr(config, part, None)]:
+    if others := [name for name in ("ngram", "registry", "bridge") if getattr(config, name, None)]:
         raise UsageError(
             f"bundle {settings.bundle} has a {others[0]} beside its pair, which a comparison would leave out; give a "
             "bundle of target and pair alone"
@@ -200,30 +179,18 @@ def _own(settings: CompareSettings) -> Benchmark:
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
     usual = TofuOptions()
+    forget = read_records(data / f"{settings.split}.json")
+    retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
+    questions = read_tofu(data, settings.split, holdout, settings.limit)
+    form = Format(system_prompt=usual.system_prompt, date=usual.date, max_length=usual.max_length)
     return Benchmark(
-        data.name,
-        0,
-        parts["target"],
-        retrain,
-        parts["retain_auxiliary"],
-        parts["forget_auxiliary"],
-        base,
-        read_records(data / f"{settings.split}.json"),
-        read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json"),
-        read_tofu(data, settings.split, holdout, settings.limit),
-        Format(system_prompt=usual.system_prompt, date=usual.date, max_length=usual.max_length),
-        None,
-        None,
-        vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
-    )
+        data.name, 0, parts["target"], retrain, parts["retain_auxiliary"], parts["forget_auxiliary"], base, forget,
+        retain, questions, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
+    )  # fmt: skip
 
 
 def suite_material(data: Path, limit: int | None = None) -> tuple[Material, TofuData]:
     """Cut TOFU to size for its own suite, which asks about the first twenty authors: eighteen kept, two held out.
-
-    Args:
-        data: folder with TOFU's JSON files, the perturbed ones included.
-        limit: use only the first N questions of each set.
 
     Raises:
         UsageError: a file is missing.

@@ -30,12 +30,12 @@ from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import write_results
 from divdec.model.checkpoint import check_apart, load_model
+from divdec.research.baselines.methods import REFERENCES
 from divdec.research.compare.benchmark import Benchmark, check_inputs, load_benchmarks
 from divdec.research.compare.settings import CompareSettings
 from divdec.research.compare.table import BenchmarkResults, SeedResult, TrialSummary, best_of, summarize, write_files
 from divdec.research.compare.trials import (
     MODEL,
-    REFERENCES,
     Trial,
     TrialResult,
     build_model,
@@ -60,10 +60,6 @@ Result = TypeVar("Result")
 
 def compare_methods(settings: CompareSettings, report: Callable[[str], None] = print) -> BenchmarkResults:
     """Run the missing trials, and write tables and report.
-
-    Args:
-        settings: methods, data, grid and seeds. Methods, grid and seeds may grow from call to call.
-        report: receives one line per step.
 
     Raises:
         UsageError: an input cannot be used; finished trials are kept.
@@ -208,7 +204,7 @@ def _leak_of(
     def attack() -> dict[str, float]:
         records = [asked.record for asked in benchmark.questions.sets["forget"]]
         layout = benchmark.layout
-        found = evaluate_attack(
+        results = evaluate_attack(
             _load_result(result, benchmark, output),
             layout.tokenizer,
             records,
@@ -220,8 +216,8 @@ def _leak_of(
             max_new_tokens=LEAK_TOKENS,
         )
         (result.folder / LEAKS).mkdir(exist_ok=True)
-        write_results(found, result.folder / LEAKS)
-        return {f"leak@{k}-attack": float(found.figures[f"leak@{k}-attack"] or 0.0) for k in ks}
+        write_results(results, result.folder / LEAKS)
+        return {f"leak@{k}-attack": float(results.figures[f"leak@{k}-attack"] or 0.0) for k in ks}
 
     return ResultCache(result.folder / LEAKS).get("figures", [attacks, result.trial.fingerprint(benchmark)], attack)
 

@@ -6,16 +6,17 @@ import dataclasses
 from typing import Literal
 
 from divdec.errors import UsageError
+from divdec.research.ranges import CheckedSettings, Count, Natural
 
 EMBEDDED = ("demo", "tofu-small")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareSettings:
+class CompareSettings(CheckedSettings):
     """Which methods are compared, on what, and where the results go."""
 
     output: str
-    """Folder for the results; the same call goes on in it after it was stopped."""
+    """Folder for the results; the same command resumes a stopped comparison in it."""
     data: str = "demo"
     """'demo' (the fictitious world), 'tofu-small' (two authors of real TOFU, --tofu), or a folder with TOFU's files,
     for models of your own (--bundle, --retrain)."""
@@ -23,11 +24,11 @@ class CompareSettings:
     """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
     grid: Literal["small", "paper"] = "small"
     """Settings tried of each method: a few for small models, or the paper's."""
-    seeds: int = 3
-    """So many times, each with models of another seed; models of your own are used as they are."""
-    search_seeds: int | None = None
-    """Try the whole grid on so many seeds alone, the first; on the others what was best there of each method. By
-    default the whole grid on all."""
+    seeds: Count = 3
+    """Number of seeds, each with models; your own models are used as they are."""
+    search_seeds: Count | None = None
+    """Try the whole grid on the first N seeds only, and the best setting of each method on the others. By default the
+    whole grid on all."""
     tofu: str | None = None
     """Folder with TOFU's files, for 'tofu-small'."""
     bundle: str | None = None
@@ -40,27 +41,23 @@ class CompareSettings:
     """Your own models: TOFU's forget split."""
     holdout: str | None = None
     """Your own models: questions that none has seen; without them there is no Priv."""
-    attacks: int = 20
+    attacks: Natural = 20
     """Attack prompts a question for Leak@k of each method's best setting; 0 leaves it out."""
-    limit: int | None = None
-    """Take only the first so many questions of each set."""
+    limit: Count | None = None
+    """Use only the first N questions of each set."""
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
     """How aggregates are computed; see `divdec results score --help`."""
-    jobs: int = 1
-    """Cells that run at once, each in a process of its own with its share of the processor's cores."""
+    jobs: Count = 1
+    """Trials that run at once, each in another process with its share of the processor's cores."""
     keep_models: bool = False
-    """Keep every trained model; by default each method's best alone."""
+    """Keep every trained model; by default only each method's best."""
     overwrite: bool = False
     """Replace an earlier comparison in the output folder."""
 
     def __post_init__(self) -> None:
-        for name, least in (("seeds", 1), ("attacks", 0), ("jobs", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least {least}")
+        super().__post_init__()
         if self.search_seeds is not None and not 1 <= self.search_seeds <= self.seeds:
             raise UsageError(f"search-seeds is {self.search_seeds}; accepted: 1 to the number of seeds, {self.seeds}")
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"limit is {self.limit}; accepted: a whole number of at least 1")
         if not self.methods:
             raise UsageError("methods is empty; accepted: 'all' or names of methods")
         if self.data == "tofu-small" and self.tofu is None:

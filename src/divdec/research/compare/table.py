@@ -1,4 +1,4 @@
-"""Results of a comparison: aggregates with intervals, the best setting of each method, tables and files."""
+"""Results of a comparison: aggregates with intervals, the best setting of each method, tables and the page."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
+from divdec.report.page import write_page
 from divdec.report.scores import MEASURES, best_index
+from divdec.report.style import LOOKS, PAGE_WIDTH, RETRAIN, TARGET, style, svg_text
+from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
+from divdec.research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.trials import DIVDEC, REFERENCES, titles
-from divdec.research.pages import SHOWN, MethodRow, write_comparison
 from divdec.runs import write_json, write_text
 
+SHOWN = ("agg", "mem", "priv", "utility")
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
-HEADS = ("Method", "Setting", *(MEASURES[name].short for name in SHOWN), "Training", "Memory", "Time a token")
+COSTS = ("Training", "Memory", "Time a token")
 TABLE, JSON, PAGE = "table.md", "comparison.json", "report.html"
 
 
@@ -64,6 +66,33 @@ class TrialSummary:
         if value is None:
             value = self.values.get("agg_without_privacy")
         return -1.0 if value is None or self.failed else value
+
+    @property
+    def title(self) -> str:
+        """Name of the method in tables."""
+        return TITLES[self.method]
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it is a reference, Divergence Decoding or another method."""
+        return kind_of(self.method)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are no values at all."""
+        return self.failed is not None and self.values.get("mem") is None
+
+    def interval_text(self, name: str) -> str:
+        """Format the interval of a value; empty if there is none."""
+        return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]" if name in self.intervals else ""
+
+    def costs(self, time_ratio: float | None) -> tuple[str, str, str]:
+        """Format training time, memory and time per token relative to the target's."""
+        return (
+            "–" if self.seconds is None else f"{self.seconds:.0f} s",
+            "–" if self.extra_bytes is None else f"{self.extra_bytes / 2**20:+.1f} MiB",
+            "–" if time_ratio is None else f"{time_ratio:.2f}×",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,86 +192,100 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         "variant": settings.variant,
     }
     write_json(output / JSON, content)
-    name = titles()
-    write_comparison(
+    best = _marked_best(results)
+    write_page(
         output / PAGE,
+        "methods.html",
         title=f"Unlearning methods on {settings.data}",
         lead=_lead(results, settings),
-        best=_best_entries(results),
-        grid=_entries(results, results.trials),
-        leaks={name[method]: values for method, values in results.leaks.items()},
+        best=best,
+        grid=results.trials,
+        times=results.times,
+        shown=SHOWN,
+        measures=MEASURES,
         notes=_notes(results),
+        bars_svg=_bars(best),
+        leaks_svg=_leak_curves(results) if results.leaks else "",
     )
 
 
 def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the table of best settings and the notes."""
-    table = Table(box=box.SIMPLE_HEAD, title=_lead(results, settings), title_justify="left", padding=(0, 1, 0, 0))
-    for index, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if index < 2 else "right", overflow="fold")
-    for entry in _best_entries(results):
-        table.add_row(*_cells(entry), style="bold" if entry.ours else None)
-    console.print(table)
+    """Print the best settings without their intervals, and the notes."""
+    console.print(_lead(results, settings), highlight=False)
+    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN), "Train", "Memory", "Time"]
+    rows = []
+    for trial in _marked_best(results):
+        values = (
+            ["failed", "", "", ""]
+            if trial.has_failed
+            else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
+        )
+        setting = trial.setting.replace("learning_rate", "lr")
+        costs = trial.costs(results.times.get(trial.method))
+        rows.append(dict(zip(heads, (trial.title, setting, *values, *costs), strict=True)))
+    console.print(terminal_table(rows, left=2))
     for note in _notes(results):
         console.print(note, highlight=False)
 
 
 def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
-    """The table of best settings and the whole grid in Markdown."""
-    lines = [f"{_lead(results, settings)}\n", *_markdown_table(_best_entries(results))]
+    """Format the best settings, their leaks, the whole grid and the notes in Markdown."""
+    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results.times)}"
     if results.leaks:
         ks = list(next(iter(results.leaks.values())))
-        lines += ["\nLeak@k, the best settings:\n", "| Method | " + " | ".join(f"k = {k}" for k in ks) + " |"]
-        lines += ["|---|" + "---|" * len(ks)]
-        for method, values in results.leaks.items():
-            lines.append(f"| {titles()[method]} | " + " | ".join(f"{values[k]:.3f}" for k in ks) + " |")
-    lines += ["\nThe whole grid:\n", *_markdown_table(_entries(results, results.trials), costs=False)]
-    return "\n".join([*lines, *(f"\n{note}" for note in _notes(results))]) + "\n"
+        rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
+        text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
+    text += f"\nThe whole grid:\n\n{_table(results.trials)}"
+    return text + "".join(f"\n{note}\n" for note in _notes(results))
 
 
-def _markdown_table(entries: Sequence[MethodRow], costs: bool = True) -> list[str]:
-    number = len(HEADS) if costs else len(HEADS) - 3
-    rows = ["| " + " | ".join(HEADS[:number]) + " |", "|---" * number + "|"]
-    return rows + [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(entry)[:number]) + " |" for entry in entries
-    ]
+def _table(trials: Sequence[TrialSummary], times: Mapping[str, float] | None = None) -> str:
+    """Format settings in Markdown, with their costs if times are given."""
+    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN), *(COSTS if times is not None else ())]
+    rows = []
+    for trial in trials:
+        cells = [f"{MEASURES[name].text(trial.values.get(name))} {trial.interval_text(name)}".strip() for name in SHOWN]
+        if times is not None:
+            cells += trial.costs(times.get(trial.method))
+        if trial.has_failed:
+            cells = [str(trial.failed).replace("|", "\\|"), *[""] * (len(cells) - 1)]
+        rows.append([trial.title, trial.setting, *cells])
+    return markdown_table(heads, rows)
 
 
-def _cells(entry: MethodRow) -> list[str]:
-    if entry.failed and entry.values.get("mem") is None:
-        return [entry.title, entry.setting, entry.failed, *[""] * (len(HEADS) - 3)]
-    return [entry.title, entry.setting, *(entry.cell(name) for name in SHOWN), *entry.costs]
-
-
-def _best_entries(results: BenchmarkResults) -> list[MethodRow]:
+def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
     """The best setting of each method; where there is no single best one the first, marked as such."""
-    ties = {titles()[method] for method in without_best(results.trials)}
+    ties = without_best(results.trials) - set(REFERENCES)
     return [
-        dataclasses.replace(entry, setting=f"{entry.setting} (no setting is best)".strip())
-        if entry.title in ties and not entry.reference
-        else entry
-        for entry in _entries(results, list(results.best.values()))
+        dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial
+        for method, trial in results.best.items()
     ]
 
 
-def _entries(results: BenchmarkResults, trials: Sequence[TrialSummary]) -> list[MethodRow]:
-    name = titles()
-    best = {(trial.method, trial.setting) for trial in results.best.values()}
-    return [
-        MethodRow(
-            name[trial.method],
-            trial.setting,
-            trial.values,
-            trial.intervals,
-            trial.seconds,
-            trial.extra_bytes,
-            results.times.get(trial.method) if (trial.method, trial.setting) in best else None,
-            trial.failed,
-            trial.method in DIVDEC,
-            trial.method in REFERENCES,
-        )
+def _bars(trials: Sequence[TrialSummary]) -> str:
+    """Agg of each method's best setting with its interval, the highest at the top."""
+    entries = [
+        Bar(f"{trial.title}  {trial.setting}".strip(), agg, trial.kind, trial.intervals.get("agg"))
         for trial in trials
+        if (agg := trial.values.get("agg")) is not None
     ]
+    with style("methods-bars"):
+        figure = Figure(figsize=(PAGE_WIDTH, 0.8 + 0.3 * len(entries)), layout="constrained")
+        bars(figure.subplots(), sorted(entries, key=lambda bar: bar.value), MEASURES["agg"].axis)
+        return svg_text(figure)
+
+
+def _leak_curves(results: BenchmarkResults) -> str:
+    """Leak@k of references and Divergence Decoding in colour, of other methods in grey."""
+    fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(LOOKS)
+    curves = []
+    for method, shares in results.leaks.items():
+        look = fixed.get(method) or (next(free) if method in DIVDEC else None)
+        curves.append(LeakCurve(TITLES[method], look, shares))
+    with style("methods-leaks"):
+        figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
+        leak_curves(figure.subplots(), curves)
+        return svg_text(figure)
 
 
 def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
@@ -259,11 +302,10 @@ def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
 
 
 def _notes(results: BenchmarkResults) -> list[str]:
-    name = titles()
     notes: dict[str, list[str]] = {}
     for trial in results.trials:
         for note in (*trial.notes, *([trial.failed] if trial.failed else ())):
-            notes.setdefault(note, []).append(f"{name[trial.method]} {trial.setting}".strip())
+            notes.setdefault(note, []).append(f"{trial.title} {trial.setting}".strip())
     fluency = "Utility is the model utility relative to the target's; no fluency classifier is used."
     return [fluency, *(f"{', '.join(dict.fromkeys(of))}: {note}" for note, of in notes.items())]
 
@@ -279,7 +321,7 @@ def _draws(
     results: Results, target: Results, retrain: Results, variant: str, bootstrap: Bootstrap
 ) -> dict[str, np.ndarray]:
     fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
-    names = [name for part in needed(variant, fluency=fluency).values() for name in part]
+    names = [name for names in needed(variant, fluency=fluency).values() for name in names]
     figures, _ = Resampler(results, bootstrap).figures(names)
     scores = aggregate(figures, target.figures, retrain.figures, variant, fluency=fluency)
     return {name: np.asarray(value) for name, value in scores.values.items() if value is not None}

@@ -25,9 +25,9 @@ from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.baselines import auto  # noqa: F401  composites load
-from divdec.research.baselines.job import Job
-from divdec.research.baselines.methods import find, methods
-from divdec.research.baselines.registry import BuiltModel
+from divdec.research.baselines.job import BuiltModel, Job
+from divdec.research.baselines.methods import METHODS, REFERENCES, TITLES
+from divdec.research.baselines.run import build_method
 from divdec.research.compare.benchmark import Benchmark
 from divdec.runs import output_folder, read_json, settings_hash, write_json
 from divdec.steering import Steering
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 TRIAL = "trial.json"
 MODEL = "model"
-REFERENCES = ("target", "retrain")
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
-DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
 
 Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
@@ -162,23 +160,13 @@ class TrialResult:
         return read_results(self.folder)
 
 
-def titles() -> dict[str, str]:
-    """Names of all methods in the paper's table, in its order."""
-    known = {name: method.title for name, method in methods().items()}
-    return {"target": "Target", "retrain": "Retrain", **DIVDEC, **known}
-
-
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
     """List the trials of methods.
-
-    Args:
-        names: names of methods; 'all' stands for every method.
-        grid: 'small' or 'paper'.
 
     Raises:
         UsageError: a method is not known.
     """
-    known = [name for name in titles() if name not in REFERENCES]
+    known = [name for name in TITLES if name not in REFERENCES]
     if unknown := [name for name in names if name != "all" and name not in known]:
         raise UsageError(f"method {unknown[0]!r} is not known; there are: all, {', '.join(known)}")
     trials = []
@@ -224,32 +212,17 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         write_results(results, folder)
     except (UsageError, Diverged, FailedClosed, torch.OutOfMemoryError) as error:
         failed = first_line(error)
-    result = TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
-    write_json(
-        folder / TRIAL,
-        {
-            "method": trial.method,
-            "setting": trial.label,
-            "options": trial.settings,
-            "seed": benchmark.seed,
-            "seconds": result.seconds,
-            "extra_bytes": result.extra_bytes,
-            "notes": list(result.notes),
-            "failed": failed,
-            "fingerprint": trial.fingerprint(benchmark),
-        },
-    )
-    return result
+    content = {
+        "method": trial.method, "setting": trial.label, "options": trial.settings, "seed": benchmark.seed,
+        "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
+        "fingerprint": trial.fingerprint(benchmark),
+    }  # fmt: skip
+    write_json(folder / TRIAL, content)
+    return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
 
 
 def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
     """Train or wrap the target.
-
-    Args:
-        trial: method and setting.
-        benchmark: models and data.
-        output: folder for the model; it does not exist yet.
-        work: folder of helpers that several trials share.
 
     Raises:
         UsageError: the method does not accept this setting or these models.
@@ -263,34 +236,23 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
-    method = find(trial.method)
     job = Job(
-        benchmark.target,
-        load_tokenizer(benchmark.target),
-        benchmark.forget,
-        benchmark.retain,
-        work,
-        benchmark.form,
-        benchmark.base,
-        benchmark.seed,
-        report=lambda line: None,
-    )
+        benchmark.target, load_tokenizer(benchmark.target), benchmark.forget, benchmark.retain, work, benchmark.form,
+        benchmark.base, benchmark.seed, report=lambda line: None,
+    )  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with output_folder(output) as temporary:
-        built = method.build(job, method.settings(**trial.settings), temporary)
+        built = build_method(job, METHODS[trial.method].settings(**trial.settings), temporary)
     return dataclasses.replace(built, folder=output)
 
 
 def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
+    rule = dataclasses.replace(Steering.parse(steering), vocabulary=benchmark.vocabulary)
     return write_bundle(
-        output,
-        target=str(benchmark.target),
-        retain_auxiliary=str(benchmark.retain_auxiliary),
-        forget_auxiliary=str(benchmark.forget_auxiliary),
-        steering=dataclasses.replace(Steering.parse(steering), vocabulary=benchmark.vocabulary),
-        overwrite=True,
+        output, target=str(benchmark.target), retain_auxiliary=str(benchmark.retain_auxiliary),
+        forget_auxiliary=str(benchmark.forget_auxiliary), steering=rule, overwrite=True,
         forget_set=benchmark.forget.label,
-    )
+    )  # fmt: skip
 
 
 def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
@@ -303,18 +265,11 @@ def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> Bu
         forget, retain = work / "forget.jsonl", work / "retain.jsonl"
         write_records(forget, benchmark.forget)
         write_records(retain, benchmark.retain)
+    form = benchmark.form
     settings = DistillationSettings(
-        bundle=str(bundle),
-        forget=str(forget),
-        retain=str(retain),
-        output=str(output),
-        system_prompt=benchmark.form.system_prompt,
-        date=benchmark.form.date,
-        max_length=benchmark.form.max_length,
-        seed=benchmark.seed,
-        overwrite=True,
-        **options,
-    )
+        bundle=str(bundle), forget=str(forget), retain=str(retain), output=str(output), seed=benchmark.seed,
+        system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, overwrite=True, **options,
+    )  # fmt: skip
     content = distill(settings, report=lambda line: None)
     seconds = float(content["training"]["seconds"])
     return BuiltModel(output, None if benchmark.pair_seconds is None else benchmark.pair_seconds + seconds)

@@ -1,6 +1,1 @@
-"""The paper's figures from result folders. Importing the modules below registers their figures."""
-
-from divdec.research.figures import benchmarks, runs  # noqa: F401
-from divdec.research.figures.registry import FIGURES, FigureRequest, FigureResult, FigureSpec, find_figure
-
-__all__ = ["FIGURES", "FigureRequest", "FigureResult", "FigureSpec", "find_figure"]
+"""The paper's figures from result folders."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from divdec.evaluation.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
 from divdec.report.charts import Dot, Plot, Series, error_bars, log_ticks, scatter, write_labels
 from divdec.report.scores import ATTACK_NAMES, MEASURES
 from divdec.report.style import BY_NAME, LINEAR, LOOKS, OTHERS, PAPER, RANK, RETRAIN, TEXT, Look
+from divdec.research.baselines.methods import DIVDEC
 from divdec.research.charts import Bar, bars
 from divdec.research.figures.registry import FigureRequest, FigureResult, missing_data, register
 from divdec.research.figures.results import (
-    DIVDEC,
     MethodResult,
     best_setting,
     best_settings,
@@ -20,10 +22,6 @@ from divdec.research.figures.results import (
     source_names,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TOFU = "divdec eval tofu, divdec compare, or the paper's TOFU_SUMMARY.json"
 MUSE = "divdec eval muse, or the paper's MUSE_SUMMARY.json"
@@ -46,8 +44,6 @@ POINT = {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
 @register("tofu-bars", shows="TOFU: Agg of each method's best setting", needs=TOFU)
 def tofu_bars(request: FigureRequest) -> FigureResult:
     """Draw Agg of each method's best setting, with its interval if there are items (paper, figure 1)."""
-    from matplotlib.figure import Figure
-
     best = best_settings(with_values(_load_suite(request, "tofu-bars", "tofu"), "agg"), "agg")
     best.sort(key=lambda result: result.values["agg"] or 0.0)
     rows = [Bar(one.label, one.values["agg"] or 0.0, one.kind, one.intervals.get("agg")) for one in best]
@@ -286,7 +282,6 @@ def _load_suite(request: FigureRequest, figure: str, suite: str) -> list[MethodR
 
 def _figure(width: float, height: float) -> Figure:
     """A figure with room between panels, so that an axis label is nearer to its own panel."""
-    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.05))
@@ -294,8 +289,6 @@ def _figure(width: float, height: float) -> Figure:
 
 def _scatter_figure(plots: Sequence[Plot], size: tuple[float, float], title: str = "") -> Figure:
     """Scatters side by side, with labels and a common legend below."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=size, layout="constrained")
     grid = list(figure.subplots(1, len(plots), sharey=True, squeeze=False)[0])
     if title:

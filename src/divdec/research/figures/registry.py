@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError, first_line
+from divdec.research.registry import Registry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,9 @@ class FigureResult:
     """Names of the files that the values come from, relative to the run's parent folder."""
 
 
+Draw = Callable[[FigureRequest], FigureResult]
+
+
 @dataclasses.dataclass(frozen=True)
 class FigureSpec:
     """A figure that can be requested."""
@@ -51,7 +55,7 @@ class FigureSpec:
     """One-line description."""
     needs: str
     """Runs that it is drawn from."""
-    function: Callable[[FigureRequest], FigureResult]
+    function: Draw
 
     def draw(self, request: FigureRequest) -> FigureResult:
         """Draw the figure; call it under `divdec.report.style.style`.
@@ -73,30 +77,17 @@ class FigureSpec:
             ) from error
 
 
-FIGURES: dict[str, FigureSpec] = {}
+FIGURES: Registry[FigureSpec] = Registry("figure")
 
 
-def register(
-    name: str, *, shows: str, needs: str
-) -> Callable[[Callable[[FigureRequest], FigureResult]], Callable[[FigureRequest], FigureResult]]:
+def register(name: str, *, shows: str, needs: str) -> Callable[[Draw], Draw]:
     """Return a decorator that adds a function to `FIGURES` under a name."""
 
-    def add(function: Callable[[FigureRequest], FigureResult]) -> Callable[[FigureRequest], FigureResult]:
+    def add(function: Draw) -> Draw:
         FIGURES[name] = FigureSpec(shows, needs, function)
         return function
 
     return add
-
-
-def find_figure(name: str) -> FigureSpec:
-    """Return a figure by its name.
-
-    Raises:
-        UsageError: there is none; the error lists the names.
-    """
-    if name not in FIGURES:
-        raise UsageError(f"figure {name!r} is not known; there are: {', '.join(FIGURES)}")
-    return FIGURES[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +124,20 @@ def find_files(runs: tuple[str, ...], *names: str) -> list[Source]:
     Raises:
         UsageError: a run does not exist.
     """
-    found: dict[Path, Source] = {}
+    sources: dict[Path, Source] = {}
     for run in map(run_path, runs):
         if run.is_file():
             paths = [run] if run.suffix in {Path(name).suffix for name in names} else []
         else:
             paths = sorted({path for name in names for path in run.rglob(name) if path.is_file()})
         for path in paths:
-            found.setdefault(path.resolve(), Source(path, run))
-    return list(found.values())
+            sources.setdefault(path.resolve(), Source(path, run))
+    return list(sources.values())
 
 
 def missing_data(runs: tuple[str, ...], figure: str, needs: str) -> UsageError:
     """Make the error that runs hold nothing that a figure is drawn from."""
     for run in runs:
-        path = run_path(run)
-        if path.is_dir() and not any(path.iterdir()):
+        if run_path(run).is_dir() and not any(run_path(run).iterdir()):
             return UsageError(f"run {run} is an empty folder; the figure {figure} is drawn from {needs}")
     return UsageError(f"{', '.join(runs)}: nothing there that the figure {figure} is drawn from; it needs {needs}")

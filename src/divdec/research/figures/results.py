@@ -6,20 +6,17 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
 from divdec.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
-from divdec.research.baselines.methods import methods
-from divdec.research.charts import Kind
+from divdec.research.baselines.methods import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec.runs import read_json
 
 COMPARISON = "comparison.json"
-DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
-REFERENCES = {"target": "Target", "retrain": "Retrain"}
 NO_BEST = "(no setting is best)"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -53,7 +50,7 @@ class MethodResult:
     @property
     def kind(self) -> Kind:
         """Whether it is a reference, Divergence Decoding or another method."""
-        return "reference" if self.method in REFERENCES else "ours" if self.method in DIVDEC else "other"
+        return kind_of(self.method)
 
     @property
     def label(self) -> str:
@@ -142,40 +139,40 @@ def source_names(results: Sequence[MethodResult]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result.source.name for result in results))
 
 
-def method_title(method: str) -> str:
-    """Return a method's name in the paper's tables; a method that is not known is its own title."""
-    known = {**REFERENCES, **DIVDEC, **{name: spec.title for name, spec in methods().items()}}
-    return known.get(method) or method
-
-
 def _score(
     folders: Mapping[Path, tuple[Source, Results]], roles: Mapping[str, set[Path]], request: FigureRequest
 ) -> list[MethodResult]:
+    identities: dict[Path, dict[str, Any]] = {
+        path: {"method": role, "setting": ""}
+        if (role := next((role for role in roles if path in roles[role]), None))
+        else _identify(results, path, source.run)
+        for path, (source, results) in folders.items()
+    }
     references: dict[str, tuple[Source, Results]] = {}
-    for folder, (source, results) in folders.items():
-        for role in REFERENCES:
-            if folder in roles[role] if role in roles else _role(results, folder) == role:
-                if role in references:
-                    raise UsageError(
-                        f"{source.name} and {references[role][0].name} are both results of the {role}; give one with "
-                        f"--{role}, or one seed's folder"
-                    )
-                references[role] = (source, results)
+    for path in folders:
+        role, source = identities[path]["method"], folders[path][0]
+        if role in REFERENCES and (role not in roles or path in roles[role]):
+            if role in references:
+                raise UsageError(
+                    f"{source.name} and {references[role][0].name} are both results of the {role}; give one with "
+                    f"--{role}, or one seed's folder"
+                )
+            references[role] = folders[path]
     target, retrain = (references[role][1] if role in references else None for role in REFERENCES)
     scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
-    found = []
-    for folder, (source, results) in folders.items():
-        scored = scorer.score(Entry(folder.name, folder, results))
-        role = next((role for role, (_, reference) in references.items() if reference is results), None)
-        identity: dict[str, Any] = {"method": role, "setting": ""} if role else _identify(results, folder, source.run)
-        found.append(
+    scored_results = []
+    for path, (source, results) in folders.items():
+        scored = scorer.score(Entry(path.name, path, results))
+        identity: dict[str, Any] = dict(identities[path])
+        if identity["method"] in REFERENCES and not (results is target or results is retrain):
+            identity = {"method": path.name, "title": path.name, "setting": ""}  # the options name another one
+        scored_results.append(
             MethodResult(
-                **identity,
-                values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
+                **identity, values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
                 reasons=scored.aggregates.reasons,
             )
         )  # fmt: skip
-    return found
+    return scored_results
 
 
 def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
@@ -203,20 +200,30 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
 
 
 def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
-    """Method and setting of a result that is not a reference."""
-    identity, baselines = identify(results, folder), methods()
-    if identity.method in baselines:
-        return {"method": identity.method, "setting": identity.setting}
+    """Method, setting, rule, strength, size and family, from `run.json`; of the paper's files from their names."""
+    identity = identify(results, folder)
     if identity.rule in ("linear", "rank") and identity.strength is not None:
-        family = re.sub(r"^dd_", "", identity.family)
+        family = identity.family.removeprefix("dd_")
         return {
             "method": identity.rule, "setting": _strength_text(identity.rule, identity.strength),
             "rule": identity.rule, "strength": identity.strength, "size": identity.size,
             "family": "" if family in ("linear", "rank") else family,
         }  # fmt: skip
-    # The paper's published folders: the deepest one named after a method; the rest of the names is the setting.
-    names = {**{name.replace("-", ""): name for name in baselines}, "distill": "distill"}
-    parts = [part for part in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(part)]
+    if "method" not in results.about:
+        return _published_identity(folder, run)
+    known = identity.method in (*METHODS, *REFERENCES, *DIVDEC)
+    return {"method": identity.method, "setting": identity.setting if known else "", "title": ""}
+
+
+def _published_identity(folder: Path, run: Path) -> dict[str, Any]:
+    """Method and setting by the folder names of the paper's files, such as `npo_4e-6/checkpoint-26`.
+
+    The method is that of the deepest folder named after one; the rest of the names is the setting.
+    """
+    if folder.name.lower() in REFERENCES:
+        return {"method": folder.name.lower(), "setting": ""}
+    names = {**{name.replace("-", ""): name for name in METHODS}, "distill": "distill"}
+    parts = [name for name in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(name)]
     for index in reversed(range(len(parts))):
         for name in sorted(names, key=len, reverse=True):
             pattern = "[-_]?".join(map(re.escape, name))
@@ -226,13 +233,6 @@ def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
     return {"method": parts[-1], "title": parts[-1], "setting": ""}
 
 
-def _role(results: Results, folder: Path) -> str | None:
-    method = results.about.get("method")
-    if method in REFERENCES:
-        return cast(str, method)
-    return folder.name.lower() if folder.name.lower() in REFERENCES else None
-
-
 def _add_titles(results: list[MethodResult]) -> list[MethodResult]:
     """Set titles, with the family if a method has several."""
     families: dict[str, set[str]] = {}
@@ -240,7 +240,7 @@ def _add_titles(results: list[MethodResult]) -> list[MethodResult]:
         families.setdefault(result.method, set()).add(result.family)
     titled = []
     for result in results:
-        title = result.title or method_title(result.method)
+        title = result.title or TITLES.get(result.method, result.method)
         family = f" ({result.family})" if result.family and len(families[result.method]) > 1 else ""
         titled.append(dataclasses.replace(result, title=f"{title}{family}"))
     return titled

@@ -6,33 +6,29 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
 from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
 from divdec.report import gradient_depth
+from divdec.report.charts import Band, band_panels
 from divdec.report.scores import MEASURES
-from divdec.report.style import BY_NAME, LOOKS
-from divdec.research.charts import (
-    LeakCurve,
-    Step,
-    Tile,
-    compute_figure,
-    distance_figure,
-    heat_map,
-    latency_figure,
-    leak_curves,
-)
+from divdec.report.style import BY_NAME, LOOKS, OTHERS, PAPER
+from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES
+from divdec.research.bench.results import compute_figure, latency_figure
+from divdec.research.charts import LeakCurve, leak_curves
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
-from divdec.research.figures.results import COMPARISON, DIVDEC, REFERENCES, method_title
+from divdec.research.figures.results import COMPARISON
 from divdec.runs import RECORD, read_json, read_record
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
+SEQUENCE_LOOKS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
@@ -48,13 +44,23 @@ class Student:
     source: Source
 
 
-@register("depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
-def depth(request: FigureRequest) -> FigureResult:
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A cell of a heat map."""
+
+    x: float
+    y: float
+    value: float
+    marked: bool = False
+
+
+@register("gradient-depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
+def draw_gradient_depth(request: FigureRequest) -> FigureResult:
     """Draw the norm of distillation's gradient by layer, from one depth.json (paper, figure gradient_depth)."""
     name = gradient_depth.RESULT
     sources = find_files(request.runs, name)
     if not sources:
-        raise missing_data(request.runs, "depth", f"the {name} of `divdec gradient-depth`")
+        raise missing_data(request.runs, "gradient-depth", f"the {name} of `divdec gradient-depth`")
     if len(sources) > 1:
         listed = ", ".join(source.name for source in sources[:4])
         raise UsageError(f"these runs hold {len(sources)} results of that kind ({listed}); give one of them")
@@ -63,12 +69,12 @@ def depth(request: FigureRequest) -> FigureResult:
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
     if not content["rows"]:
-        raise missing_data(request.runs, "depth", f"a {name} that holds layers; {source.name} holds none")
+        raise missing_data(request.runs, "gradient-depth", f"a {name} that holds layers; {source.name} holds none")
     frame = gradient_depth.depth_frame(content["rows"])
     figure = gradient_depth.depth_figure(frame, content["level"])
     title = "Distillation's gradient, layer by layer"
     figure.suptitle(title, fontsize=11.5)
-    peaks = ", ".join(f"{of} {part}: layer {layer}" for (of, part), layer in gradient_depth.peaks(frame).items())
+    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(frame).items())
     return FigureResult(figure, title, f"L2 norm of the gradient by layer; the largest of {peaks}.", (source.name,))
 
 
@@ -82,8 +88,6 @@ def distillation(request: FigureRequest) -> FigureResult:
 
     Students of a comparison that are better than every other method in it have a frame.
     """
-    from matplotlib.figure import Figure
-
     students, other_method = _compared_students(request)
     names = {"agg": f"Agg, 0 to 1 ({MEASURES['agg'].better} is better)"}
     if not students:
@@ -131,19 +135,11 @@ def distillation(request: FigureRequest) -> FigureResult:
 )
 def sequential(request: FigureRequest) -> FigureResult:
     """Draw the distance from a method's first step, over requests or growing forget sets (paper, figure scal_sust)."""
-    steps: list[Step] = []
     for source in find_files(request.runs, STEPS):
         content = read_json(source.path)
         if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
-            steps = [
-                Step(
-                    row["protocol"], row["method"], row["step"], {}, row["distance"], row["distance_interval"][0],
-                    row["distance_interval"][1],
-                    row["distance_to_retrained"],
-                )
-                for row in content["steps"]
-            ]  # fmt: skip
-            score, level, sources = str(content["score"]), float(content["level"]), (source.name,)
+            steps, sources = content["steps"], (source.name,)
+            score, level = str(content["score"]), float(content["level"])
             break
     else:
         steps, sources = _evaluated_steps(request)
@@ -154,7 +150,7 @@ def sequential(request: FigureRequest) -> FigureResult:
     figure = distance_figure(steps, score, level)
     title = "Requests one after the other, and growing forget sets"
     figure.suptitle(title, fontsize=11.5)
-    last = {f"{one.protocol}, {one.method}": one.distance for one in steps}
+    last = {f"{one['protocol']}, {one['method']}": one["distance"] for one in steps}
     listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
     text = f"Distance from the first step in points, at the last step: {listed}."
     return FigureResult(figure, title, text, sources)
@@ -179,9 +175,7 @@ def latency(request: FigureRequest) -> FigureResult:
 )
 def leak(request: FigureRequest) -> FigureResult:
     """Draw Leak@k of all methods in the runs; many other methods are grey."""
-    from matplotlib.figure import Figure
-
-    found: dict[str, LeakCurve] = {}
+    by_label: dict[str, LeakCurve] = {}
     kinds: set[str] = set()
     sources = []
     files = find_files(request.runs, PUBLISHED_LEAKS, COMPARISON, SUMMARY)
@@ -194,17 +188,17 @@ def leak(request: FigureRequest) -> FigureResult:
             sources.append(source.name)
             kinds.add(kind)
         for curve in curves:
-            name = f"{curve.label} ({source.path.parent.name})" if curve.label in found else curve.label
-            found[name] = dataclasses.replace(curve, label=name)
-    if not found:
+            name = f"{curve.label} ({source.path.parent.name})" if curve.label in by_label else curve.label
+            by_label[name] = dataclasses.replace(curve, label=name)
+    if not by_label:
         needs = f"results of `divdec eval leak`, a {COMPARISON} with leaks, or {PUBLISHED_LEAKS}"
         raise missing_data(request.runs, "leak", needs)
     if len(kinds) > 1:
         raise UsageError("these runs hold leaks under attack and of samples; give runs of one kind")
     methods = {title: method for method, title in {**DIVDEC, **REFERENCES}.items()}
-    looks, many = iter(LOOKS), len(found) > len(LOOKS) + len(REFERENCES)
+    looks, many = iter(LOOKS), len(by_label) > len(LOOKS) + len(REFERENCES)
     curves = []
-    for curve in found.values():
+    for curve in by_label.values():
         method = methods.get(curve.label, "")
         look = BY_NAME[method] if method in REFERENCES else None
         if look is None and (method in DIVDEC or not many):
@@ -221,6 +215,66 @@ def leak(request: FigureRequest) -> FigureResult:
     return FigureResult(
         figure, title, f"Share of questions that leak; at k = {largest}: {shares}.", tuple(sources)
     )  # fmt: skip
+
+
+def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
+    """Draw a grid of values with two decimals in its cells; marked cells have a frame.
+
+    Returns:
+        The mesh, for a colour bar.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    xs, ys = (sorted({getattr(tile, name) for tile in tiles}) for name in "xy")
+    grid = np.full((len(ys), len(xs)), np.nan)
+    for tile in tiles:
+        grid[ys.index(tile.y), xs.index(tile.x)] = tile.value
+    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    colours = colormaps["cividis_r" if reverse else "cividis"]
+    mesh = axes.pcolormesh(
+        np.arange(len(xs) + 1) - 0.5, np.arange(len(ys) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=colours,
+        vmin=low, vmax=high if high > low else low + 1, edgecolors=PAPER, linewidth=1,
+    )  # fmt: skip
+    for tile in tiles:
+        x, y = xs.index(tile.x), ys.index(tile.y)
+        red, green, blue, _ = colours((tile.value - low) / (high - low or 1.0))
+        # Cells keep their colours on a dark page, so that their text is not in colours of the palette.
+        ink = "#010101" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#fefefe"
+        axes.annotate(f"{tile.value:.2f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
+        if tile.marked:
+            axes.add_patch(Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=ink, linewidth=1.5))
+    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
+    axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
+    axes.tick_params(length=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[:].set_visible(False)
+    return mesh
+
+
+def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float | None) -> Figure:
+    """Draw the distance over the steps, one panel for each protocol, one line for each method."""
+    groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for step in steps:
+        groups.setdefault(step["protocol"], {}).setdefault(step["method"], []).append(step)
+    panels = {
+        protocol: [
+            Band(
+                method, SEQUENCE_LOOKS.get(method, OTHERS), [row["step"] for row in rows],
+                [row["distance"] for row in rows], *zip(*(row["distance_interval"] for row in rows), strict=True),
+            )
+            for method, rows in methods.items()
+        ]
+        for protocol, methods in groups.items()
+    }  # fmt: skip
+    figure = Figure(figsize=(9.0, 4.1), layout="constrained")
+    grid = band_panels(figure, panels, "requests so far")
+    for axes in grid:
+        axes.set_ylim(bottom=0)
+    grid[0].set_ylabel(f"distance from the first step, points of {score}\n(retain and request 1; lower is better)")
+    grid[-1].legend(title=None if level is None else f"{100 * level:g} % interval")
+    return figure
 
 
 def _compared_students(request: FigureRequest) -> tuple[list[Student], float | None]:
@@ -264,7 +318,7 @@ def _second_option(students: Sequence[Student]) -> str:
     return next(iter(varied), "")
 
 
-def _evaluated_steps(request: FigureRequest) -> tuple[list[Step], tuple[str, ...]]:
+def _evaluated_steps(request: FigureRequest) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Steps from results of MUSE that state their step of a sequence; without intervals."""
     sequences: dict[tuple[str, str], dict[int, Mapping[str, float | None]]] = {}
     sources = []
@@ -281,7 +335,8 @@ def _evaluated_steps(request: FigureRequest) -> tuple[list[Step], tuple[str, ...
             pairs = [(figures[step].get(name), first.get(name)) for name in (FORGET_KNOWMEM, RETAIN_KNOWMEM)]
             if not any(None in pair for pair in pairs):
                 distance = sum((100 * ((now or 0.0) - (before or 0.0))) ** 2 for now, before in pairs) ** 0.5
-                steps.append(Step(PROTOCOLS[rule], family, step, {}, distance, distance, distance, 0.0))
+                about = {"protocol": PROTOCOLS[rule], "method": family, "step": step}
+                steps.append({**about, "distance": distance, "distance_interval": (distance, distance)})
     return steps, tuple(dict.fromkeys(sources))
 
 
@@ -328,7 +383,8 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
         shares = [{name[5:]: row[name] for name in row if name.startswith("Leak@")} for row in table]
     else:
         leaks = content.get("leaks")
-        titles, shares = ([], []) if not isinstance(leaks, Mapping) else (map(method_title, leaks), leaks.values())
+        leaks = leaks if isinstance(leaks, Mapping) else {}
+        titles, shares = [TITLES.get(name, str(name)) for name in leaks], list(leaks.values())
     return [
         LeakCurve(title, None, {int(k): float(share) for k, share in own.items()})
         for title, own in zip(titles, shares, strict=True)
@@ -337,8 +393,6 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
 
 def _evaluated_leaks(source: Source, request: FigureRequest) -> tuple[list[LeakCurve], str]:
     """The curve of `divdec eval leak` with its intervals, and whether it is of attacks or of samples."""
-    import numpy as np
-
     content = read_json(source.path)
     if not isinstance(content, Mapping) or content.get("suite") != "leak":
         return [], ""
@@ -356,6 +410,5 @@ def _evaluated_leaks(source: Source, request: FigureRequest) -> tuple[list[LeakC
         if results.items.get(name):
             scores = np.asarray(results.scores(name, "score"), dtype=float)
             intervals[k] = bootstrap.interval(bootstrap.counts(len(scores), "leak") @ scores / len(scores))
-    folder = source.path.parent.name
-    label = REFERENCES.get(folder.lower()) or folder or results.name
+    label = REFERENCES.get(str(results.about.get("method") or results.name), results.name)
     return ([LeakCurve(label, None, shares, intervals)] if shares else []), kind

@@ -1,0 +1,125 @@
+"""The run behind `divdec baseline`: one method applied to one target."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from divdec.data.formatting import Format
+from divdec.data.records import overlap, read_records
+from divdec.errors import UsageError
+from divdec.model.checkpoint import check_apart, common_vocabulary_of, digests, load_tokenizer
+from divdec.research.baselines.eco import build_eco
+from divdec.research.baselines.gradient import train_gradient_method
+from divdec.research.baselines.guard import build_guard
+from divdec.research.baselines.job import BuiltModel, Job
+from divdec.research.baselines.logits import build_offset, build_ucd, build_uld, build_whp
+from divdec.research.baselines.lunar import build_lunar
+from divdec.research.baselines.methods import Method, method_of
+from divdec.research.baselines.rmu import train_rmu
+from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
+from divdec.runs import RECORD, RunFolder, output_folder
+from divdec.training.inputs import join_processes, limit_length, report_cut, report_sets, resolve_trainable
+
+MODEL, WORK = "model", "work"
+_BUILDERS: dict[str, Callable[[Job, Any, Path], BuiltModel]] = {
+    "rmu": train_rmu,
+    "whp": build_whp,
+    "offset": build_offset,
+    "uld": build_uld,
+    "ucd": build_ucd,
+    "guard": build_guard,
+    "eco": build_eco,
+    "lunar": build_lunar,
+}
+
+
+def build_method(job: Job, settings: Any, output: Path) -> BuiltModel:
+    """Train or wrap the target with the method whose settings these are.
+
+    Args:
+        job: target and data.
+        settings: an instance of a method's settings.
+        output: an empty folder; receives model and tokenizer. `divdec.research.baselines.auto` loads composites.
+
+    Raises:
+        UsageError: the settings do not fit the target, the data or the base.
+        Interrupted: on Ctrl-C; the same call continues.
+        Diverged: a loss is not finite.
+    """
+    return _BUILDERS.get(method_of(settings).name, train_gradient_method)(job, settings, output)
+
+
+def run_baseline(
+    method: Method, settings: BaselineSettings, options: Any, report: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Train or wrap the target, and write the result with its `run.json`.
+
+    The output folder then holds `run.json`, `model` (whole or absent), and in `work` the helpers that the model
+    refers to, if any. A stopped run continues with the same call.
+
+    Returns:
+        The content of `run.json`; empty in all processes but the main one.
+
+    Raises:
+        UsageError: an input cannot be used; no weights have been written.
+        Interrupted: on Ctrl-C; the same call continues.
+        Diverged: a loss is not finite.
+    """
+    state, report = join_processes(report)
+    if method.kind == "inference" and state.num_processes > 1:
+        raise UsageError(f"{method.name} runs in one process, not in {state.num_processes}")
+    output = Path(settings.output).expanduser()
+    target = resolve_trainable(settings.target, "target")
+    tokenizer = load_tokenizer(target)
+    base = None
+    if isinstance(settings, HelpedSettings) and settings.base is not None:
+        base = resolve_trainable(settings.base, "base")
+        common_vocabulary_of({"target": target, "base": base})
+    inputs = [Path(settings.forget).expanduser(), Path(settings.retain).expanduser(), target, *([base] if base else [])]
+    check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists()])
+    forget, retain = read_records(settings.forget), read_records(settings.retain)
+    report_sets(forget, retain, "a method is told to forget and to keep them", report)
+    form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, target, report))
+    for records in (forget, retain):
+        report_cut(records, tokenizer, form, report)
+
+    values = dataclasses.asdict(settings) | dataclasses.asdict(options)
+    models = [digests(target), None if base is None else digests(base)]
+    decides = [method.name, values | {"overwrite": False}, forget.sha256, retain.sha256, *models]
+    run = RunFolder.open(
+        output, "baseline", values, decides, overwrite=settings.overwrite, stale=(MODEL, WORK),
+        is_main=state.is_main_process, wait=state.wait_for_everyone, method=method.name,
+    )  # fmt: skip
+    if run.resumed and state.is_main_process:
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+    job = Job(target, tokenizer, forget, retain, output / WORK, form, base, settings.seed, report)
+    model = output_folder(output / MODEL) if state.is_main_process else contextlib.nullcontext(output / MODEL)
+    with model as folder:
+        try:
+            built = build_method(job, options, folder)
+        except UsageError:
+            if state.is_main_process and not (output / WORK).is_dir():
+                (output / RECORD).unlink()  # nothing was trained: another run may use the folder
+            raise
+    content: dict[str, Any] = {}
+    if state.is_main_process:
+        if (output / WORK).is_dir() and not any((output / WORK).iterdir()):
+            (output / WORK).rmdir()
+        content = run.finish(
+            method=method.name,
+            kind=method.kind,
+            source=method.source,
+            forget_set=forget.label,
+            retain_set=retain.label,
+            overlap=dataclasses.asdict(overlap(forget, retain)),
+            seconds=round(built.seconds or 0.0, 2),
+            notes=list(built.notes),
+            model=str(output / MODEL),
+        )
+    state.wait_for_everyone()
+    return content
