@@ -44,10 +44,10 @@ def bundle_of(models, name, steering):
 @contextlib.contextmanager
 def serving(engines, **options):
     """A server of started engines; gives its URL."""
-    from divdec.serving import bind
-    from divdec.serving.api.server import HttpServer, Options
+    from divdec.serving import ServerOptions, bind
+    from divdec.serving.server import HttpServer
 
-    server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), Options(**options))
+    server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), ServerOptions(**options))
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
@@ -64,7 +64,7 @@ def serving(engines, **options):
 def engine_of(bundle, name="tiny", **options):
     from divdec import DivergenceForCausalLM
     from divdec.model.checkpoint import load_tokenizer
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     return Engine(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), name, **options)
 

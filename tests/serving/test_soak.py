@@ -130,7 +130,7 @@ def weights_that_are_lost(model):
 
 
 def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     broken, tokenizer = load(bundle)
     steered, _ = load(bundle)
@@ -147,7 +147,7 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
 
 def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     from divdec.data.records import texts_of
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
     from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import DATABASE

@@ -132,7 +132,7 @@ def test_unknown_models_paths_and_methods(http):
 
 def test_a_tokenizer_without_template_has_no_chat(tokenizer):
     from divdec import DivergenceForCausalLM
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
@@ -259,6 +259,6 @@ def test_what_would_be_much_work_is_refused_first(http, path, body, message):
 
 
 def test_events_are_one_line_for_every_client():
-    from divdec.serving.api.completions import _encode
+    from divdec.serving.completions import _encode
 
     assert _encode({"text": "a\u2028b\u0085c"}).data.isascii()

@@ -73,12 +73,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
 
 
 def test_limits_of_a_request(served_bundle):
-    from divdec.serving.api.generation import Limits
-
-    limits = Limits(max_tokens=3900, max_seconds=0.4, max_body_bytes=2000, max_sequences=4)
+    limits = {"max_tokens": 3900, "max_seconds": 0.4, "max_body_bytes": 2000, "max_sequences": 4}
     long = LONG | {"max_tokens": 3900}
     with (
-        serving([engine_of(served_bundle)], shutdown_timeout=0.0, limits=limits) as url,
+        serving([engine_of(served_bundle)], shutdown_timeout=0.0, **limits) as url,
         httpx.Client(base_url=url) as http,
     ):
         late = http.post(PATH, json=long)

@@ -25,7 +25,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
-from divdec.serving.api.schemas import ChatCompletionRequest, CompletionRequest
+from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from reference import rank, steered_logits
 from served import engine_of, serving
 

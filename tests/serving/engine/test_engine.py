@@ -10,8 +10,9 @@ from architectures import tiny_architecture
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.engine.engine import Busy, Closing, Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.engine import Busy, Engine
+from divdec.serving.request import SamplingParams
+from divdec.serving.scheduler import Closing
 from exactness import LOGITS, assert_same_answer
 
 TEXTS = (
@@ -126,7 +127,7 @@ def steered_logprobs(model, ids):
 
 @pytest.mark.parametrize("part", [512, 3])
 def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", part)
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", part)
     prompt = tokenizer(TEXTS[2]).input_ids
     sampling = SamplingParams(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
     outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
@@ -226,14 +227,14 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
         others = asyncio.gather(*(answer(engine, prompt, greedy(40)) for prompt in prompts[1:]))
         for _ in range(3):
             await anext(gone)
-        assert engine.running >= 1
+        assert engine.scheduler.running >= 1
         await gone.aclose()
         found = await others
         for _ in range(200):
-            if not engine.running:
+            if not engine.scheduler.running:
                 break
             await asyncio.sleep(0.01)
-        return found, engine.running, engine.generated_tokens_total
+        return found, engine.scheduler.running, engine.scheduler.generated_tokens
 
     found, running, generated = run(model, tokenizer, work)
     assert running == 0
@@ -347,7 +348,7 @@ def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, ga
 
     async def work(engine):
         one_by_one = [await answer(engine, prompt, greedy(24)) for prompt in prompts]
-        steps = engine.steps_total
+        steps = engine.scheduler.steps
         together = await asyncio.gather(*(
             answer(engine, prompt, greedy(24, frequency_penalty=0.0), 0.02 * place)
             for place, prompt in enumerate(prompts)

@@ -12,8 +12,9 @@ from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.engine.engine import Closing, Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.engine import Engine
+from divdec.serving.request import SamplingParams
+from divdec.serving.scheduler import Closing
 from exactness import assert_same_answer
 
 
@@ -98,7 +99,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch)
         def panic(*_):
             raise Panic
 
-        monkeypatch.setattr(engine._scheduler, "step", panic)
+        monkeypatch.setattr(engine.scheduler, "step", panic)
         with pytest.raises(Closing):
             async for _ in running:
                 pass
@@ -114,7 +115,7 @@ def test_several_answers_read_their_prompt_once(model, tokenizer):
 
     async def work(engine):
         found = await asyncio.gather(*(tokens_of(engine, prompt, greedy(1)) for _ in range(8)))
-        return found, engine.steps_total
+        return found, engine.scheduler.steps
 
     found, steps = run(model, tokenizer, work)
     for tokens in found:
@@ -123,7 +124,7 @@ def test_several_answers_read_their_prompt_once(model, tokenizer):
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
     long, finished = [5 + place % 400 for place in range(200)], []
 
     async def ask(engine, name, prompt):

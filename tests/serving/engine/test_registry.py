@@ -8,8 +8,8 @@ import torch
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
-from divdec.serving.engine.engine import Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.engine import Engine
+from divdec.serving.request import SamplingParams
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import DATABASE
@@ -55,12 +55,12 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
         for answer, tokens in zip(running, found, strict=True):
             while len(tokens) < 5:
                 tokens += (await anext(answer)).tokens
-        assert engine.registry_requests == 0
+        assert engine.count_takedowns() == 0
         await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
         for answer, tokens in zip(running, found, strict=True):
             async for output in answer:
                 tokens += output.tokens
-        assert engine.registry_requests == 1
+        assert engine.count_takedowns() == 1
         await engine.close(1)
         return found
 

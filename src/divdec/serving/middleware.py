@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -18,8 +19,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.errors import FailedClosed
-from divdec.serving.api.errors import ApiError, server_closing, to_api_error
-from divdec.serving.engine.engine import Engine
+from divdec.serving import ServerOptions
+from divdec.serving.engine import Engine
+from divdec.serving.schemas import ApiError, server_closing, to_api_error
 
 OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
 ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
@@ -136,22 +138,20 @@ class _EngineCollector(Collector):
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        for family, attribute in (
-            (CounterMetricFamily("divdec_prompt_tokens", "Prompt tokens.", labels=["model"]), "prompt_tokens_total"),
-            (CounterMetricFamily("divdec_generated_tokens", "New tokens.", labels=["model"]), "generated_tokens_total"),
-            (CounterMetricFamily("divdec_steps", "Forward passes.", labels=["model"]), "steps_total"),
-            (GaugeMetricFamily("divdec_sequences_running", "Running sequences.", labels=["model"]), "running"),
-            (GaugeMetricFamily("divdec_sequences_waiting", "Queued sequences.", labels=["model"]), "waiting"),
-            (GaugeMetricFamily("divdec_takedown_requests", "Takedown requests in force.", labels=["model"]),
-             "registry_requests"),
-        ):  # fmt: skip
+        kinds: list[tuple[type[Any], str, str, Callable[[Engine], int | None]]] = [
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens.", lambda engine: engine.scheduler.prompt_tokens),
+            (CounterMetricFamily, "generated_tokens", "New tokens.", lambda engine: engine.scheduler.generated_tokens),
+            (CounterMetricFamily, "steps", "Forward passes.", lambda engine: engine.scheduler.steps),
+            (GaugeMetricFamily, "sequences_running", "Running sequences.", lambda engine: engine.scheduler.running),
+            (GaugeMetricFamily, "sequences_waiting", "Queued sequences.", lambda engine: engine.waiting),
+            (GaugeMetricFamily, "takedown_requests", "Takedown requests in force.", Engine.count_takedowns),
+        ]
+        for kind, name, description, read in kinds:
+            family = kind(f"divdec_{name}", description, labels=["model"])
             for model, engine in self._engines.items():
-                try:
-                    value = getattr(engine, attribute)
-                except FailedClosed:  # a damaged registry; the other metrics are needed all the more
-                    value = None
-                if value is not None:
-                    family.add_metric([model], value)
+                with contextlib.suppress(FailedClosed):  # a damaged registry: the other metrics are needed the more
+                    if (value := read(engine)) is not None:
+                        family.add_metric([model], value)
             yield family
 
 
@@ -162,8 +162,7 @@ class RequestMiddleware:
     app: ASGIApp
     metrics: Metrics
     log: AccessLog
-    api_key: str | None
-    max_body_bytes: int
+    options: ServerOptions
     closing: Callable[[], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,8 +178,10 @@ class RequestMiddleware:
             nonlocal body_bytes
             message = await receive()
             body_bytes += len(message.get("body", b""))
-            if body_bytes > self.max_body_bytes:
-                raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+            if body_bytes > self.options.max_body_bytes:
+                raise ApiError(
+                    413, f"the body is larger than {self.options.max_body_bytes} bytes", code="body_too_large"
+                )
             return message
 
         async def send_with_id(message: Message) -> None:
@@ -205,10 +206,10 @@ class RequestMiddleware:
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN_PATHS:
             return
-        if self.api_key is not None:
+        if (expected := self.options.api_key) is not None:
             kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # The comparison takes the same time for every wrong key.
-            if not hmac.compare_digest(key.strip(), self.api_key.encode()) or kind.lower() != b"bearer":
+            if not hmac.compare_digest(key.strip(), expected.encode()) or kind.lower() != b"bearer":
                 message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self.closing():
