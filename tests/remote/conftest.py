@@ -12,23 +12,21 @@ from served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="session")
-def bundle(models):
-    return bundle_of(models, "steered", "linear:1.5")
+def bundle(served_bundle):
+    return served_bundle
 
 
 @pytest.fixture(scope="session")
-def local(bundle):
+def local(served_model):
     """The steered model in this process."""
-    from divdec import DivergenceForCausalLM
-
-    return DivergenceForCausalLM.from_pretrained(bundle)
+    return served_model
 
 
 @pytest.fixture(scope="session")
 def url(models):
     """The plain target behind the embedded server: alpha is 0, so that nothing steers it."""
-    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as found:
-        yield found
+    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -147,7 +147,7 @@ def serve(
 
 def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelLoading, experts: ExpertDevices) -> None:
     """Refuse options that vLLM would ignore."""
-    from divdec.serving.vllm.server import check_installed
+    from divdec.serving.vllm.configuration import check_installed
 
     for values, names in (
         (settings, EMBEDDED),
@@ -165,7 +165,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 def _serve_vllm(
     bundle: str, name: str, settings: ServeSettings, speculation: Speculation, loading: ModelLoading, key: str | None
 ) -> None:
-    from divdec.serving.vllm.server import engine_arguments, run
+    from divdec.serving.vllm.configuration import engine_arguments, run
 
     extra = shlex.split(settings.vllm_options)
     for field in ("ssl_certfile", "ssl_keyfile"):

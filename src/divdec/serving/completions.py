@@ -24,9 +24,9 @@ from divdec.serving.schemas import ApiError, ChatCompletionRequest, CompletionRe
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
 LOWEST_TEMPERATURE = 1e-5  # below, division by the temperature overflows; decoding is greedy there
-SAME_FIELDS = {
+SAME_FIELDS = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-}  # fmt: skip
+)  # fmt: skip
 """Fields of a request that are sampling parameters as they are."""
 Result = TypeVar("Result")
 Event = dict[str, Any]
@@ -151,7 +151,7 @@ class CompletionCall:
             stop=tuple(body.stop),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **body.model_dump(include=SAME_FIELDS),
+            **{name: getattr(body, name) for name in SAME_FIELDS},
         )
         seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(count)]
         self.replies += [(prompt, dataclasses.replace(params, seed=seed)) for seed in seeds]

@@ -26,8 +26,18 @@ from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, m
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
-from divdec.takedowns.keys import KEY_FILE, create_keys
-from divdec.takedowns.store import DATABASE, FORMAT, RETAIN, TOKENIZER, State, Store, TakedownRequest, check_strength
+from divdec.takedowns.store import (
+    DATABASE,
+    FORMAT,
+    KEY_FILE,
+    RETAIN,
+    TOKENIZER,
+    State,
+    Store,
+    TakedownRequest,
+    check_strength,
+    create_keys,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -260,7 +270,7 @@ class Registry:
     def history(self) -> list[dict[str, Any]]:
         """Return every event of the audit trail with its sequence number and time, oldest first."""
         with self._store.read() as connection:
-            return self._store.read_events(connection)
+            return self._store.read_events(connection)[0]
 
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.

@@ -9,7 +9,7 @@ from pathlib import Path
 def main():
     from vllm.engine.arg_utils import EngineArgs
 
-    from divdec.serving.vllm.server import refusal
+    from divdec.serving.vllm.configuration import refusal
 
     told = []
     for case in json.loads(Path(sys.argv[1]).read_text()):

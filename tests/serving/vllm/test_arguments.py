@@ -6,8 +6,7 @@ import json
 import pytest
 
 from divdec import UsageError
-from divdec.serving.vllm.configuration import EngineOptions, read_parts
-from divdec.serving.vllm.server import check_installed, engine_arguments
+from divdec.serving.vllm.configuration import EngineOptions, check_installed, engine_arguments, read_parts
 
 
 def options_of(arguments):
