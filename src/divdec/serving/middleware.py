@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -55,50 +55,35 @@ class RequestRecord:
         self.error = type(error).__name__ if reply.code == "internal_error" else reply.code or str(reply.status_code)
         return reply
 
-    def fields(self, *, with_prompt: bool) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of the log line."""
         fields: dict[str, Any] = {
-            "id": self.id,
-            "method": self.method,
-            "path": self.path[:LONGEST_PATH],
-            "status": self.status,
+            "id": self.id, "method": self.method, "path": self.path[:LONGEST_PATH], "status": self.status,
             "seconds": round(time.perf_counter() - self.started, 4),
-        }
+        }  # fmt: skip
         if self.model is not None:
             fields |= {
-                "model": self.model,
-                "stream": self.stream,
-                "prompt_tokens": self.prompt_tokens,
+                "model": self.model, "stream": self.stream, "prompt_tokens": self.prompt_tokens,
                 "generated_tokens": self.generated_tokens,
                 "finish_reason": ",".join(sorted(self.finish_reasons)) or None,
-            }
-        fields |= {} if self.error is None else {"error": self.error}
-        return fields | ({"prompt": self.prompt} if with_prompt and self.prompt is not None else {})
+            }  # fmt: skip
+        return fields if self.error is None else fields | {"error": self.error}
 
 
-class AccessLog:
-    """Writes JSON lines, without prompts and replies."""
-
-    def __init__(self, stream: TextIO | None = None, *, prompts: bool = False) -> None:
-        """Write to a stream, standard error by default; `prompts` logs prompts too."""
-        self.stream = stream or sys.stderr
-        self.prompts = prompts
-
-    def write(self, **fields: Any) -> None:
-        """Write a line; a log that cannot be written ends no request."""
-        try:
-            line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields})
-            print(line, file=self.stream, flush=True)
-        except (OSError, ValueError):
-            return
+def write_log(**fields: Any) -> None:
+    """Write a JSON line to standard error; a log that cannot be written ends no request."""
+    with contextlib.suppress(OSError, ValueError):
+        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields})
+        print(line, file=sys.stderr, flush=True)
 
 
-class Metrics:
+class Metrics(Collector):
     """Prometheus metrics of the server, in a registry that holds nothing else."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
         self.registry = registry = CollectorRegistry()
-        registry.register(_EngineCollector(engines))
+        registry.register(self)
         self.requests = Counter(
             "divdec_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=registry
         )
@@ -130,14 +115,8 @@ class Metrics:
 
         return observe
 
-
-class _EngineCollector(Collector):
-    """Counters that the engines keep."""
-
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
-        self._engines = engines
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the counters that the engines keep."""
         kinds: list[tuple[type[Any], str, str, Callable[[Engine], int | None]]] = [
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens.", lambda engine: engine.scheduler.prompt_tokens),
             (CounterMetricFamily, "generated_tokens", "New tokens.", lambda engine: engine.scheduler.generated_tokens),
@@ -161,7 +140,6 @@ class RequestMiddleware:
 
     app: ASGIApp
     metrics: Metrics
-    log: AccessLog
     options: ServerOptions
     closing: Callable[[], bool]
 
@@ -201,7 +179,8 @@ class RequestMiddleware:
             endpoint = scope["route"].path if "route" in scope else "other"
             self.metrics.requests.labels(endpoint, str(record.status)).inc()
             self.metrics.request_seconds.labels(endpoint).observe(time.perf_counter() - record.started)
-            self.log.write(**record.fields(with_prompt=self.log.prompts))
+            prompt = {"prompt": record.prompt} if self.options.log_prompts and record.prompt is not None else {}
+            write_log(**record.fields(), **prompt)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN_PATHS:

@@ -23,7 +23,7 @@ from divdec.errors import UsageError
 from divdec.serving import ServerOptions
 from divdec.serving.completions import ChatCompletion, Server, TextCompletion
 from divdec.serving.engine import Engine
-from divdec.serving.middleware import AccessLog, Metrics, RequestMiddleware
+from divdec.serving.middleware import Metrics, RequestMiddleware, write_log
 from divdec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -54,7 +54,7 @@ def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServerOpt
         UsageError: another process listens on the port.
     """
     server = HttpServer(engines, port, options)
-    logging.getLogger().handlers = [_JsonHandler(server.log)]
+    logging.getLogger().handlers = [_JsonHandler(logging.WARNING)]
     names = ", ".join(f"{name} ({engine.steering})" for name, engine in engines.items())
     server.on_ready = lambda: print(f"serving {names} on {server.url}/v1", flush=True)
     server.run()
@@ -66,7 +66,6 @@ class HttpServer(uvicorn.Server):
     Attributes:
         on_ready: called when requests are accepted.
         url: URL of the server.
-        log: its access log.
     """
 
     def __init__(self, engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions) -> None:
@@ -77,10 +76,9 @@ class HttpServer(uvicorn.Server):
         host, number = port.getsockname()[:2]
         scheme = "https" if options.ssl_certfile else "http"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
-        self.log = AccessLog(prompts=options.log_prompts)
         super().__init__(
             uvicorn.Config(
-                create_app(engines, options, self.log, self._stopping.is_set), ws="none", lifespan="off",
+                create_app(engines, options, self._stopping.is_set), ws="none", lifespan="off",
                 log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
             )
@@ -129,33 +127,26 @@ class HttpServer(uvicorn.Server):
 class _JsonHandler(logging.Handler):
     """Writes warnings of libraries into the access log."""
 
-    def __init__(self, log: AccessLog) -> None:
-        super().__init__(logging.WARNING)
-        self.log = log
-
     def emit(self, record: logging.LogRecord) -> None:
         fields: dict[str, Any] = {"level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info and record.exc_info[1]:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
-        self.log.write(event=record.name, **fields)
+        write_log(event=record.name, **fields)
 
 
-def create_app(
-    engines: Mapping[str, Engine], options: ServerOptions, log: AccessLog, closing: Callable[[], bool]
-) -> FastAPI:
+def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: Callable[[], bool]) -> FastAPI:
     """Create the application for started engines.
 
     Args:
         engines: engines by model name.
         options: options of the process.
-        log: access log.
         closing: whether the server shuts down and refuses requests.
     """
     server = Server(engines, options, Metrics(engines))
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )
-    app.add_middleware(RequestMiddleware, metrics=server.metrics, log=log, options=options, closing=closing)
+    app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing)
     for kind in (HTTPException, RequestValidationError):  # the middleware answers all other exceptions
         app.add_exception_handler(kind, _handle_error)
 
