@@ -334,10 +334,10 @@ def check_strength(value: Any) -> float:
     """Return a strength that takes something down.
 
     Raises:
-        ValueError: it is none.
+        UsageError: it takes nothing down, or is too large.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_STRENGTH:
-        raise ValueError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
+        raise UsageError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
     return float(value)
 
 
