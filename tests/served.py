@@ -37,8 +37,8 @@ def bundle_of(models, name, steering):
     from divdec import write_bundle
 
     parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
-    given = {part: str(models / place) for part, place in parts.items()}
-    return write_bundle(models / name, **given, steering=steering)
+    inputs = {piece: str(models / index) for piece, index in parts.items()}
+    return write_bundle(models / name, **inputs, steering=steering)
 
 
 @contextlib.contextmanager
@@ -104,10 +104,10 @@ class Process:
 
 @contextlib.contextmanager
 def process(*arguments, **environment):
-    found = Process(*arguments, **environment)
+    result = Process(*arguments, **environment)
     try:
-        yield found
+        yield result
     finally:
-        if found.process.poll() is None:
-            found.process.kill()
-        found.process.communicate()
+        if result.process.poll() is None:
+            result.process.kill()
+        result.process.communicate()

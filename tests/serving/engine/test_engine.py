@@ -46,11 +46,11 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
     results = run(model, tokenizer, work, max_num_seqs=3)
     for prompt, number, outputs in zip(prompts, lengths, results, strict=True):
         expected = alone(model, prompt, number)
-        found = tokens_of(outputs)
-        assert_same_answer(model, prompt, found, expected)
-        assert "".join(output.text for output in outputs) == tokenizer.decode(found, skip_special_tokens=True)
+        result = tokens_of(outputs)
+        assert_same_answer(model, prompt, result, expected)
+        assert "".join(output.text for output in outputs) == tokenizer.decode(result, skip_special_tokens=True)
         assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-        assert outputs[-1].finish_reason == ("stop" if found[-1] == 0 else "length")
+        assert outputs[-1].finish_reason == ("stop" if result[-1] == 0 else "length")
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
@@ -88,15 +88,15 @@ def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part
     sampling = SamplingParams(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
     outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
     expected = steered_logprobs(model, prompt + tokens_of(outputs))
-    told = outputs[0].prompt_logprobs
-    assert told[0] is None
-    assert len(told) == len(prompt)
+    reported = outputs[0].prompt_logprobs
+    assert reported[0] is None
+    assert len(reported) == len(prompt)
     assert all(output.prompt_logprobs is None for output in outputs[1:])
-    told = [*told[1:], *(item for output in outputs for item in output.logprobs)]
-    assert [item.token for item in told] == (prompt + tokens_of(outputs))[1:]
-    for row, item in zip(expected, told, strict=False):
+    reported = [*reported[1:], *(item for output in outputs for item in output.logprobs)]
+    assert [item.token for item in reported] == (prompt + tokens_of(outputs))[1:]
+    for row, item in zip(expected, reported, strict=False):
         assert item.logprob == pytest.approx(float(row[item.token]), abs=1e-4)
-        number = 2 if item in told[: len(prompt) - 1] else 4
+        number = 2 if item in reported[: len(prompt) - 1] else 4
         values, tokens = row.topk(number)
         assert [token for token, _ in item.top] == tokens.tolist()
         assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
@@ -127,10 +127,10 @@ def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, 
     ]
     values, tokens = steered_logprobs(model, prompt)[-1].topk(8)
     probabilities = (values / 2).softmax(-1)
-    found = [drawn.count(token) for token in tokens.tolist()]
-    assert sum(found) == count
-    assert chisquare(found, (probabilities * count).tolist()).pvalue > 1e-3
-    assert chisquare(found, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
+    result = [drawn.count(token) for token in tokens.tolist()]
+    assert sum(result) == count
+    assert chisquare(result, (probabilities * count).tolist()).pvalue > 1e-3
+    assert chisquare(result, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
     seeded, other = (SamplingParams(max_tokens=20, temperature=1.0, seed=seed) for seed in (3, 4))
 
     async def seeds(engine):
@@ -147,19 +147,19 @@ def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
     prompt = [7, 8, 9]
     expected = alone(model, prompt, 12)
     banned = {expected[0]: -100.0}
-    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(12, logit_bias=banned))))
-    assert found[0] == int(steered_logprobs(model, prompt)[-1].topk(2).indices[1])
+    result = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(12, logit_bias=banned))))
+    assert result[0] == int(steered_logprobs(model, prompt)[-1].topk(2).indices[1])
     sampling = greedy(16, presence_penalty=2.0, frequency_penalty=1.5, ignore_eos=True)
-    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, sampling)))
+    result = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, sampling)))
     ids = list(prompt)
-    for token in found:
+    for token in result:
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
         for known in set(ids[len(prompt) :]):
             logits[known] -= 2.0 + 1.5 * ids[len(prompt) :].count(known)
         assert logits[token] >= logits.max() - LOGITS
         ids.append(token)
-    assert found != alone(model, prompt, 16)
+    assert result != alone(model, prompt, 16)
 
 
 def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, tokenizer):
@@ -189,18 +189,18 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
             await anext(gone)
         assert engine.scheduler.running >= 1
         await gone.aclose()
-        found = await others
+        result = await others
         for _ in range(200):
             if not engine.scheduler.running:
                 break
             await asyncio.sleep(0.01)
-        return found, engine.scheduler.running, engine.scheduler.generated_tokens
+        return result, engine.scheduler.running, engine.scheduler.generated_tokens
 
-    found, running, generated = run(model, tokenizer, work)
+    result, running, generated = run(model, tokenizer, work)
     assert running == 0
-    for prompt, outputs in zip(prompts[1:], found, strict=True):
+    for prompt, outputs in zip(prompts[1:], result, strict=True):
         assert_same_answer(model, prompt, tokens_of(outputs), alone(model, prompt, 24))
-    assert generated < sum(map(len, map(tokens_of, found))) + 150
+    assert generated < sum(map(len, map(tokens_of, result))) + 150
 
 
 def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
@@ -239,7 +239,7 @@ def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
 def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     expected = [alone(model, prompt, 12) for prompt in prompts[:4]]
-    others = [token for place in (0, 1, 3) for token in prompts[place] + expected[place]]
+    others = [token for position in (0, 1, 3) for token in prompts[position] + expected[position]]
     bad = next(token for token in (prompts[2] if at == "prompt" else expected[2][2:]) if token not in others)
     failing = DivergenceForCausalLM.from_experts(model.target, Failing(model.experts, bad), "linear:1.5")
 
@@ -248,10 +248,10 @@ def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
             *(answer(engine, prompt, greedy(12)) for prompt in prompts[:4]), return_exceptions=True
         )
 
-    found = run(failing, tokenizer, work)
-    assert isinstance(found[2], UsageError)
-    for place in (0, 1, 3):
-        assert_same_answer(model, prompts[place], tokens_of(found[place]), expected[place])
+    result = run(failing, tokenizer, work)
+    assert isinstance(result[2], UsageError)
+    for position in (0, 1, 3):
+        assert_same_answer(model, prompts[position], tokens_of(result[position]), expected[position])
 
 
 def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, tokenizer):
@@ -279,16 +279,16 @@ def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, ga
         one_by_one = [await answer(engine, prompt, greedy(16)) for prompt in prompts]
         steps = engine.scheduler.steps
         together = await asyncio.gather(*(
-            answer(engine, prompt, greedy(16), 0.02 * place)
-            for place, prompt in enumerate(prompts)
+            answer(engine, prompt, greedy(16), 0.02 * position)
+            for position, prompt in enumerate(prompts)
         ))  # fmt: skip
         sampled = await answer(engine, prompts[0], SamplingParams(max_tokens=16, ignore_eos=True))
         return one_by_one, together, steps, sampled
 
     one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
     expected = [alone(model, prompt, 16) for prompt in prompts]
-    for found in (one_by_one, together):
-        for prompt, outputs, answered in zip(prompts, found, expected, strict=True):
+    for result in (one_by_one, together):
+        for prompt, outputs, answered in zip(prompts, result, expected, strict=True):
             assert_same_answer(model, prompt, tokens_of(outputs), answered)
     assert steps < sum(map(len, expected))  # some passes gave several tokens
     assert len(tokens_of(sampled)) == 16

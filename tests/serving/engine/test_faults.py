@@ -30,9 +30,9 @@ def test_nobody_is_blamed_for_what_others_do_however_often(model, tokenizer):
     async def work(engine):
         innocent = asyncio.create_task(answered_tokens(engine, [7, 8], greedy(120, ignore_eos=True)))
         failed = 0
-        for place in range(6):  # each gives the bad token as its first, and fails when it is read
+        for index in range(6):  # each gives the bad token as its first, and fails when it is read
             with pytest.raises(UsageError):
-                await answered_tokens(engine, [9, 10 + place], greedy(4, ignore_eos=True, logit_bias={bad: 100.0}))
+                await answered_tokens(engine, [9, 10 + index], greedy(4, ignore_eos=True, logit_bias={bad: 100.0}))
             failed += 1
         return await innocent, failed
 
@@ -66,26 +66,26 @@ def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch)
 
 
 def test_several_answers_read_their_prompt_once(model, tokenizer):
-    prompt = [5 + place % 400 for place in range(200)]
+    prompt = [5 + index % 400 for index in range(200)]
 
     async def work(engine):
-        found = await asyncio.gather(*(answered_tokens(engine, prompt, greedy(1, ignore_eos=True)) for _ in range(8)))
-        return found, engine.scheduler.steps
+        result = await asyncio.gather(*(answered_tokens(engine, prompt, greedy(1, ignore_eos=True)) for _ in range(8)))
+        return result, engine.scheduler.steps
 
-    found, steps = run(model, tokenizer, work)
-    for tokens in found:
+    result, steps = run(model, tokenizer, work)
+    for tokens in result:
         assert_same_answer(model, prompt, tokens, alone(model, prompt, 1, eos_token_id=None))
     assert steps <= 2  # the first may be read before the others have come
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
     monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
-    long, finished = [5 + place % 400 for place in range(200)], []
+    long, finished = [5 + index % 400 for index in range(200)], []
 
     async def ask(engine, name, prompt):
-        found = await answered_tokens(engine, prompt, greedy(2, ignore_eos=True))
+        result = await answered_tokens(engine, prompt, greedy(2, ignore_eos=True))
         finished.append(name)
-        return found
+        return result
 
     async def work(engine):
         return await asyncio.gather(
@@ -127,7 +127,7 @@ def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others
         )  # fmt: skip
         parts.append(AutoModelForCausalLM.from_config(config).eval())
     model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1")
-    long, short = [5 + place for place in range(60)], [7, 8, 9]
+    long, short = [5 + index for index in range(60)], [7, 8, 9]
     with torch.inference_mode():  # beside a longer row the short one would be answered otherwise
         mask = torch.tensor([[1] * 60, [0] * 57 + [1] * 3])
         together = model(torch.tensor([long, [0] * 57 + short]), attention_mask=mask).logits[1, -1]

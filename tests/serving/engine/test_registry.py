@@ -41,21 +41,21 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
         engine.start()
         sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = [engine.generate(prompt, sampling) for prompt in prompts[: 1 if speculation else 2]]
-        found = [[] for _ in running]
-        for answer, tokens in zip(running, found, strict=True):
+        result = [[] for _ in running]
+        for answer, tokens in zip(running, result, strict=True):
             while len(tokens) < 5:
                 tokens += (await anext(answer)).tokens
         assert engine.count_takedowns() == 0
         await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
-        for answer, tokens in zip(running, found, strict=True):
+        for answer, tokens in zip(running, result, strict=True):
             async for output in answer:
                 tokens += output.tokens
         assert engine.count_takedowns() == 1
         await engine.close(1)
-        return found
+        return result
 
     for prompt, old, tokens in zip(prompts, before, asyncio.run(answers()), strict=False):
-        changed = next(place for place, (one, other) in enumerate(zip(old, tokens, strict=True)) if one != other)
+        changed = next(index for index, (one, other) in enumerate(zip(old, tokens, strict=True)) if one != other)
         assert 5 <= changed < TOKENS - 20
         expected = alone(model, prompt + tokens[:changed], TOKENS - changed, eos_token_id=None)
         assert_same_answer(model, prompt + tokens[:changed], tokens[changed:], expected)
