@@ -288,8 +288,9 @@ def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
 
 
 def _as_dict(settings: Any) -> Any:
-    is_settings = dataclasses.is_dataclass(settings) and not isinstance(settings, type)
-    return dataclasses.asdict(settings) if is_settings else settings
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        return dataclasses.asdict(settings)
+    return settings
 
 
 def _as_json(settings: Any) -> Any:

@@ -131,7 +131,7 @@ class CompletionCall:
             ApiError: the context is too short, or a limit is exceeded.
         """
         body = self.body
-        self.engine.check_ids(body.logit_bias, "logit_bias")
+        self.engine.check_ids(map(int, body.logit_bias), "logit_bias")
         context, most = self.engine.max_model_len, self.server.options.max_tokens
         if max_tokens is not None and max_tokens > most:
             raise invalid(f"max_tokens is {max_tokens}: this server answers with at most {most}", "max_tokens")
@@ -349,7 +349,7 @@ class ChatCompletion(CompletionCall):
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
         self.add_replies(
-            await self.engine.encode_chat([(turn.role, turn.content) for turn in body.messages]), body.n,
+            await self.engine.encode_chat([(turn.role, str(turn.content)) for turn in body.messages]), body.n,
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -297,13 +298,10 @@ class Engine:
 
 
 def _deliver(outputs: StepOutput) -> None:
-    """Put outputs into their requests' queues, with one call per event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, StepOutput] = {}
-    for request, output in outputs:
-        by_loop.setdefault(request.loop, []).append((request, output))
-    for loop, own in by_loop.items():
+    """Put outputs into their requests' queues, with one call for requests of one event loop."""
+    for loop, own in itertools.groupby(outputs, key=lambda item: item[0].loop):
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_put, own)
+            loop.call_soon_threadsafe(_put, list(own))
 
 
 def _put(outputs: StepOutput) -> None:

@@ -166,7 +166,7 @@ def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: C
         engine = server.find_model(body.model)
         request.state.record.model = engine.name
         if body.messages is not None:
-            turns = [(turn.role, turn.content) for turn in body.messages]
+            turns = [(turn.role, str(turn.content)) for turn in body.messages]
             ids = await engine.encode_chat(turns, generation_prompt=body.add_generation_prompt)
         else:
             ids = await engine.encode_text(body.prompt or "", body.add_special_tokens)
