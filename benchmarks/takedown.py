@@ -1,4 +1,4 @@
-"""What a takedown request does to a target that knows an article by heart: verbatim memorisation before and after.
+"""Effect of a takedown request on a target that has memorised articles: verbatim recall before and after.
 
 A small model is over-trained on real news articles (MUSE-News: `verbmem/forget.jsonl` and `privleak/retain.jsonl`), so
 that it continues them word for word. `divdec takedown add` then takes the articles of the first file down. Measured as
@@ -49,7 +49,7 @@ def articles(data):
 
 
 def over_trained(data):
-    """Tokenizer, model and the windows of each set that it knows by heart."""
+    """Tokenizer, model, and the memorised windows of each set."""
     forget, retain = articles(data)
     tokenizer = train_tokenizer([*forget, *retain], 4096)
     windows = {}
@@ -74,19 +74,19 @@ def over_trained(data):
 
 def measured(model, tokenizer, windows):
     """ROUGE-L of the continuation of each set, and perplexity of each set's second halves."""
-    result = {}
+    found = {}
     for name, rows in windows.items():
         prompts, truths = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]
         answered = continuations(model, tokenizer, prompts, max_new_tokens=CONTINUED, batch_size=20)
-        result[f"{name}_rouge_l"] = statistics.fmean(
+        found[f"{name}_rouge_l"] = statistics.fmean(
             rouge(tokenizer.decode(ids, skip_special_tokens=True), tokenizer.decode(truth))["rougeL_f1"]
             for truth, ids in zip(truths, answered, strict=True)
         )
         examples = [Example(row, [IGNORED] * PROMPT + row[PROMPT:]) for row in rows]
-        result[f"{name}_perplexity"] = math.exp(
+        found[f"{name}_perplexity"] = math.exp(
             statistics.fmean(item.loss for item in score(model, examples, batch_size=16))
         )
-    return result
+    return found
 
 
 def main():
@@ -97,48 +97,48 @@ def main():
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--speed", action="store_true", help="measure only the speed of a registry")
-    options = parser.parse_args()
-    if options.speed:
-        with tempfile.TemporaryDirectory() as index:
-            tokenizer = train_tokenizer([text for texts in articles(options.data) for text in texts], 4096)
-            new_model(SHAPE, tokenizer, seed=0).save_pretrained(Path(index) / "target")
-            tokenizer.save_pretrained(Path(index) / "target")
-            results = measure_speed(Path(index), Path(index) / "target", options.data, options.requests)
-        print(json.dumps(results) if options.json else "")
+    given = parser.parse_args()
+    if given.speed:
+        with tempfile.TemporaryDirectory() as place:
+            tokenizer = train_tokenizer([text for texts in articles(given.data) for text in texts], 4096)
+            new_model(SHAPE, tokenizer, seed=0).save_pretrained(Path(place) / "target")
+            tokenizer.save_pretrained(Path(place) / "target")
+            results = measure_speed(Path(place), Path(place) / "target", given.data, given.requests)
+        print(json.dumps(results) if given.json else "")
         return
-    folder, windows = over_trained(options.data)
+    folder, windows = over_trained(given.data)
     tokenizer, target = load_tokenizer(folder), load_model(folder)
-    forget, retain = articles(options.data)
-    # Half of the articles to keep stand in the registry's retain set; of the others it knows nothing.
+    forget, retain = articles(given.data)
+    # Half of the articles to keep are in the registry's retain set; the others are not.
     windows = {"forget": windows["forget"], "retain": windows["retain"][:KNOWN], "other": windows["retain"][KNOWN:]}
     results = {"before": measured(target, tokenizer, windows)}
     print(f"{'':<18}" + "".join(f"{name + ' ' + kind:>18}" for name in windows for kind in ("ROUGE-L", "perplexity")))
     show("before", results["before"])
-    with tempfile.TemporaryDirectory() as index:
-        for order in options.orders:
+    with tempfile.TemporaryDirectory() as place:
+        for order in given.orders:
             registry = Registry.create(
-                Path(index) / str(order), texts_of("retain", retain[:KNOWN]), folder, order=order
+                Path(place) / str(order), texts_of("retain", retain[:KNOWN]), folder, order=order
             )
             registry.add("articles", texts_of("articles", forget))
-            for strength in options.strengths:
+            for strength in given.strengths:
                 takedowns = TakedownCorrection(registry.folder, strength=strength)
                 model = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
-                results[f"order {order}, strength {strength:g}"] = result = measured(model, tokenizer, windows)
-                show(f"order {order}, strength {strength:g}", result)
-        results["registry"] = measure_speed(Path(index), folder, options.data, options.requests)
-    if options.json:
+                results[f"order {order}, strength {strength:g}"] = found = measured(model, tokenizer, windows)
+                show(f"order {order}, strength {strength:g}", found)
+        results["registry"] = measure_speed(Path(place), folder, given.data, given.requests)
+    if given.json:
         print(json.dumps(results))
 
 
-def show(name, result):
-    print(f"{name:<18}" + "".join(f"{value:>18.3f}" for value in result.values()), flush=True)
+def show(name, found):
+    print(f"{name:<18}" + "".join(f"{value:>18.3f}" for value in found.values()), flush=True)
 
 
-def measure_speed(index, checkpoint, data, sizes):
-    """Seconds by number of requests: adding an article or 1 MB, taking up the change, opening, a token's lookups."""
-    lines = (line for piece in (1, 2) for line in (data / "sust" / f"forget_{piece}.jsonl").read_text().splitlines())
+def measure_speed(place, checkpoint, data, sizes):
+    """Seconds by number of requests: add an article or 1 MB, apply the change, open the registry, look up a token."""
+    lines = (line for part in (1, 2) for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines())
     texts = [text for text in (json.loads(line)["text"] for line in lines) if text.strip()]
-    registry = Registry.create(index / "growing", texts_of("retain", texts[-100:]), checkpoint)
+    registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
     takedowns = TakedownCorrection(registry.folder)
     article, megabyte = texts[0], "\n".join(texts)[:1_000_000]
     tokenizer = registry.tokenizer()
@@ -163,7 +163,7 @@ def measure_speed(index, checkpoint, data, sizes):
         started = time.perf_counter()
         takedowns.correction(ids[:, :-CONTINUED_TOKENS], None, cache, 1)
         row["first_token"] = time.perf_counter() - started
-        steps = [ids[:, index : index + 1] for index in range(ids.shape[1] - CONTINUED_TOKENS, ids.shape[1])]
+        steps = [ids[:, place : place + 1] for place in range(ids.shape[1] - CONTINUED_TOKENS, ids.shape[1])]
         seconds = []
         for step in steps:
             started = time.perf_counter()
@@ -177,7 +177,7 @@ def measure_speed(index, checkpoint, data, sizes):
 
 
 def look_up(takedowns, contexts):
-    """All contexts of a token of each sequence, in the counts of the requests."""
+    """Look up all contexts of one token per sequence in the counts of the requests."""
     counts = takedowns.snapshot().taken
     for length in range(1, counts.order):
         counts.followers(contexts[:, -length:])
