@@ -30,9 +30,9 @@ from divdec.remote.completions import ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.runs import cache_folder
-from divdec.serving import bind
-from divdec.serving.api.server import HttpServer, Options
-from divdec.serving.engine.engine import Engine
+from divdec.serving import ServerOptions, bind
+from divdec.serving.engine import Engine
+from divdec.serving.server import HttpServer
 from divdec.steering import Steering
 
 TOKENS = 32
@@ -77,7 +77,7 @@ def main() -> None:
         server = HttpServer(
             {"plain": Engine(DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain), "plain")},
             bind("127.0.0.1", 0),
-            Options(shutdown_timeout=0.0),
+            ServerOptions(shutdown_timeout=0.0),
         )
         ready = threading.Event()
         server.on_ready = ready.set

@@ -80,6 +80,22 @@ def models(tmp_path_factory, tokenizer, world):
     return folder
 
 
+@pytest.fixture(scope="session")
+def served_bundle(models):
+    """A bundle of these models, which the tests of servers and of providers share."""
+    from served import bundle_of
+
+    return bundle_of(models, "tiny", "linear:1.5")
+
+
+@pytest.fixture(scope="session")
+def served_model(served_bundle):
+    """The same bundle in the library, which says what answers must be."""
+    from divdec import DivergenceForCausalLM
+
+    return DivergenceForCausalLM.from_pretrained(served_bundle)
+
+
 def tiny_model(family, vocab_size, seed, width=32, layers=2):
     """A random model of a family; weights large enough that its preferences are not all alike."""
     import torch

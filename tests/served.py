@@ -37,17 +37,17 @@ def bundle_of(models, name, steering):
     from divdec import write_bundle
 
     parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
-    given = {part: str(models / place) for part, place in parts.items()}
-    return write_bundle(models / name, **given, steering=steering)
+    inputs = {piece: str(models / index) for piece, index in parts.items()}
+    return write_bundle(models / name, **inputs, steering=steering)
 
 
 @contextlib.contextmanager
 def serving(engines, **options):
     """A server of started engines; gives its URL."""
-    from divdec.serving import bind
-    from divdec.serving.api.server import HttpServer, Options
+    from divdec.serving import ServerOptions, bind
+    from divdec.serving.server import HttpServer
 
-    server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), Options(**options))
+    server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), ServerOptions(**options))
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
@@ -64,7 +64,7 @@ def serving(engines, **options):
 def engine_of(bundle, name="tiny", **options):
     from divdec import DivergenceForCausalLM
     from divdec.model.checkpoint import load_tokenizer
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     return Engine(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), name, **options)
 
@@ -104,10 +104,10 @@ class Process:
 
 @contextlib.contextmanager
 def process(*arguments, **environment):
-    found = Process(*arguments, **environment)
+    result = Process(*arguments, **environment)
     try:
-        yield found
+        yield result
     finally:
-        if found.process.poll() is None:
-            found.process.kill()
-        found.process.communicate()
+        if result.process.poll() is None:
+            result.process.kill()
+        result.process.communicate()

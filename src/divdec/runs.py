@@ -232,33 +232,20 @@ class ResultCache:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON; a reader sees the old file or the new one, never a part."""
+    """Write JSON; a reader sees the old file or the new one, never a half-written one."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text under a temporary name in the same folder, then rename it into place."""
-    _replace(path, text.encode(), durable=False)
+    """Write text; see `write_bytes`."""
+    write_bytes(path, text.encode())
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk: after a crash of the machine it is whole or absent."""
-    _replace(path, content, durable=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _replace(path: Path, content: bytes, durable: bool) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name in the same folder, then rename it."""
     temporary = _temporary(path)
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -270,7 +257,7 @@ def _temporary(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
         UsageError: it is not readable JSON.
@@ -282,62 +269,55 @@ def read_json(path: Path) -> Any:
 
 
 def settings_hash(settings: Any) -> str:
-    """Digest of a dataclass or a JSON value: twelve hexadecimal digits."""
-    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        settings = dataclasses.asdict(settings)
-    text = json.dumps(settings, sort_keys=True, default=str)
+    """Return the digest of a dataclass or a JSON value: twelve hexadecimal digits."""
+    text = json.dumps(_as_dict(settings), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the libraries that decide a run's figures; None where one is absent."""
-    result: dict[str, str | None] = {"python": platform.python_version()}
+    """Return versions of Python and of the libraries that decide a run's figures; None where one is absent."""
+    installed = {}
     for name in LIBRARIES:
-        try:
-            result[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            result[name] = None
-    return result
-
-
-def git_commit(folder: Path | None = None) -> str | None:
-    """The commit checked out in `folder` (the working directory by default), or None outside a repository."""
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return {"python": platform.python_version()} | {name: installed.get(name) for name in LIBRARIES}
 
 
 def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
-    """The content of a `run.json`: verb, settings, versions, commit, time, and further fields of the run."""
+    """Return the content of a `run.json`: verb, settings, versions, commit, time, and further fields of the run."""
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
     return {
         "verb": verb,
         "status": "finished",
         "settings": _as_json(settings),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "git_commit": git_commit(),
+        "git_commit": commit,
         **content,
     }
 
 
-def _as_json(settings: Any) -> Any:
+def _as_dict(settings: Any) -> Any:
     if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        settings = dataclasses.asdict(settings)
-    return json.loads(json.dumps(settings, default=str))
+        return dataclasses.asdict(settings)
+    return settings
+
+
+def _as_json(settings: Any) -> Any:
+    return json.loads(json.dumps(_as_dict(settings), default=str))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The `run.json` of a folder, or None where there is none."""
+    """Return the `run.json` of a folder, or None if it has none."""
     path = folder / RECORD
     return read_json(path) if path.is_file() else None
 
@@ -428,7 +408,7 @@ def output_folder(
 
 
 def cache_folder() -> Path:
-    """Folder of results that can be computed again: $DIVDEC_CACHE, or divdec in the user's cache folder."""
+    """Return the folder of results that can be computed again: $DIVDEC_CACHE, or divdec in the user's cache folder."""
     if folder := os.environ.get("DIVDEC_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "divdec"

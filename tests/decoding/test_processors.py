@@ -14,7 +14,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import left_padded
-from divdec.serving.engine.request import Request, SamplingParams
+from divdec.serving.request import Request, SamplingParams
 
 VOCAB, END, NEW = 32, 0, 8
 PROMPTS = [[5, 9, 20, 31], [7, 8, 30, 2], [4, 4, 4, 4]]

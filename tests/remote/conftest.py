@@ -12,16 +12,14 @@ from served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="session")
-def bundle(models):
-    return bundle_of(models, "steered", "linear:1.5")
+def bundle(served_bundle):
+    return served_bundle
 
 
 @pytest.fixture(scope="session")
-def local(bundle):
+def local(served_model):
     """The steered model in this process."""
-    from divdec import DivergenceForCausalLM
-
-    return DivergenceForCausalLM.from_pretrained(bundle)
+    return served_model
 
 
 @pytest.fixture(scope="session")

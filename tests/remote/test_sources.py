@@ -13,7 +13,7 @@ from divdec.remote.experts import ExpertSources, SteeringContext, load_experts, 
 def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, prompts):
     moved = shutil.copytree(models, tmp_path / "moved")
     shutil.rmtree(moved / "target")
-    sources, steering = sources_from_bundle(str(moved / "steered"))
+    sources, steering = sources_from_bundle(str(moved / bundle.name))
     assert str(steering) == "linear:1.5"
     opened = load_experts(sources)
     ids = torch.tensor([prompts[0]])
@@ -25,13 +25,13 @@ def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, p
     assert opened.vocab_size == local.vocab_size
 
 
-def test_a_bundle_whose_auxiliary_has_changed(models, tmp_path):
+def test_a_bundle_whose_auxiliary_has_changed(bundle, models, tmp_path):
     moved = shutil.copytree(models, tmp_path / "moved")
     with (moved / "retain" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
     with pytest.raises(UsageError, match="has changed"):
-        sources_from_bundle(str(moved / "steered"))
+        sources_from_bundle(str(moved / bundle.name))
 
 
 def test_parts_must_be_whole_and_fit(models, tmp_path, world):

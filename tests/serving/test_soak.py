@@ -79,7 +79,7 @@ def test_sigterm_and_sigkill_under_load(made, tmp_path):
     assert figures["sigkill"]["requests"] == ["case-0", "case-1"]
 
 
-def told(events):
+def reported(events):
     """Token ids of a stream's events, and its last event."""
     ids = [
         int(token.removeprefix("token_id:"))
@@ -95,21 +95,21 @@ def events_while(url, prompt, breaking):
     with httpx.stream("POST", url + PATH, json=asked, timeout=60) as response:
         assert response.status_code == 200
         lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
-        found = [next(lines) for _ in range(8)]
+        outcome = [next(lines) for _ in range(8)]
         breaking()
-        found += lines
-    assert "[DONE]" not in found
-    return told(list(map(json.loads, found)))
+        outcome += lines
+    assert "[DONE]" not in outcome
+    return reported(list(map(json.loads, outcome)))
 
 
 def continued(model, prompt, number):
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        found = model.generate(
+        outcome = model.generate(
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=number, max_new_tokens=number, do_sample=False,
             eos_token_id=None,
         )  # fmt: skip
-    return found[0, len(prompt) :].tolist()
+    return outcome[0, len(prompt) :].tolist()
 
 
 def assert_steered(ids, last, steered, target, prompt):
@@ -130,7 +130,7 @@ def weights_that_are_lost(model):
 
 
 def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     broken, tokenizer = load(bundle)
     steered, _ = load(bundle)
@@ -147,7 +147,7 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
 
 def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     from divdec.data.records import texts_of
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
     from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import DATABASE
@@ -162,14 +162,14 @@ def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
     registry.add("case", texts_of("taken", [tokenizer.decode(ids) for ids in map(operator.add, prompts, own)]))
     steered, whole = with_registry(model, tokenizer, folder), (folder / DATABASE).read_bytes()
     expected = [continued(steered, prompt, 40) for prompt in prompts]
-    place = next(place for place in range(len(prompts)) if own[place][:8] != expected[place][:8])
-    prompt = prompts[place]
+    index = next(index for index in range(len(prompts)) if own[index][:8] != expected[index][:8])
+    prompt = prompts[index]
     followed = with_registry(load(bundle)[0], tokenizer, folder)
     with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
         ids, last = events_while(url, prompt, lambda: (folder / DATABASE).write_text("damaged\n"))
         assert last["error"]["code"] == "steering_failed"
         assert len(ids) >= 8
-        assert ids[:40] == expected[place][: len(ids)]
+        assert ids[:40] == expected[index][: len(ids)]
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 500
         (folder / DATABASE).write_bytes(whole)
         assert httpx.post(url + PATH, json=ASKED | {"prompt": prompt}).status_code == 200

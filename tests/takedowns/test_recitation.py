@@ -59,7 +59,7 @@ def bundles(tmp_path_factory, reciting, models):
     pair = {"retain_auxiliary": str(models / "retain"), "forget_auxiliary": str(models / "forget")}
     return {
         rule: write_bundle(folder / rule, target=str(reciting), **pair, steering=rule)
-        for rule in ("linear:1.5", "linear:0.5", "rank:5", "linear:0")
+        for rule in ("linear:1.5", "rank:5", "linear:0")
     }
 
 
@@ -89,7 +89,7 @@ def continued(model, prompt):
     return answer[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("rule", ["linear:1.5", "linear:0.5", "rank:5", "linear:0"])
+@pytest.mark.parametrize("rule", ["linear:1.5", "rank:5", "linear:0"])
 def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, article, tokenizer, capsys):
     model = with_registry(DivergenceForCausalLM.from_pretrained(bundles[rule]), tokenizer, registry.folder)
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
@@ -148,12 +148,12 @@ def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
     registry.add("case", texts_of("t", [ARTICLE]))
     ids = torch.tensor([halves(tokenizer, ARTICLE)[0]])
     with torch.no_grad():
-        target, found = model.target(ids).logits, []
+        target, result = model.target(ids).logits, []
         for strength in (STRENGTH, 2 * STRENGTH):
             registry.raise_strength(strength)
-            found.append(model(ids).logits - target)
-    assert found[0].abs().max() > 0.9 * STRENGTH
-    torch.testing.assert_close(2 * found[0], found[1], atol=1e-4, rtol=1e-4)
+            result.append(model(ids).logits - target)
+    assert result[0].abs().max() > 0.9 * STRENGTH
+    torch.testing.assert_close(2 * result[0], result[1], atol=1e-4, rtol=1e-4)
     registry.raise_strength(STRENGTH)
     assert registry.strength == 2 * STRENGTH, "a strength that another request needs was lowered"
     for strength in (0, -1.0, float("nan"), 1e9, True):
@@ -264,7 +264,7 @@ def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, toke
 
 def test_nearly_the_same_text_is_reported(reciting, tmp_path, world, tokenizer, capsys, article):
     words = ARTICLE.split()
-    near = " ".join("otherwise" if place % 10 == 9 else word for place, word in enumerate(words))
+    near = " ".join("otherwise" if index % 10 == 9 else word for index, word in enumerate(words))
     registry = Registry.create(tmp_path / "r", texts_of("r", [near, *world.corpus[:40]]), reciting)
     add(registry, article)
     (entry,) = registry.entries()
@@ -291,9 +291,9 @@ def test_copies_of_different_lengths_and_common_phrases():
     phrase = text[100:108]
     retain = [text, text[:150], np.concatenate([filler, phrase, filler, phrase])]
     counts = count(retain, 200, 5)
-    found = find_retained_passages(counts, [text, text])  # repeated in the request: the same copies
-    assert found.copies == 2
-    less = LessCounts(counts, count(found.passages, 200, 5))
+    result = find_retained_passages(counts, [text, text])  # repeated in the request: the same copies
+    assert result.copies == 2
+    less = LessCounts(counts, count(result.passages, 200, 5))
     expected = count([retain[2]], 200, 5)
     contexts = np.lib.stride_tricks.sliding_window_view(text, 4).astype(np.int64)
     assert torch.equal(StupidBackoff(less).scores(contexts[:60]), StupidBackoff(expected).scores(contexts[:60]))

@@ -142,7 +142,7 @@ def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp
         registry.add("case", texts_of("t", [articles[25]]))
         assert torch.allclose(model(ids[:, 6:], past_key_values=cache).logits, before[:, 6:], atol=1e-4)
         after = model(ids).logits
-    fallen = [(before - after)[0, place, ids[0, place + 1]].item() for place in range(11)]
+    fallen = [(before - after)[0, position, ids[0, position + 1]].item() for position in range(11)]
     assert max(fallen) > 5  # where the sentences of the world are not those that the retain set begins with too
     cached = model.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
     beams = model.generate(ids[:, :6], max_new_tokens=8, num_beams=2, do_sample=False)
@@ -232,17 +232,17 @@ def test_a_killed_writer_leaves_the_state_before_or_after(folder, registry, arti
         copy = shutil.copytree(folder, tmp_path / "copy")
         code = kill_at(copy, articles[20:21], action, line)
         again = Registry(copy)
-        found = frozenset(entry.id for entry in again.entries())
-        outcomes.append((found, code))
+        result = frozenset(entry.id for entry in again.entries())
+        outcomes.append((result, code))
         assert again.verify() == []
-        assert torch.equal(TakedownCorrection(copy).correction(ids), expected[found])
+        assert torch.equal(TakedownCorrection(copy).correction(ids), expected[result])
         again.add("next", texts_of("t", articles[30:31]))
         assert again.verify() == []
-        assert len(rows(copy, "SELECT id FROM counts")) == len(found) + 1
+        assert len(rows(copy, "SELECT id FROM counts")) == len(result) + 1
         shutil.rmtree(copy)
         assert code == (0 if line > lines else -signal.SIGKILL)
     assert {(after, 0), (before, -signal.SIGKILL), (after, -signal.SIGKILL)} == set(outcomes)
-    states = [found for found, _ in outcomes]
+    states = [result for result, _ in outcomes]
     assert states == sorted(states, key=[before, after].index), "once changed, it stays changed"
 
 
@@ -567,16 +567,16 @@ def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, chec
     model = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(folder, strength=20.0))
     ids = ids_of(registry, articles[20], 16)
     options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    kept = model.new_cache()
-    model.generate(ids[:, :8], past_key_values=kept, **options)
-    copied = copy.deepcopy(kept)
+    stored = model.new_cache()
+    model.generate(ids[:, :8], past_key_values=stored, **options)
+    copied = copy.deepcopy(stored)
     registry.add("case", texts_of("t", articles[20:21]))
     expected = model.generate(ids, **options).logits[0]
     assert not torch.allclose(expected, target(ids).logits[:, -1].float(), atol=1e-3)
-    for cache in (kept, copied):
+    for cache in (stored, copied):
         torch.testing.assert_close(model.generate(ids, past_key_values=cache, **options).logits[0], expected)
-    kept.reset()
-    torch.testing.assert_close(model(ids, past_key_values=kept).logits[:, -1], expected)
+    stored.reset()
+    torch.testing.assert_close(model(ids, past_key_values=stored).logits[:, -1], expected)
 
 
 def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
@@ -614,15 +614,15 @@ def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_p
     retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
     registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
     tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
-    found = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
-    assert found.copies == len(found.passages) == 2
-    for held in found.passages:
+    result = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
+    assert result.copies == len(result.passages) == 2
+    for held in result.passages:
         assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
         assert len(held) >= len(documents_of(registry, [passage])[0]) - 2
     registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
     q = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
     whole = count(documents_of(registry, retain), registry.vocab_size, 4)
-    assert (whole.unigrams - q.unigrams).sum() == sum(map(len, found.passages))
+    assert (whole.unigrams - q.unigrams).sum() == sum(map(len, result.passages))
     assert registry.verify() == []
     again = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
     assert np.array_equal(again.unigrams, q.unigrams)
@@ -683,35 +683,37 @@ def test_the_list_shows_brackets_as_they_are(folder, registry, articles, capsys)
         assert "case[/x]" in capsys.readouterr().out
 
 
-def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles):
-    """The whole way in processes of their own, as a user goes it."""
+def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles, capsys):
+    """Requests come from other processes than the model that follows them."""
     (tmp_path / "retain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in articles[:10]))
     (tmp_path / "article.txt").write_text(articles[20])
 
-    def divdec(*arguments):
-        result = subprocess.run(
-            [sys.executable, "-m", "divdec.cli", *arguments], capture_output=True, text=True, timeout=120, check=True
-        )
-        return result.stdout
+    def in_another_process(*arguments):
+        command = [sys.executable, "-m", "divdec.cli", "takedown", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    def here(*arguments):
+        assert main(["takedown", *arguments]) == 0
+        return capsys.readouterr().out
 
     registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
-    divdec("takedown", "init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
+    here("init", registry, "--target", target, "--retain", str(tmp_path / "retain.jsonl"), "--order", "3")
     bundle = write_bundle(tmp_path / "bundle", target=target, registry=registry)
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(Registry(registry), articles[20], 12)
     before = model(ids).logits
     added = json.loads(
-        divdec("takedown", "add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
+        in_another_process("add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
     )
     assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
     assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
     following = ids[0, 6]
     assert model(ids).logits[0, 5, following] < before[0, 5, following] - 2.5
-    assert "1 request in force, at strength 10" in divdec("takedown", "list", registry)
-    assert "whole" in divdec("takedown", "verify", registry)
-    divdec("takedown", "remove", registry, "--id", "x")
+    assert "1 request in force, at strength 10" in here("list", registry)
+    assert "whole" in here("verify", registry)
+    in_another_process("remove", registry, "--id", "x")
     assert torch.equal(model(ids).logits, before)
-    assert "remove" in divdec("takedown", "list", registry, "--history")
+    assert "remove" in here("list", registry, "--history")
 
 
 @pytest.mark.parametrize("action", ["list", "add", "remove"])

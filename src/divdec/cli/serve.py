@@ -17,8 +17,8 @@ from divdec.extras import require
 from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
 
 if TYPE_CHECKING:
-    from divdec.serving.api.server import Options
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving import ServerOptions
+    from divdec.serving.engine import Engine
 
 API_KEY = "DIVDEC_API_KEY"
 VLLM_DRAFT_LENGTH = 4  # tokens, with `--speculative auto`
@@ -133,7 +133,7 @@ def serve(
         _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading, options.api_key)
         return
 
-    from divdec.serving.api.server import serve as run_server
+    from divdec.serving.server import serve as run_server
 
     try:
         engines = {
@@ -147,7 +147,7 @@ def serve(
 
 def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelLoading, experts: ExpertDevices) -> None:
     """Refuse options that vLLM would ignore."""
-    from divdec.serving.vllm.server import check_installed
+    from divdec.serving.vllm.configuration import check_installed
 
     for values, names in (
         (settings, EMBEDDED),
@@ -165,7 +165,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 def _serve_vllm(
     bundle: str, name: str, settings: ServeSettings, speculation: Speculation, loading: ModelLoading, key: str | None
 ) -> None:
-    from divdec.serving.vllm.server import engine_arguments, run
+    from divdec.serving.vllm.configuration import engine_arguments, run
 
     extra = shlex.split(settings.vllm_options)
     for field in ("ssl_certfile", "ssl_keyfile"):
@@ -204,18 +204,15 @@ def _bundles(bundle: str, settings: ServeSettings) -> dict[str, str]:
     return bundles
 
 
-def _options(settings: ServeSettings) -> Options:
-    from divdec.serving.api.generation import Limits
-    from divdec.serving.api.server import Options
+def _options(settings: ServeSettings) -> ServerOptions:
+    from divdec.serving import ServerOptions
 
-    return Options(
+    return ServerOptions(
         api_key=settings.api_key if settings.api_key is not None else os.environ.get(API_KEY),
-        limits=Limits(
-            max_tokens=settings.max_tokens,
-            max_seconds=settings.max_seconds,
-            max_body_bytes=settings.max_body_bytes,
-            max_sequences=settings.max_queue,
-        ),
+        max_tokens=settings.max_tokens,
+        max_seconds=settings.max_seconds,
+        max_body_bytes=settings.max_body_bytes,
+        max_sequences=settings.max_queue,
         shutdown_timeout=settings.shutdown_timeout,
         log_prompts=settings.log_prompts,
         ssl_certfile=settings.ssl_certfile,
@@ -234,7 +231,7 @@ def build_engine(
 ) -> Engine:
     """Load a bundle and build the engine that serves it under a name."""
     from divdec.decoding import speculative
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     model, tokenizer = load(bundle, loading, choice, experts)
     if model.config.single_turn:

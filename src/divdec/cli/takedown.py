@@ -40,8 +40,8 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
 
     from divdec.data.records import read_records
     from divdec.model.checkpoint import CheckpointReference
-    from divdec.takedowns.keys import ENVIRONMENT, KEY_FILE
     from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import ENVIRONMENT, KEY_FILE
 
     check_not_bundle(target, "--target")
     CheckpointReference.parse(target).resolve(Path(), weights=False)

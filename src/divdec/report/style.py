@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.runs import write_durably, write_text
+from divdec.runs import write_bytes, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,7 +158,7 @@ def write_figure(path: Path, figure: Figure, *, title: str, description: str, so
         return
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={**about, "Software": "divdec"})
-    write_durably(path, buffer.getvalue())
+    write_bytes(path, buffer.getvalue())
 
 
 def variable(colour: str) -> str:

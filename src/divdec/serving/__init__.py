@@ -1,11 +1,67 @@
-"""Serving a steered model: the embedded OpenAI-compatible server and the vLLM plugin; listening addresses."""
+"""Serving a steered model: the embedded OpenAI-compatible server and the vLLM plugin; the server's options."""
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import socket
+import ssl
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
+
+SHORTEST_KEY = 16  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Options of the embedded server."""
+
+    api_key: str | None = None
+    """Key that clients must send; None admits everyone."""
+    max_tokens: int = 4096
+    """Longest reply."""
+    max_seconds: float = 300.0
+    """Longest time to a complete reply, the time in the queue included."""
+    max_body_bytes: int = 2 * 1024 * 1024
+    """Largest request body."""
+    max_sequences: int = 160
+    """Most replies to one request: prompts times n (or best_of)."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests have to finish at shutdown."""
+    log_prompts: bool = False
+    """Log prompts."""
+    ssl_certfile: str | None = None
+    """Certificate (PEM) with its chain."""
+    ssl_keyfile: str | None = None
+    """Private key; None if it is in the same file."""
+
+    def __post_init__(self) -> None:
+        key = self.api_key
+        if key is not None and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
+            raise UsageError(
+                f"the API key has {len(key)} characters; accepted: at least {SHORTEST_KEY} printable ASCII characters "
+                "without spaces (such as `openssl rand -hex 24` prints)"
+            )
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise UsageError("--ssl-keyfile needs --ssl-certfile")
+
+    def check_tls(self) -> None:
+        """Check certificate and key before models are loaded.
+
+        Raises:
+            UsageError: they cannot be used.
+        """
+        if self.ssl_certfile is None:
+            return
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            # Without a password, an encrypted key would ask for one on the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"TLS: certificate {self.ssl_certfile} and key {self.ssl_keyfile or self.ssl_certfile} cannot be used "
+                f"together ({first_line(error)}); accepted: PEM, the key without a password"
+            ) from None
 
 
 def bind(host: str, port: int) -> socket.socket:

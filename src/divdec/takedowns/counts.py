@@ -55,22 +55,20 @@ def sum_counts(summands: Sequence[PackedCounts], vocab_size: int) -> NgramCounts
         summands: at least one, all of the same order.
         vocab_size: number of token ids.
     """
-    tokens, occurrences = (
-        np.concatenate([part.keys[0] for part in summands]),
-        np.concatenate([part.counts[0] for part in summands]),
-    )
+    tokens = np.concatenate([part.keys[0] for part in summands])
+    occurrences = np.concatenate([part.counts[0] for part in summands])
     unigrams = np.bincount(tokens, weights=occurrences, minlength=vocab_size).astype(np.int64)
     keys, counts, rows = [], [], []
     ids = np.zeros(0, np.int64)  # the id in the sum of each n-gram of the level before, summand by summand
     for level in range(1, len(summands[0].keys)):
-        found = np.concatenate([part.keys[level] for part in summands])
+        combined = np.concatenate([part.keys[level] for part in summands])
         if level > 1:  # the keys name their contexts by the ids that these have in their own summand
             sizes = [len(part.keys[level - 1]) for part in summands]
             starts = np.cumsum([0, *sizes[:-1]])
-            prefixes, last = np.divmod(found, vocab_size)
+            prefixes, last = np.divmod(combined, vocab_size)
             prefixes += np.repeat(starts, [len(part.keys[level]) for part in summands])
-            found = ids[prefixes] * vocab_size + last
-        distinct, ids = np.unique(found, return_inverse=True)
+            combined = ids[prefixes] * vocab_size + last
+        distinct, ids = np.unique(combined, return_inverse=True)
         often = np.concatenate([part.counts[level] for part in summands])
         contexts = vocab_size if level == 1 else len(keys[-1])
         followers = np.bincount(distinct // vocab_size, minlength=contexts)

@@ -26,8 +26,18 @@ from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, m
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
-from divdec.takedowns.keys import KEY_FILE, create_keys
-from divdec.takedowns.store import DATABASE, FORMAT, RETAIN, TOKENIZER, State, Store, TakedownRequest, check_strength
+from divdec.takedowns.store import (
+    DATABASE,
+    FORMAT,
+    KEY_FILE,
+    RETAIN,
+    TOKENIZER,
+    State,
+    Store,
+    TakedownRequest,
+    check_strength,
+    create_keys,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,25 +91,18 @@ class Registry:
         Raises:
             UsageError: the folder is in use, the checkpoint has no tokenizer, or there is nothing to count.
         """
-        from divdec.model.checkpoint import (  # loads torch, which adding and listing requests do not need
-            CheckpointReference,
-            load_config,
-            load_tokenizer,
-            vocabulary_sha256,
-            vocabulary_width,
-        )  # fmt: skip
+        from divdec.model import checkpoint as files  # loads torch, which adding and listing requests do not need
 
         check_order(order)
         event = _strength_event(strength)
-        reference = CheckpointReference.parse(str(checkpoint))
-        checkpoint = reference.resolve(Path(), weights=False)
-        tokenizer = load_tokenizer(checkpoint)
-        vocab_size = vocabulary_width(load_config(checkpoint))
         folder = Path(folder).expanduser()
-        if reference.folder is not None and Path(reference.folder).is_absolute():
-            reference = CheckpointReference(folder=str(checkpoint))
-        elif reference.folder is not None:  # so that both can be moved together
-            reference = CheckpointReference(folder=os.path.relpath(checkpoint, folder.resolve()))
+        reference = files.CheckpointReference.parse(str(checkpoint))
+        checkpoint = reference.resolve(Path(), weights=False)
+        tokenizer, vocab_size = files.load_tokenizer(checkpoint), files.vocabulary_width(files.load_config(checkpoint))
+        if reference.folder is not None:  # relative, so that both can be moved together, unless given as absolute
+            absolute = Path(reference.folder).is_absolute()
+            path = str(checkpoint) if absolute else os.path.relpath(checkpoint, folder.resolve())
+            reference = files.CheckpointReference(folder=path)
         if (folder / DATABASE).exists():
             raise UsageError(
                 f"{folder} is a registry already; add requests to it (divdec takedown add), or give another name"
@@ -109,7 +112,7 @@ class Registry:
         with output_folder(folder) as temporary:
             registry_id = secrets.token_hex(16)
             keys = create_keys(temporary, registry_id)
-            sha256 = vocabulary_sha256(tokenizer)
+            sha256 = files.vocabulary_sha256(tokenizer)
             (temporary / RETAIN).mkdir()
             fit(
                 documents(retain, tokenizer), vocab_size, temporary / RETAIN,
@@ -230,10 +233,10 @@ class Registry:
 
     def record(self, entry: TakedownRequest, measured: dict[str, Any]) -> None:
         """Record what was measured of a request."""
-        event = {"action": "measure", "id": entry.id, "counts_id": entry.counts_id, "time": _now(),
-                 "measured": measured}  # fmt: skip
+        event = {"action": "measure", "id": entry.id, "counts_id": entry.counts_id, "time": _now()}
         with self._store.write() as connection:
-            self._store.append(connection, self._store.read_state(connection), event)
+            state = self._store.read_state(connection)
+            self._store.append(connection, state, event | {"measured": measured})
 
     def remove(self, request_id: str) -> TakedownRequest:
         """Withdraw a request and delete its counts. Models may repeat its texts again.
@@ -260,7 +263,7 @@ class Registry:
     def history(self) -> list[dict[str, Any]]:
         """Return every event of the audit trail with its sequence number and time, oldest first."""
         with self._store.read() as connection:
-            return self._store.read_events(connection)
+            return self._store.read_events(connection)[0]
 
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
@@ -319,10 +322,7 @@ def _check_labels(request_id: str, reference: str) -> None:
 
 
 def _strength_event(strength: float) -> dict[str, Any]:
-    try:
-        return {"action": "strength", "strength": check_strength(strength), "time": _now()}
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return {"action": "strength", "strength": check_strength(strength), "time": _now()}
 
 
 def _now() -> str:
@@ -332,7 +332,7 @@ def _now() -> str:
 def _is_plain(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     """Whether the saved tokenizer file gives the same tokens without the tokenizer's class, and so without torch."""
     pipeline = _pipeline(tokenizer)
-    return pipeline is not None and pipeline == _pipeline(_load_plain(folder))
+    return bool(pipeline) and pipeline == _pipeline(_load_plain(folder))
 
 
 def _load_plain(folder: Path) -> PreTrainedTokenizerBase:
@@ -344,10 +344,8 @@ def _load_plain(folder: Path) -> PreTrainedTokenizerBase:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
 
 
-def _pipeline(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return everything that decides a tokenizer's tokens; None for a tokenizer without a `tokenizers` backend."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    content = json.loads(backend.to_str())
+def _pipeline(tokenizer: Any) -> dict[str, Any]:
+    """Return everything that decides a tokenizer's tokens; nothing for a tokenizer without a `tokenizers` backend."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = {} if backend is None else json.loads(backend.to_str())
     return {name: value for name, value in content.items() if name not in ("padding", "truncation")}

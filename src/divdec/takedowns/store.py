@@ -1,4 +1,4 @@
-"""The SQLite database of a registry: a hash chain of events, and the encrypted counts of the requests in force.
+"""The SQLite database of a registry and its keys: a hash chain of events, and the encrypted counts of the requests.
 
 Every change is one transaction. The authentication code of an event covers the code of the event before it, and the
 head says which event is the last, so that changed, removed, reordered and added rows are detected.
@@ -10,23 +10,28 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import os
+import secrets
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
 from divdec.takedowns.counts import PackedCounts
-from divdec.takedowns.keys import RegistryKeys, read_keys
 
 DATABASE, FORMAT = "registry.db", "divdec registry 3"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
-FIELDS = {
-    "format": str, "id": str, "key_check": str, "retain": str, "tokenizer": str, "tokenizer_files": dict,
-    "target": dict, "vocab_size": int, "order": int,
-}  # fmt: skip
+KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
+KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
 MAX_STRENGTH = 1000.0  # beyond it logits overflow
 TIMEOUT = 60.0  # seconds to wait for another writer
 SCHEMA = """
@@ -84,6 +89,61 @@ class State:
         return next((entry for entry in self.entries.values() if entry.id == request_id), None)
 
 
+class RegistryKeys:
+    """The keys of one registry, derived with HKDF: one each for encryption, events, texts and the key check.
+
+    Keys of different purposes or registries are independent, so that no value can stand for another one.
+    """
+
+    def __init__(self, key: bytes, registry: str) -> None:
+        encryption, self._events, self._texts, self._check = (
+            HKDFExpand(SHA256(), KEY_BYTES, f"divdec registry {registry} {purpose}".encode()).derive(key)
+            for purpose in ("encryption", "events", "texts", "check")
+        )
+        self._cipher = AESGCM(encryption)
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a registry's key is not written into pickles; load the bundle in each process instead")
+
+    def __deepcopy__(self, memo: Any) -> RegistryKeys:
+        return self
+
+    @property
+    def check(self) -> str:
+        """A value that tells whether a key is the registry's; nothing else can be computed from it."""
+        return self._check.hex()
+
+    def text_hash(self, digest: str) -> str:
+        """Return a keyed hash of a text's digest, as hexadecimal digits: without the key no guess can be tested."""
+        return hmac.digest(self._texts, digest.encode(), "sha256")[:16].hex()
+
+    def authenticate(self, purpose: str, previous: bytes, content: str) -> bytes:
+        """Return the authentication code of a row, which depends on the row before it."""
+        fields = (purpose.encode(), previous.hex().encode(), content.encode())
+        return hmac.digest(self._events, b"\0".join(fields), "sha256")
+
+    def authenticate_description(self, description: dict[str, Any]) -> str:
+        """Return the authentication code of a registry's description, as hexadecimal digits."""
+        content = json.dumps(description, sort_keys=True, ensure_ascii=False)
+        return self.authenticate("description", b"", content).hex()
+
+    def encrypt(self, content: bytes, name: str) -> bytes:
+        """Encrypt with AES-256-GCM, authenticated together with the name of the row."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, content, name.encode())
+
+    def decrypt(self, sealed: bytes, name: str) -> bytes:
+        """Decrypt what `encrypt` returned.
+
+        Raises:
+            ValueError: it was changed, or belongs to another row.
+        """
+        try:
+            return self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], name.encode())
+        except InvalidTag:
+            raise ValueError("its authentication fails") from None
+
+
 class Store:
     """The database of one registry and the keys to it.
 
@@ -109,15 +169,18 @@ class Store:
         with self.read() as connection:
             content, code = self._description(connection)
         try:
-            self.description = json.loads(content)
-            for name, kind in FIELDS.items():
-                if type(self.description[name]) is not kind:
-                    raise ValueError(f"{name} is {self.description[name]!r}")
+            self.description: dict[str, Any] = json.loads(content)
+            written_by, registry_id, key_check = (str(self.description[name]) for name in ("format", "id", "key_check"))
         except (ValueError, KeyError, TypeError) as error:
             raise FailedClosed(f"{self.path} does not describe a registry ({error}); restore it") from None
-        if self.description["format"] != FORMAT:
-            raise UsageError(f"{folder} has the format {self.description['format']!r}; this divdec reads {FORMAT!r}")
-        self.keys = read_keys(folder, self.description, code)
+        if written_by != FORMAT:
+            raise UsageError(f"{folder} has the format {written_by!r}; this divdec reads {FORMAT!r}")
+        key, source = read_key(folder)
+        self.keys = RegistryKeys(key, registry_id)
+        if not hmac.compare_digest(self.keys.check.encode(), key_check.encode()):
+            raise UsageError(f"{source} holds the key of another registry than {folder}")
+        if not hmac.compare_digest(self.keys.authenticate_description(self.description).encode(), code.encode()):
+            raise FailedClosed(f"{folder}: the registry's description has been changed; restore it from a backup")
 
     @classmethod
     def create(cls, folder: Path, description: dict[str, Any], keys: RegistryKeys, event: dict[str, Any]) -> None:
@@ -166,23 +229,38 @@ class Store:
                 connection.execute("PRAGMA busy_timeout=500")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def read_events(self, connection: sqlite3.Connection) -> list[dict[str, Any]]:
-        """Return all events, oldest first, each with its sequence number."""
-        return [event for event, _ in self._events(connection)]
+    def read_events(self, connection: sqlite3.Connection) -> tuple[list[dict[str, Any]], bytes]:
+        """Check all events; return them, oldest first, with their sequence numbers, and the last one's code."""
+        events, previous = [], b""
+        rows = connection.execute("SELECT sequence, content, code FROM events ORDER BY sequence")
+        for number, (sequence, content, code) in enumerate(rows, start=1):
+            expected = self.keys.authenticate(f"event {number}", previous, str(content))
+            if sequence != number or not isinstance(code, bytes) or not hmac.compare_digest(code, expected):
+                raise FailedClosed(
+                    f"{self.path}: event {number} has been changed, or an event before it removed; restore the "
+                    "registry from a backup"
+                )
+            events.append({"sequence": number, **json.loads(content)})
+            previous = code
+        heads = connection.execute("SELECT sequence, code FROM head").fetchall()
+        if heads != [(len(events), self.keys.authenticate("head", previous, str(len(events))))]:
+            raise FailedClosed(
+                f"{self.path} does not end as its head says: events have been removed; restore it from a backup"
+            )
+        return events, previous
 
     def read_state(self, connection: sqlite3.Connection) -> State:
         """Check all events and return what they amount to."""
         entries: dict[str, TakedownRequest] = {}
-        strength, sequence, code = 0.0, 0, b""
-        for event, code in self._events(connection):  # noqa: B007
-            sequence = event["sequence"]
+        strength, events, code = 0.0, *self.read_events(connection)
+        for event in events:
             try:
                 strength = _apply(event, entries) or strength
             except (KeyError, TypeError, ValueError) as error:
-                raise FailedClosed(f"{self.path}: event {sequence} cannot be applied ({error})") from None
+                raise FailedClosed(f"{self.path}: event {event['sequence']} cannot be applied ({error})") from None
         if not strength:
             raise FailedClosed(f"{self.path} has no strength: takedowns would do nothing; restore it from a backup")
-        return State(sequence, code, entries, strength)
+        return State(len(events), code, entries, strength)
 
     def append(self, connection: sqlite3.Connection, state: State, event: dict[str, Any]) -> None:
         """Add an event to a state that was read in the same transaction."""
@@ -243,25 +321,6 @@ class Store:
             raise FailedClosed(f"{self.path} has no description; restore it from a backup")
         return row
 
-    def _events(self, connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], bytes]]:
-        number, previous = 0, b""
-        for number, (sequence, content, code) in enumerate(
-            connection.execute("SELECT sequence, content, code FROM events ORDER BY sequence"), start=1
-        ):
-            expected = self.keys.authenticate(f"event {number}", previous, str(content))
-            if sequence != number or not isinstance(code, bytes) or not hmac.compare_digest(code, expected):
-                raise FailedClosed(
-                    f"{self.path}: event {number} has been changed, or an event before it removed; restore the "
-                    "registry from a backup"
-                )
-            previous = code
-            yield {"sequence": number, **json.loads(content)}, code
-        heads = connection.execute("SELECT sequence, code FROM head").fetchall()
-        if heads != [(number, self.keys.authenticate("head", previous, str(number)))]:
-            raise FailedClosed(
-                f"{self.path} does not end as its head says: events have been removed; restore it from a backup"
-            )
-
     @contextlib.contextmanager
     def failing_closed(self) -> Iterator[None]:
         """Turn errors of SQLite into `FailedClosed`."""
@@ -275,10 +334,10 @@ def check_strength(value: Any) -> float:
     """Return a strength that takes something down.
 
     Raises:
-        ValueError: it is none.
+        UsageError: it takes nothing down, or is too large.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_STRENGTH:
-        raise ValueError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
+        raise UsageError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
     return float(value)
 
 
@@ -295,3 +354,52 @@ def _apply(event: dict[str, Any], entries: dict[str, TakedownRequest]) -> float 
         counts_id = event["counts_id"]
         entries[counts_id] = dataclasses.replace(entries[counts_id], measured=event["measured"])
     return None
+
+
+def create_keys(folder: Path, registry: str) -> RegistryKeys:
+    """Take the key from the environment, or write a new one into a file that only its owner can read.
+
+    Raises:
+        UsageError: the environment variable does not hold 32 bytes.
+    """
+    if text := os.environ.get(ENVIRONMENT):
+        return RegistryKeys(_parse_key(text, f"${ENVIRONMENT}"), registry)
+    key = secrets.token_bytes(KEY_BYTES)
+    handle = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(key.hex() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return RegistryKeys(key, registry)
+
+
+def read_key(folder: Path) -> tuple[bytes, str]:
+    """Read a registry's key from the environment or its file; return it and where it was.
+
+    Raises:
+        UsageError: there is no key, or others may read its file.
+    """
+    if text := os.environ.get(ENVIRONMENT):
+        return _parse_key(text, f"${ENVIRONMENT}"), f"${ENVIRONMENT}"
+    path = folder / KEY_FILE
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        raise UsageError(
+            f"{folder}: the registry's key is neither in {path} nor in ${ENVIRONMENT}; restore it: without it "
+            "nothing can be steered"
+        ) from None
+    if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
+        raise UsageError(f"{path} can be read by others (mode {stat.S_IMODE(mode):04o}); chmod 600 {path}")
+    return _parse_key(text, str(path)), str(path)
+
+
+def _parse_key(text: str, source: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise UsageError(f"{source} holds no registry key; accepted: {2 * KEY_BYTES} hexadecimal digits")
+    return key

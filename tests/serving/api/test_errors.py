@@ -109,8 +109,8 @@ def test_the_context_is_not_exceeded(http, tokenizer):
         assert error["code"] == "context_length_exceeded"
         assert "4096" in error["message"]
     # The default of 16 is no wish: what is left is taken.
-    found = http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4090, "ignore_eos": True}).json()
-    assert found["usage"]["completion_tokens"] == 6
+    result = http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4090, "ignore_eos": True}).json()
+    assert result["usage"]["completion_tokens"] == 6
     error_of(http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4096}))
     whole = http.post(
         PATHS[0], json={"model": "tiny", "prompt": [5] * 4096, "max_tokens": 0, "echo": True, "logprobs": 0}
@@ -132,7 +132,7 @@ def test_unknown_models_paths_and_methods(http):
 
 def test_a_tokenizer_without_template_has_no_chat(tokenizer):
     from divdec import DivergenceForCausalLM
-    from divdec.serving.engine.engine import Engine
+    from divdec.serving.engine import Engine
 
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
@@ -253,12 +253,12 @@ def test_bytes_that_are_no_http(url, http, data):
     ],
 )
 def test_what_would_be_much_work_is_refused_first(http, path, body, message):
-    found = error_of(http.post(path, json={"model": "tiny", **body}))
-    assert message in found["message"]
-    assert len(found["message"]) < 500
+    result = error_of(http.post(path, json={"model": "tiny", **body}))
+    assert message in result["message"]
+    assert len(result["message"]) < 500
 
 
 def test_events_are_one_line_for_every_client():
-    from divdec.serving.api.completions import _encode
+    from divdec.serving.completions import _encode
 
     assert _encode({"text": "a\u2028b\u0085c"}).data.isascii()

@@ -73,12 +73,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
 
 
 def test_limits_of_a_request(served_bundle):
-    from divdec.serving.api.generation import Limits
-
-    limits = Limits(max_tokens=3900, max_seconds=0.4, max_body_bytes=2000, max_sequences=4)
+    limits = {"max_tokens": 3900, "max_seconds": 0.4, "max_body_bytes": 2000, "max_sequences": 4}
     long = LONG | {"max_tokens": 3900}
     with (
-        serving([engine_of(served_bundle)], shutdown_timeout=0.0, limits=limits) as url,
+        serving([engine_of(served_bundle)], shutdown_timeout=0.0, **limits) as url,
         httpx.Client(base_url=url) as http,
     ):
         late = http.post(PATH, json=long)
@@ -137,11 +135,11 @@ def test_several_bundles_each_with_its_rule(served_bundle, models):
     asked = SHORT | {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": "Who wrote"}
     with serving([engine_of(served_bundle), engine_of(other, "other")]) as url, httpx.Client(base_url=url) as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
-        told = [
+        reported = [
             http.post(PATH, json=asked | {"model": name}).json()["choices"][0]["logprobs"]["token_logprobs"]
             for name in ("tiny", "other")
         ]
-        assert told[0] != told[1]
+        assert reported[0] != reported[1]
         assert http.post("/tokenize", json={"prompt": "a"}).json()["error"]["param"] == "model"
         assert http.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 200
 
@@ -159,16 +157,16 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
     asked = SHORT | {"prompt": text[:120], "echo": True, "logprobs": 0, "max_tokens": 0}
     with serving([build_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
 
-        def told():
+        def reported():
             return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]
 
-        before = told()
+        before = reported()
         assert figure(url, "divdec_takedown_requests") == 0
         registry.add("case", texts_of("t", [text]))
-        assert sum(told()) < sum(before) - 5
+        assert sum(reported()) < sum(before) - 5
         assert figure(url, "divdec_takedown_requests") == 1
         registry.remove("case")
-        assert told() == pytest.approx(before, abs=1e-4)
+        assert reported() == pytest.approx(before, abs=1e-4)
         (tmp_path / "registry" / DATABASE).write_text("damaged\n")
         refused = http.post(PATH, json=asked)
         assert refused.status_code == 500
@@ -306,8 +304,8 @@ def test_what_cannot_be_served_is_one_line(served_bundle, options, words, capsys
 
 
 def test_a_bundle_that_does_not_load_is_one_line(tmp_path, models, capsys):
-    for place in (tmp_path, models / "target", tmp_path / "absent"):
-        assert main(["serve", str(place), "--port", "0"]) == 2
+    for index in (tmp_path, models / "target", tmp_path / "absent"):
+        assert main(["serve", str(index), "--port", "0"]) == 2
         assert one_line(capsys)
 
 

@@ -25,7 +25,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
-from divdec.serving.api.schemas import ChatCompletionRequest, CompletionRequest
+from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from reference import rank, steered_logits
 from served import engine_of, serving
 
@@ -51,7 +51,7 @@ class Bundle:
         if self.pair is not None:
             return steered_logits(self.model.target, *self.pair, ids, self.model.steering, self.model.vocab_size)
         with torch.no_grad():
-            target, divergence = (part[0].float() for part in self.model.components(torch.tensor([ids])))
+            target, divergence = (piece[0].float() for piece in self.model.components(torch.tensor([ids])))
         steering = self.model.steering
         if steering.rule == "linear":
             return target + steering.alpha * divergence
@@ -62,19 +62,19 @@ class Bundle:
 def bundles(tmp_path_factory, world):
     folder = tmp_path_factory.mktemp("bundles")
     texts = tuple(world.corpus[:300])
-    found = {}
+    result = {}
     for name, kind in TOKENIZERS.items():
         tokenizer = tokenizer_kinds.trained(kind, texts)
         tokenizer.chat_template = TEMPLATE
         other = tokenizer_kinds.trained("byte-level", texts) if name == "bridged" else tokenizer
         parts = {}
-        for seed, part in enumerate(("target", "retain", "forget")):
-            own = tokenizer if part == "target" else other
+        for seed, piece in enumerate(("target", "retain", "forget")):
+            own = tokenizer if piece == "target" else other
             model = tiny_model("llama" if name != "rank" else "gpt2", len(own), seed)
             model.config.eos_token_id = model.generation_config.eos_token_id = own.eos_token_id
-            parts[part] = str(folder / name / part)
-            model.save_pretrained(parts[part])
-            own.save_pretrained(parts[part])
+            parts[piece] = str(folder / name / piece)
+            model.save_pretrained(parts[piece])
+            own.save_pretrained(parts[piece])
         if name == "ngrams":
             given = {"target": parts["target"], "ngram": _ngrams(folder, parts["target"], world)}
         else:
@@ -87,9 +87,9 @@ def bundles(tmp_path_factory, world):
         model = DivergenceForCausalLM.from_pretrained(folder / name / "bundle")
         pair = None
         if name in ("linear", "rank"):
-            pair = tuple(AutoModelForCausalLM.from_pretrained(parts[part]).eval() for part in ("retain", "forget"))
-        found[name] = (Bundle(model, tokenizer, pair), folder / name / "bundle")
-    return found
+            pair = tuple(AutoModelForCausalLM.from_pretrained(parts[piece]).eval() for piece in ("retain", "forget"))
+        result[name] = (Bundle(model, tokenizer, pair), folder / name / "bundle")
+    return result
 
 
 def _ngrams(folder, target, world):
@@ -161,12 +161,12 @@ def check_requests(described, bundles, path, examples, answered):
             body = case.body if isinstance(case.body, dict) else {}
             bodies.append(body | {name: value for name, (taken, value) in usually.items() if taken})
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            for body, (status, found) in zip(bodies, pool.map(lambda b: send(url + path, b), bodies), strict=True):
+            for body, (status, result) in zip(bodies, pool.map(lambda b: send(url + path, b), bodies), strict=True):
                 if status != 200:
-                    check_error(status, found)
+                    check_error(status, result)
                     continue
                 answered.append(body)
-                check_answer(url, path, bundles[body["model"]][0], body, found)
+                check_answer(url, path, bundles[body["model"]][0], body, result)
 
     check()
 
@@ -182,47 +182,52 @@ def send(url, body):
     choices, usage = {}, None
     for event in map(json.loads, events[:-1]):
         usage = event.get("usage") or usage
-        for part in event["choices"]:
-            whole = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "logprobs": None})
+        for piece in event["choices"]:
+            whole = choices.setdefault(piece["index"], {"text": "", "finish_reason": None, "logprobs": None})
             assert whole["finish_reason"] is None  # nothing comes behind the end
-            whole["text"] += part.get("text") or part.get("delta", {}).get("content") or ""
-            whole["finish_reason"] = part["finish_reason"]
-            for name, values in (part["logprobs"] or {}).items():
+            whole["text"] += piece.get("text") or piece.get("delta", {}).get("content") or ""
+            whole["finish_reason"] = piece["finish_reason"]
+            for name, values in (piece["logprobs"] or {}).items():
                 whole["logprobs"] = whole["logprobs"] or {}
                 whole["logprobs"][name] = whole["logprobs"].get(name, []) + (values or [])
     return 200, {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
 
 
-def check_error(status, found):
-    error = found["error"]
+def check_error(status, result):
+    error = result["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert 400 <= status < 500 or (status, error["code"]) == (500, "steering_failed"), found
+    assert 400 <= status < 500 or (status, error["code"]) == (500, "steering_failed"), result
 
 
-def check_answer(url, path, bundle, body, found):
+def check_answer(url, path, bundle, body, result):
     request = PATHS[path].model_validate(body)
     chat = path != "/v1/completions"
     prompts = prompts_of(bundle, request, chat)
-    assert len(found["choices"]) == len(prompts) * request.n
+    assert len(result["choices"]) == len(prompts) * request.n
     generated = 0
-    for index, choice in enumerate(found["choices"]):
+    for index, choice in enumerate(result["choices"]):
         answer = read(choice, chat)
         echoed = not chat and request.echo
         if answer["tokens"] is None:
             continue
         ids, text = prompts[index // request.n]
         generated += check_choice(bundle, request, ids, text if echoed else None, answer)
-    told = request.logprobs if chat else request.logprobs is not None
-    if told and request.return_tokens_as_token_ids and found["usage"] is not None and (chat or request.best_of is None):
-        assert found["usage"]["completion_tokens"] == generated
-    if not told and not body.get("best_of") and (request.temperature == 0 or request.seed is not None):
+    reported = request.logprobs if chat else request.logprobs is not None
+    if (
+        reported
+        and request.return_tokens_as_token_ids
+        and result["usage"] is not None
+        and (chat or request.best_of is None)
+    ):
+        assert result["usage"]["completion_tokens"] == generated
+    if not reported and not body.get("best_of") and (request.temperature == 0 or request.seed is not None):
         # The same request with log-probabilities has the same answer, which is then looked up.
         more = {**body, "logprobs": True if chat else 0, "stream": False, "return_tokens_as_token_ids": True}
         status, again = send(url + path, {name: value for name, value in more.items() if name != "stream_options"})
         assert status == 200
         check_answer(url, path, bundle, more, again)
         if not (request.temperature == 0 and near_tie(bundle, request, prompts, again, chat)):
-            texts = [[read(choice, chat)["text"] for choice in answers["choices"]] for answers in (found, again)]
+            texts = [[read(choice, chat)["text"] for choice in answers["choices"]] for answers in (result, again)]
             assert texts[0] == texts[1]
 
 
@@ -246,19 +251,23 @@ def prompts_of(bundle, request, chat):
 
 def read(choice, chat):
     """A choice in one form for both endpoints; tokens None where they are not told by id."""
-    told = choice.get("logprobs") or {}
+    reported = choice.get("logprobs") or {}
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     answer = {"text": text, "finish_reason": choice["finish_reason"], "tokens": None, "offsets": None}
-    if chat and told.get("content"):
-        content = told["content"]
+    if chat and reported.get("content"):
+        content = reported["content"]
         answer |= {
             "tokens": [token["token"] for token in content],
             "logprobs": [token["logprob"] for token in content],
             "top": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in content],
         }
-    elif not chat and told:
-        answer |= {"tokens": told["tokens"], "logprobs": told["token_logprobs"], "top": told["top_logprobs"]}
-        answer["offsets"] = told["text_offset"]
+    elif not chat and reported:
+        answer |= {
+            "tokens": reported["tokens"],
+            "logprobs": reported["token_logprobs"],
+            "top": reported["top_logprobs"],
+        }
+        answer["offsets"] = reported["text_offset"]
     if answer["tokens"] and not all(name.startswith("token_id:") for name in answer["tokens"]):
         answer["tokens"] = None
     if answer["tokens"] is not None:
@@ -276,13 +285,13 @@ def check_choice(bundle, request, prompt, echoed, answer):
     logprobs = logits.log_softmax(-1)
     ids = [*prompt, *tokens]
     begin = 1 if echoed is not None else len(prompt)
-    for place in range(begin, len(ids)):
-        told = place if echoed is not None else place - len(prompt)
-        check_told(logprobs[place - 1], ids[place], answer["logprobs"][told], answer["top"][told])
-    for place, token in enumerate(tokens):
-        scores = logits[len(prompt) + place - 1]
+    for position in range(begin, len(ids)):
+        reported = position if echoed is not None else position - len(prompt)
+        check_told(logprobs[position - 1], ids[position], answer["logprobs"][reported], answer["top"][reported])
+    for position, token in enumerate(tokens):
+        scores = logits[len(prompt) + position - 1]
         assert not scores[token].isneginf(), "a suppressed token was answered"
-        check_token(request, scores, prompt, tokens[:place], token)
+        check_token(request, scores, prompt, tokens[:position], token)
     check_text(bundle, request, prompt, tokens, echoed, answer)
     return len(tokens)
 
@@ -333,7 +342,7 @@ def check_text(bundle, request, prompt, tokens, echoed, answer):
         pieces.append(text.add(token))
         starts.append(text.start)
     whole = "".join(pieces) + text.end()
-    places = [place for stop in request.stop if (place := whole.find(stop)) >= 0]
+    places = [position for stop in request.stop if (position := whole.find(stop)) >= 0]
     expected = whole[: min(places)] if places else whole
     assert answer["text"] == (echoed or "") + expected
     end = not request.ignore_eos and bundle.tokenizer.eos_token_id in tokens
@@ -350,15 +359,15 @@ def check_text(bundle, request, prompt, tokens, echoed, answer):
         assert answer["offsets"] == sorted(answer["offsets"])
 
 
-def near_tie(bundle, request, prompts, found, chat):
+def near_tie(bundle, request, prompts, result, chat):
     """Whether a greedy answer turns on logits that rounding may change."""
-    for index, choice in enumerate(found["choices"]):
+    for index, choice in enumerate(result["choices"]):
         ids, _ = prompts[index // request.n]
         answer = read(choice, chat)
         tokens = (answer["tokens"] or [])[len(ids) if not chat and request.echo else 0 :]
         logits = bundle.logits([*ids, *tokens])
-        for place in range(len(tokens)):
-            best = asked(request, logits[len(ids) + place - 1], ids, tokens[:place]).topk(2).values
+        for position in range(len(tokens)):
+            best = asked(request, logits[len(ids) + position - 1], ids, tokens[:position]).topk(2).values
             if best[0] - best[1] < NEAR * 10:
                 return True
     return False
@@ -394,8 +403,8 @@ def test_prompt_and_answer_are_one_text(described, bundles, name, capsys):
     if not bundle.logits(bundle.tokenizer(prompt).input_ids)[-1, token].isneginf():
         assert whole["text"].startswith(f"{prompt} {word}")
     assert send(f"{url}/v1/completions", body | {"stream": True})[1]["choices"][0]["text"] == whole["text"]
-    told = whole["logprobs"]
-    for named, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    reported = whole["logprobs"]
+    for named, offset in zip(reported["tokens"], reported["text_offset"], strict=True):
         if not named.startswith(("bytes:", "<", "token_id:")):
             # SentencePiece's tokens have a space that a text does not begin with.
             assert whole["text"][offset:].lstrip(" ").startswith(named.lstrip(" "))

@@ -1,7 +1,7 @@
 """Requests that join and leave a batch get the answers that they get alone."""
 
 import asyncio
-import time
+import copy
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from architectures import tiny_architecture
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.engine.engine import Busy, Closing, Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.engine import Busy, Engine
+from divdec.serving.request import SamplingParams
+from divdec.serving.scheduler import Closing
+from engines import Failing, Slow, alone, answer, answered_tokens, greedy, run, tokens_of
 from exactness import LOGITS, assert_same_answer
 
 TEXTS = (
@@ -21,41 +23,6 @@ TEXTS = (
     "Where was the author born, and what did her mother do?",
     "The",
 )
-
-
-class RunningEngine:
-    """An engine that runs while a test does."""
-
-    def __init__(self, model, tokenizer, **options):
-        self.engine = Engine(model, tokenizer, "tiny", **options)
-
-    async def __aenter__(self):
-        self.engine.start()
-        return self.engine
-
-    async def __aexit__(self, *_):
-        await self.engine.close(0)
-
-
-async def answer(engine, prompt, sampling, delay=0.0):
-    await asyncio.sleep(delay)
-    return [output async for output in engine.generate(prompt, sampling)]
-
-
-def tokens_of(outputs):
-    return [token for output in outputs for token in output.tokens]
-
-
-def greedy(number=24, **options):
-    return SamplingParams(max_tokens=number, temperature=0.0, **options)
-
-
-def alone(model, prompt, number=24):
-    """What `generate` answers to a prompt by itself."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False)
-    return found[0, len(prompt) :].tolist()
 
 
 def windowed():
@@ -70,22 +37,20 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
         *make_parts("llama" if kind == "rank" else kind), steering="rank:20" if kind == "rank" else "linear:1.5"
     )  # fmt: skip
     prompts = [tokenizer(text).input_ids for text in TEXTS]
-    lengths = [24, 7, 40, 13, 30]
+    lengths = [16, 5, 24, 9, 20]
 
-    async def all_of_them():
-        async with RunningEngine(model, tokenizer, max_num_seqs=3) as engine:
-            return await asyncio.gather(*(
-                answer(engine, prompt, greedy(number), 0.05 * place)
-                for place, (prompt, number) in enumerate(zip(prompts, lengths, strict=True))
-            ))  # fmt: skip
+    async def work(engine):
+        delays = [0.05 * index for index in range(len(prompts))]
+        return await asyncio.gather(*map(answer, [engine] * len(prompts), prompts, map(greedy, lengths), delays))
 
-    for prompt, number, outputs in zip(prompts, lengths, asyncio.run(all_of_them()), strict=True):
+    results = run(model, tokenizer, work, max_num_seqs=3)
+    for prompt, number, outputs in zip(prompts, lengths, results, strict=True):
         expected = alone(model, prompt, number)
-        found = tokens_of(outputs)
-        assert_same_answer(model, prompt, found, expected)
-        assert "".join(output.text for output in outputs) == tokenizer.decode(found, skip_special_tokens=True)
+        result = tokens_of(outputs)
+        assert_same_answer(model, prompt, result, expected)
+        assert "".join(output.text for output in outputs) == tokenizer.decode(result, skip_special_tokens=True)
         assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-        assert outputs[-1].finish_reason == ("stop" if found[-1] == 0 else "length")
+        assert outputs[-1].finish_reason == ("stop" if result[-1] == 0 else "length")
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
@@ -95,7 +60,7 @@ def test_recurrent_states_are_not_shared_with_other_requests(model_type, tokeniz
         *(tiny_architecture(model_type, seed, vocab_size=512) for seed in range(3)), steering="linear:1.5"
     )
     prompts = [tokenizer(text).input_ids for text in (TEXTS[0], TEXTS[1], TEXTS[0])]
-    lengths = [10, 4, 7]
+    lengths = [6, 2, 4]
 
     async def work(engine):
         return await asyncio.gather(*map(answer, [engine] * 3, prompts, map(greedy, lengths)))
@@ -111,14 +76,6 @@ def model():
     return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
 
 
-def run(model, tokenizer, work, **options):
-    async def main():
-        async with RunningEngine(model, tokenizer, **options) as engine:
-            return await work(engine)
-
-    return asyncio.run(main())
-
-
 def steered_logprobs(model, ids):
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -126,20 +83,20 @@ def steered_logprobs(model, ids):
 
 @pytest.mark.parametrize("part", [512, 3])
 def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", part)
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", part)
     prompt = tokenizer(TEXTS[2]).input_ids
     sampling = SamplingParams(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
     outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, sampling))
     expected = steered_logprobs(model, prompt + tokens_of(outputs))
-    told = outputs[0].prompt_logprobs
-    assert told[0] is None
-    assert len(told) == len(prompt)
+    reported = outputs[0].prompt_logprobs
+    assert reported[0] is None
+    assert len(reported) == len(prompt)
     assert all(output.prompt_logprobs is None for output in outputs[1:])
-    told = [*told[1:], *(item for output in outputs for item in output.logprobs)]
-    assert [item.token for item in told] == (prompt + tokens_of(outputs))[1:]
-    for row, item in zip(expected, told, strict=False):
+    reported = [*reported[1:], *(item for output in outputs for item in output.logprobs)]
+    assert [item.token for item in reported] == (prompt + tokens_of(outputs))[1:]
+    for row, item in zip(expected, reported, strict=False):
         assert item.logprob == pytest.approx(float(row[item.token]), abs=1e-4)
-        number = 2 if item in told[: len(prompt) - 1] else 4
+        number = 2 if item in reported[: len(prompt) - 1] else 4
         values, tokens = row.topk(number)
         assert [token for token, _ in item.top] == tokens.tolist()
         assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
@@ -162,60 +119,64 @@ def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, 
     prompt, count = [7, 8, 9, 10], 600
     sampling = SamplingParams(max_tokens=1, temperature=2.0, top_k=8)
 
-    async def many(engine):
-        return await asyncio.gather(*(answer(engine, prompt, sampling) for _ in range(count)))
+    async def many(engine, number):
+        return await asyncio.gather(*(answer(engine, prompt, sampling) for _ in range(number)))
 
-    drawn = [tokens_of(outputs)[0] for outputs in run(model, tokenizer, many, max_queue=count)]
+    drawn = [
+        tokens_of(outputs)[0] for outputs in run(model, tokenizer, lambda engine: many(engine, count), max_queue=count)
+    ]
     values, tokens = steered_logprobs(model, prompt)[-1].topk(8)
     probabilities = (values / 2).softmax(-1)
-    found = [drawn.count(token) for token in tokens.tolist()]
-    assert sum(found) == count
-    assert chisquare(found, (probabilities * count).tolist()).pvalue > 1e-3
-    assert chisquare(found, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
-    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    result = [drawn.count(token) for token in tokens.tolist()]
+    assert sum(result) == count
+    assert chisquare(result, (probabilities * count).tolist()).pvalue > 1e-3
+    assert chisquare(result, (values.softmax(-1) * count).tolist()).pvalue < 1e-3  # other than without temperature
+    seeded, other = (SamplingParams(max_tokens=20, temperature=1.0, seed=seed) for seed in (3, 4))
 
-    async def among_others(engine):
-        return await asyncio.gather(answer(engine, prompt, seeded), answer(engine, prompt, seeded), many(engine))
+    async def seeds(engine):
+        once = await answered_tokens(engine, prompt, seeded)
+        among_others = asyncio.gather(*(answered_tokens(engine, prompt, seeded) for _ in range(2)), many(engine, 40))
+        return once, (await among_others)[:2], await answered_tokens(engine, prompt, other)
 
-    once = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, seeded)))
-    first, second, _ = run(model, tokenizer, among_others, max_queue=count + 2)
-    assert tokens_of(first) == tokens_of(second) == once
-    other = SamplingParams(max_tokens=20, temperature=1.0, seed=4)
-    assert tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, other))) != once
+    once, again, differently = run(model, tokenizer, seeds)
+    assert again == [once, once]
+    assert differently != once
 
 
 def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
     prompt = [7, 8, 9]
     expected = alone(model, prompt, 12)
     banned = {expected[0]: -100.0}
-    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(12, logit_bias=banned))))
-    assert found[0] == int(steered_logprobs(model, prompt)[-1].topk(2).indices[1])
-    sampling = greedy(30, presence_penalty=2.0, frequency_penalty=1.5, ignore_eos=True)
-    found = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, sampling)))
+    result = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(12, logit_bias=banned))))
+    assert result[0] == int(steered_logprobs(model, prompt)[-1].topk(2).indices[1])
+    sampling = greedy(16, presence_penalty=2.0, frequency_penalty=1.5, ignore_eos=True)
+    result = tokens_of(run(model, tokenizer, lambda engine: answer(engine, prompt, sampling)))
     ids = list(prompt)
-    for token in found:
+    for token in result:
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
         for known in set(ids[len(prompt) :]):
             logits[known] -= 2.0 + 1.5 * ids[len(prompt) :].count(known)
         assert logits[token] >= logits.max() - LOGITS
         ids.append(token)
-    assert found != alone(model, prompt, 30)
+    assert result != alone(model, prompt, 16)
 
 
 def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, tokenizer):
     prompt = tokenizer(TEXTS[0]).input_ids
     whole = tokenizer.decode(alone(model, prompt, 30), skip_special_tokens=True)
-    for stop in (whole[5:9], whole[7:8], whole[3:20]):
-        outputs = run(
-            model, tokenizer, lambda engine, s=stop: answer(engine, prompt, greedy(30, stop=(s, "never said")))
-        )
+    stops = [(whole[5:9], "never said"), (whole[7:8], "never said"), (whole[3:20], "never said"), (whole[-3:] + "!?",)]
+
+    async def work(engine):
+        return await asyncio.gather(*(answer(engine, prompt, greedy(30, stop=stop)) for stop in stops))
+
+    *stopped, last = run(model, tokenizer, work)
+    for (stop, _), outputs in zip(stops[:-1], stopped, strict=True):
         assert "".join(output.text for output in outputs) == whole[: whole.index(stop)]
         assert outputs[-1].finish_reason == "stop"
         assert len(tokens_of(outputs)) < 30
     # What begins like a stop string and is none comes out in the end.
-    outputs = run(model, tokenizer, lambda engine: answer(engine, prompt, greedy(30, stop=(whole[-3:] + "!?",))))
-    assert "".join(output.text for output in outputs) == whole
+    assert "".join(output.text for output in last) == whole
 
 
 def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer):
@@ -223,23 +184,23 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
 
     async def work(engine):
         gone = engine.generate(prompts[0], greedy(200, ignore_eos=True))
-        others = asyncio.gather(*(answer(engine, prompt, greedy(40)) for prompt in prompts[1:]))
+        others = asyncio.gather(*(answer(engine, prompt, greedy(24)) for prompt in prompts[1:]))
         for _ in range(3):
             await anext(gone)
-        assert engine.running >= 1
+        assert engine.scheduler.running >= 1
         await gone.aclose()
-        found = await others
+        result = await others
         for _ in range(200):
-            if not engine.running:
+            if not engine.scheduler.running:
                 break
             await asyncio.sleep(0.01)
-        return found, engine.running, engine.generated_tokens_total
+        return result, engine.scheduler.running, engine.scheduler.generated_tokens
 
-    found, running, generated = run(model, tokenizer, work)
+    result, running, generated = run(model, tokenizer, work)
     assert running == 0
-    for prompt, outputs in zip(prompts[1:], found, strict=True):
-        assert_same_answer(model, prompt, tokens_of(outputs), alone(model, prompt, 40))
-    assert generated < sum(map(len, map(tokens_of, found))) + 150
+    for prompt, outputs in zip(prompts[1:], result, strict=True):
+        assert_same_answer(model, prompt, tokens_of(outputs), alone(model, prompt, 24))
+    assert generated < sum(map(len, map(tokens_of, result))) + 150
 
 
 def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
@@ -264,67 +225,36 @@ def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
     assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, max_num_seqs=1, max_queue=2))
 
 
-class Slow:
-    """Experts that take their time, so that a test can look while an answer is made."""
-
-    def __init__(self, experts):
-        self.experts, self.vocab_size = experts, experts.vocab_size
-
-    def new_cache(self):
-        return self.experts.new_cache()
-
-    def divergence(self, *args, **kwargs):
-        time.sleep(0.1)
-        return self.experts.divergence(*args, **kwargs)
-
-
 def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
     async def work(engine):
-        running = asyncio.create_task(answer(engine, [7, 8], greedy(40)))
+        running = asyncio.create_task(answer(engine, [7, 8], greedy(24)))
         await asyncio.sleep(0.05)
         await engine.close(30)
         return await running
 
-    assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 40))
-
-
-class Failing:
-    """Experts that fail where a token is read, as those would whose limits one text exceeds."""
-
-    def __init__(self, experts, token):
-        self.experts, self.token, self.vocab_size = experts, token, experts.vocab_size
-
-    def new_cache(self):
-        return self.experts.new_cache()
-
-    def divergence(self, input_ids, *args, **kwargs):
-        if (input_ids == self.token).any():
-            raise UsageError("this text is too long")
-        return self.experts.divergence(input_ids, *args, **kwargs)
+    assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 24))
 
 
 @pytest.mark.parametrize("at", ["prompt", "answer"])
 def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
     prompts = [tokenizer(text).input_ids for text in TEXTS]
-    expected = [alone(model, prompt, 20) for prompt in prompts]
-    others = [token for place in (0, 1, 3) for token in prompts[place] + expected[place]]
+    expected = [alone(model, prompt, 12) for prompt in prompts[:4]]
+    others = [token for position in (0, 1, 3) for token in prompts[position] + expected[position]]
     bad = next(token for token in (prompts[2] if at == "prompt" else expected[2][2:]) if token not in others)
     failing = DivergenceForCausalLM.from_experts(model.target, Failing(model.experts, bad), "linear:1.5")
 
     async def work(engine):
         return await asyncio.gather(
-            *(answer(engine, prompt, greedy(20)) for prompt in prompts[:4]), return_exceptions=True
+            *(answer(engine, prompt, greedy(12)) for prompt in prompts[:4]), return_exceptions=True
         )
 
-    found = run(failing, tokenizer, work)
-    assert isinstance(found[2], UsageError)
-    for place in (0, 1, 3):
-        assert_same_answer(model, prompts[place], tokens_of(found[place]), expected[place])
+    result = run(failing, tokenizer, work)
+    assert isinstance(result[2], UsageError)
+    for position in (0, 1, 3):
+        assert_same_answer(model, prompts[position], tokens_of(result[position]), expected[position])
 
 
 def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, tokenizer):
-    import copy
-
     broken = copy.deepcopy(model)
 
     async def work(engine):
@@ -343,25 +273,25 @@ def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, token
 
 @pytest.mark.parametrize("gamma", [None, 3])
 def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, gamma):
-    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    prompts = [tokenizer(text).input_ids for text in TEXTS[:3]]
 
     async def work(engine):
-        one_by_one = [await answer(engine, prompt, greedy(24)) for prompt in prompts]
-        steps = engine.steps_total
+        one_by_one = [await answer(engine, prompt, greedy(16)) for prompt in prompts]
+        steps = engine.scheduler.steps
         together = await asyncio.gather(*(
-            answer(engine, prompt, greedy(24, frequency_penalty=0.0), 0.02 * place)
-            for place, prompt in enumerate(prompts)
+            answer(engine, prompt, greedy(16), 0.02 * position)
+            for position, prompt in enumerate(prompts)
         ))  # fmt: skip
-        sampled = await answer(engine, prompts[0], SamplingParams(max_tokens=24, ignore_eos=True))
+        sampled = await answer(engine, prompts[0], SamplingParams(max_tokens=16, ignore_eos=True))
         return one_by_one, together, steps, sampled
 
     one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
-    expected = [alone(model, prompt) for prompt in prompts]
-    for found in (one_by_one, together):
-        for prompt, outputs, answered in zip(prompts, found, expected, strict=True):
+    expected = [alone(model, prompt, 16) for prompt in prompts]
+    for result in (one_by_one, together):
+        for prompt, outputs, answered in zip(prompts, result, expected, strict=True):
             assert_same_answer(model, prompt, tokens_of(outputs), answered)
     assert steps < sum(map(len, expected))  # some passes gave several tokens
-    assert len(tokens_of(sampled)) == 24
+    assert len(tokens_of(sampled)) == 16
 
 
 def test_what_cannot_be_answered_is_refused(model, tokenizer):

@@ -12,8 +12,8 @@ from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.engine.engine import Closing, Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.scheduler import Closing
+from engines import Failing, alone, answered_tokens, greedy, run
 from exactness import assert_same_answer
 
 
@@ -22,65 +22,21 @@ def model():
     return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
 
 
-def run(model, tokenizer, work, **options):
-    async def main():
-        engine = Engine(model, tokenizer, "tiny", **options)
-        engine.start()
-        try:
-            return await work(engine)
-        finally:
-            await engine.close(0)
-
-    return asyncio.run(main())
-
-
-def greedy(number, **options):
-    return SamplingParams(max_tokens=number, temperature=0.0, ignore_eos=True, **options)
-
-
-async def tokens_of(engine, prompt, sampling):
-    return [token async for output in engine.generate(prompt, sampling) for token in output.tokens]
-
-
-def alone(model, prompt, number):
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False, eos_token_id=None
-        )
-    return found[0, len(prompt) :].tolist()
-
-
-class Picky:
-    """Experts that fail where a token is read, as those would whose limits one text exceeds."""
-
-    def __init__(self, experts, token):
-        self.experts, self.token, self.vocab_size = experts, token, experts.vocab_size
-
-    def new_cache(self):
-        return self.experts.new_cache()
-
-    def divergence(self, input_ids, *args, **kwargs):
-        if (input_ids == self.token).any():
-            raise UsageError("this text is too long")
-        return self.experts.divergence(input_ids, *args, **kwargs)
-
-
 def test_nobody_is_blamed_for_what_others_do_however_often(model, tokenizer):
-    whole = alone(model, [7, 8], 120)
+    whole = alone(model, [7, 8], 120, eos_token_id=None)
     bad = next(token for token in range(2, 512) if token not in whole)
-    picky = DivergenceForCausalLM.from_experts(model.target, Picky(model.experts, bad), "linear:1.5")
+    failing = DivergenceForCausalLM.from_experts(model.target, Failing(model.experts, bad), "linear:1.5")
 
     async def work(engine):
-        innocent = asyncio.create_task(tokens_of(engine, [7, 8], greedy(120)))
+        innocent = asyncio.create_task(answered_tokens(engine, [7, 8], greedy(120, ignore_eos=True)))
         failed = 0
-        for place in range(6):  # each gives the bad token as its first, and fails when it is read
+        for index in range(6):  # each gives the bad token as its first, and fails when it is read
             with pytest.raises(UsageError):
-                await tokens_of(engine, [9, 10 + place], greedy(4, logit_bias={bad: 100.0}))
+                await answered_tokens(engine, [9, 10 + index], greedy(4, ignore_eos=True, logit_bias={bad: 100.0}))
             failed += 1
         return await innocent, failed
 
-    answered, failed = run(picky, tokenizer, work)
+    answered, failed = run(failing, tokenizer, work)
     assert_same_answer(model, [7, 8], answered, whole)
     assert failed == 6
 
@@ -92,44 +48,44 @@ def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch)
 
     async def work(engine):
         assert engine.is_open
-        running = engine.generate([7, 8], greedy(200))
+        running = engine.generate([7, 8], greedy(200, ignore_eos=True))
         await anext(running)
 
         def panic(*_):
             raise Panic
 
-        monkeypatch.setattr(engine._scheduler, "step", panic)
+        monkeypatch.setattr(engine.scheduler, "step", panic)
         with pytest.raises(Closing):
             async for _ in running:
                 pass
         with pytest.raises(Closing):
-            await tokens_of(engine, [7, 8], greedy(2))
+            await answered_tokens(engine, [7, 8], greedy(2, ignore_eos=True))
         assert not engine.is_open
 
     run(model, tokenizer, work)
 
 
 def test_several_answers_read_their_prompt_once(model, tokenizer):
-    prompt = [5 + place % 400 for place in range(200)]
+    prompt = [5 + index % 400 for index in range(200)]
 
     async def work(engine):
-        found = await asyncio.gather(*(tokens_of(engine, prompt, greedy(1)) for _ in range(8)))
-        return found, engine.steps_total
+        result = await asyncio.gather(*(answered_tokens(engine, prompt, greedy(1, ignore_eos=True)) for _ in range(8)))
+        return result, engine.scheduler.steps
 
-    found, steps = run(model, tokenizer, work)
-    for tokens in found:
-        assert_same_answer(model, prompt, tokens, alone(model, prompt, 1))
+    result, steps = run(model, tokenizer, work)
+    for tokens in result:
+        assert_same_answer(model, prompt, tokens, alone(model, prompt, 1, eos_token_id=None))
     assert steps <= 2  # the first may be read before the others have come
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("divdec.serving.engine.scheduler.PREFILL_CHUNK", 4)
-    long, finished = [5 + place % 400 for place in range(200)], []
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
+    long, finished = [5 + index % 400 for index in range(200)], []
 
     async def ask(engine, name, prompt):
-        found = await tokens_of(engine, prompt, greedy(2))
+        result = await answered_tokens(engine, prompt, greedy(2, ignore_eos=True))
         finished.append(name)
-        return found
+        return result
 
     async def work(engine):
         return await asyncio.gather(
@@ -137,7 +93,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypat
         )
 
     for prompt, tokens in zip((long, [*long, 7], [7, 8]), run(model, tokenizer, work), strict=True):
-        assert_same_answer(model, prompt, tokens, alone(model, prompt, 2))
+        assert_same_answer(model, prompt, tokens, alone(model, prompt, 2, eos_token_id=None))
     assert finished == ["short", "long", "longer"]
 
 
@@ -147,7 +103,12 @@ def test_a_target_without_numbers_gives_an_error(model, tokenizer, speculation, 
     broken = copy.deepcopy(model)
     broken.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
     with pytest.raises(FailedClosed, match="not finite"):
-        run(broken, tokenizer, lambda engine: tokens_of(engine, [7, 8], greedy(4)), speculation=speculation)
+        run(
+            broken,
+            tokenizer,
+            lambda engine: answered_tokens(engine, [7, 8], greedy(4, ignore_eos=True)),
+            speculation=speculation,
+        )
 
 
 def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others(tokenizer):
@@ -166,17 +127,19 @@ def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others
         )  # fmt: skip
         parts.append(AutoModelForCausalLM.from_config(config).eval())
     model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1")
-    long, short = [5 + place for place in range(60)], [7, 8, 9]
+    long, short = [5 + index for index in range(60)], [7, 8, 9]
     with torch.inference_mode():  # beside a longer row the short one would be answered otherwise
         mask = torch.tensor([[1] * 60, [0] * 57 + [1] * 3])
         together = model(torch.tensor([long, [0] * 57 + short]), attention_mask=mask).logits[1, -1]
         assert (together - model(torch.tensor([short])).logits[0, -1]).abs().max() > 0.01
 
     async def work(engine):
-        return await asyncio.gather(*(tokens_of(engine, prompt, greedy(12)) for prompt in (long, short)))
+        return await asyncio.gather(
+            *(answered_tokens(engine, prompt, greedy(12, ignore_eos=True)) for prompt in (long, short))
+        )
 
     for prompt, tokens in zip((long, short), run(model, tokenizer, work), strict=True):
-        assert_same_answer(model, prompt, tokens, alone(model, prompt, 12))
+        assert_same_answer(model, prompt, tokens, alone(model, prompt, 12, eos_token_id=None))
 
 
 def test_bytes_that_make_no_character_end_no_answer():

@@ -3,19 +3,19 @@
 import asyncio
 
 import pytest
-import torch
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
-from divdec.serving.engine.engine import Engine
-from divdec.serving.engine.request import SamplingParams
+from divdec.serving.engine import Engine
+from divdec.serving.request import SamplingParams
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import DATABASE
+from engines import alone
 from exactness import assert_same_answer
 
-TOKENS = 150
+TOKENS = 100
 
 
 @pytest.fixture
@@ -31,43 +31,33 @@ def model(registry, tokenizer):
     return DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder, strength=3.0))
 
 
-def greedy(model, ids, number):
-    """What `generate` goes on with, under the registry as it is."""
-    given = torch.tensor([ids])
-    with torch.inference_mode():
-        answer = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=number, do_sample=False, eos_token_id=None
-        )
-    return answer[0, len(ids) :].tolist()
-
-
 @pytest.mark.parametrize("speculation", [None, Speculation(2)])
 def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, speculation):
     prompts = [tokenizer(text).input_ids for text in ("The author", "A book of the sea")]
-    before = [greedy(model, prompt, TOKENS) for prompt in prompts]
+    before = [alone(model, prompt, TOKENS, eos_token_id=None) for prompt in prompts]
 
     async def answers():
         engine = Engine(model, tokenizer, "tiny", speculation=speculation)
         engine.start()
         sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         running = [engine.generate(prompt, sampling) for prompt in prompts[: 1 if speculation else 2]]
-        found = [[] for _ in running]
-        for answer, tokens in zip(running, found, strict=True):
+        result = [[] for _ in running]
+        for answer, tokens in zip(running, result, strict=True):
             while len(tokens) < 5:
                 tokens += (await anext(answer)).tokens
-        assert engine.registry_requests == 0
+        assert engine.count_takedowns() == 0
         await asyncio.to_thread(registry.add, "case", texts_of("texts", list(map(tokenizer.decode, before))))
-        for answer, tokens in zip(running, found, strict=True):
+        for answer, tokens in zip(running, result, strict=True):
             async for output in answer:
                 tokens += output.tokens
-        assert engine.registry_requests == 1
+        assert engine.count_takedowns() == 1
         await engine.close(1)
-        return found
+        return result
 
     for prompt, old, tokens in zip(prompts, before, asyncio.run(answers()), strict=False):
-        changed = next(place for place, (one, other) in enumerate(zip(old, tokens, strict=True)) if one != other)
+        changed = next(index for index, (one, other) in enumerate(zip(old, tokens, strict=True)) if one != other)
         assert 5 <= changed < TOKENS - 20
-        expected = greedy(model, prompt + tokens[:changed], TOKENS - changed)
+        expected = alone(model, prompt + tokens[:changed], TOKENS - changed, eos_token_id=None)
         assert_same_answer(model, prompt + tokens[:changed], tokens[changed:], expected)
 
 
@@ -95,4 +85,4 @@ def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, toke
         await engine.close(1)
         return tokens
 
-    assert_same_answer(model, [5, 6, 7], asyncio.run(work()), greedy(model, [5, 6, 7], TOKENS))
+    assert_same_answer(model, [5, 6, 7], asyncio.run(work()), alone(model, [5, 6, 7], TOKENS, eos_token_id=None))

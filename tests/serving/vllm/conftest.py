@@ -41,8 +41,8 @@ def ngrams(models, texts, tmp_path_factory):
     from divdec.cli import main
 
     folder = tmp_path_factory.mktemp("ngrams")
-    for name, part in (("forget", texts[:60]), ("retain", texts[60:160])):
-        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in part))
+    for name, piece in (("forget", texts[:60]), ("retain", texts[60:160])):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in piece))
     arguments = ["--retain", folder / "retain.jsonl", "--forget", folder / "forget.jsonl", "--order", 5]
     arguments += ["--target", models / "target", "--output", folder / "pair"]
     assert main(["ngram", *map(str, arguments)]) == 0
@@ -71,9 +71,9 @@ def make_bundle(models, tmp_path_factory):
     from divdec import write_bundle
 
     def make(target="target", retain="retain", forget="forget", steering="linear:1.5", **options):
-        for part, name in (("retain_auxiliary", retain), ("forget_auxiliary", forget)):
+        for piece, name in (("retain_auxiliary", retain), ("forget_auxiliary", forget)):
             if name is not None:
-                options[part] = str(models / name)
+                options[piece] = str(models / name)
         output = tmp_path_factory.mktemp("bundles") / "bundle"
         return write_bundle(output, target=str(models / target), steering=steering, **options)
 
@@ -84,8 +84,8 @@ def make_bundle(models, tmp_path_factory):
 def prompts(tokenizer, texts):
     """32 beginnings of real texts, from 3 to 96 tokens."""
     ids = tokenizer(" ".join(texts))["input_ids"]
-    lengths = [3 * (place + 1) for place in range(32)]
-    return [ids[97 * place : 97 * place + length] for place, length in enumerate(lengths)]
+    lengths = [3 * (index + 1) for index in range(32)]
+    return [ids[97 * index : 97 * index + length] for index, length in enumerate(lengths)]
 
 
 @pytest.fixture

@@ -30,13 +30,13 @@ def answer(output):
     return {
         "tokens": list(best.token_ids),
         "cached": output.num_cached_tokens,
-        "logprobs": [table(found) for found in best.logprobs or []],
-        "prompt_logprobs": [table(found) for found in output.prompt_logprobs or []],
+        "logprobs": [table(result) for result in best.logprobs or []],
+        "prompt_logprobs": [table(result) for result in output.prompt_logprobs or []],
     }
 
 
-def table(found):
-    return None if found is None else {str(token): value.logprob for token, value in found.items()}
+def table(result):
+    return None if result is None else {str(token): value.logprob for token, value in result.items()}
 
 
 if __name__ == "__main__":

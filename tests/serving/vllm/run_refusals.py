@@ -9,21 +9,21 @@ from pathlib import Path
 def main():
     from vllm.engine.arg_utils import EngineArgs
 
-    from divdec.serving.vllm.server import refusal
+    from divdec.serving.vllm.configuration import refusal
 
-    told = []
+    reported = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
         os.environ.update(case["environment"])
         try:
             options = {"max_model_len": 256, "enforce_eager": True, **case["options"]}
             EngineArgs(model=case["bundle"], **options).create_engine_config()
-            told.append("accepted")
+            reported.append("accepted")
         except Exception as error:
             ours = refusal(error)
-            told.append(f"divdec: {ours}" if ours is not None else f"vLLM: {error}")
+            reported.append(f"divdec: {ours}" if ours is not None else f"vLLM: {error}")
         for name in case["environment"]:
             del os.environ[name]
-    Path(sys.argv[2]).write_text(json.dumps(told))
+    Path(sys.argv[2]).write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

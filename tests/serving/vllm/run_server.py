@@ -4,7 +4,7 @@ import json
 import sys
 
 from divdec.errors import UsageError
-from divdec.serving.vllm.server import engine_arguments, run
+from divdec.serving.vllm.configuration import engine_arguments, run
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from divdec import UsageError
-from divdec.serving.vllm.configuration import EngineOptions, read_parts
-from divdec.serving.vllm.server import check_installed, engine_arguments
+from divdec.serving.vllm.configuration import EngineOptions, check_installed, engine_arguments, read_parts
 
 
 def options_of(arguments):
@@ -16,14 +15,14 @@ def options_of(arguments):
 
 def test_arguments_of_a_pair(bundle, own_checkpoints, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = engine_arguments(str(bundle), name="steered", speculative=4, port=9000, extra=["--dtype", "float32"])
-    options = options_of(given)
+    inputs = engine_arguments(str(bundle), name="steered", speculative=4, port=9000, extra=["--dtype", "float32"])
+    options = options_of(inputs)
     assert options["--model"] == str(bundle)
     assert (options["--served-model-name"], options["--host"], options["--port"]) == ("steered", "127.0.0.1", "9000")
     drafts = json.loads(options["--speculative-config"])
     assert drafts == {"method": "draft_model", "model": str(own_checkpoints / "retain"), "num_speculative_tokens": 4}
     assert json.loads(options["--additional-config"]) == {"divdec": {"verify": True}}
-    assert given[-2:] == ["--dtype", "float32"]
+    assert inputs[-2:] == ["--dtype", "float32"]
 
 
 @pytest.mark.parametrize(

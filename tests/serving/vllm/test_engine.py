@@ -87,6 +87,6 @@ def test_ngrams_alone_with_drafts_from_the_prompt(ask, make_bundle, ngrams, prom
     answers, cached = ask(bundle, rounds, **ALONE, **EAGER, **BLOCKS, speculative_config=drafts)
     model = Reference(bundle)
     assert sum(answer["cached"] for answer in cached) > 500
-    for found in (answers, cached):
-        same_answers(model, prompts, found)
-        is_steered(model, prompts, found, apart=0.05)  # a score moves a logit by 20 at most, and most by nothing
+    for result in (answers, cached):
+        same_answers(model, prompts, result)
+        is_steered(model, prompts, result, apart=0.05)  # a score moves a logit by 20 at most, and most by nothing

@@ -48,7 +48,7 @@ def lose_weight(folder):
 
 
 @pytest.fixture
-def told(tmp_path):
+def reported(tmp_path):
     def ask(cases):
         (tmp_path / "cases.json").write_text(json.dumps(cases))
         command = [sys.executable, Path(__file__).with_name("run_refusals.py")]
@@ -62,7 +62,7 @@ def told(tmp_path):
     return ask
 
 
-def test_refusals(told, models, make_bundle, make_registry, texts, tokenizer, tmp_path):
+def test_refusals(reported, models, make_bundle, make_registry, texts, tokenizer, tmp_path):
     def case(bundle, environment=None, **options):
         return {"bundle": str(bundle), "options": options, "environment": environment or {}}
 
@@ -86,8 +86,8 @@ def test_refusals(told, models, make_bundle, make_registry, texts, tokenizer, tm
     by_variable = {"DIVDEC_REGISTRY": str(registry)}
     cases["registry by variable on two ranks"] = case(plain, by_variable, **ranks), "with a registry"
     ranked = make_bundle(steering="rank:5")
-    given = {"divdec": {"registry": str(registry)}}
-    cases["registry and rank rule"] = case(ranked, additional_config=given), None
+    arguments = {"divdec": {"registry": str(registry)}}
+    cases["registry and rank rule"] = case(ranked, additional_config=arguments), None
     other = {"divdec": {"registry": str(make_registry([]))}}
     cases["another registry"] = case(following, additional_config=other), "another registry"
     nowhere = {"divdec": {"registry": str(tmp_path / "nowhere")}}
@@ -95,10 +95,10 @@ def test_refusals(told, models, make_bundle, make_registry, texts, tokenizer, tm
 
     def damaged(name, damage):
         copied = tmp_path / name
-        for part in ("target", "retain", "forget"):
-            shutil.copytree(models / part, copied / part)
+        for piece in ("target", "retain", "forget"):
+            shutil.copytree(models / piece, copied / piece)
         options = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
-        options = {part: str(copied / folder) for part, folder in options.items()}
+        options = {piece: str(copied / folder) for piece, folder in options.items()}
         bundle = write_bundle(copied / "bundle", **options, steering="linear:1.5")
         damage(copied / "forget")
         return bundle
@@ -139,7 +139,7 @@ def test_refusals(told, models, make_bundle, make_registry, texts, tokenizer, tm
     windowed = make_bundle(str(sliding))
     cases["sliding window"] = case(windowed), "attends to the last 8 tokens only"
 
-    answers = dict(zip(cases, told([given for given, _ in cases.values()]), strict=True))
+    answers = dict(zip(cases, reported([arguments for arguments, _ in cases.values()]), strict=True))
     wrong = {}
     for name, (_, words) in cases.items():
         answer = answers[name]

@@ -70,10 +70,10 @@ def test_chat(server, followed, tokenizer):
     tokens = model.greedy(ids)
     assert_same_text(model.model, tokenizer, ids, answer.choices[0].message.content, tokens)
     steered = model.logprobs(ids + tokens)[len(ids) - 1 :]
-    shown = [found.logprob for found in answer.choices[0].logprobs.content]
+    shown = [result.logprob for result in answer.choices[0].logprobs.content]
     assert len(shown) == len(tokens)
-    for place, value in enumerate(shown):
-        assert abs(value - steered[place, tokens[place]].item()) < TOLERANCE
+    for index, value in enumerate(shown):
+        assert abs(value - steered[index, tokens[index]].item()) < TOLERANCE
 
 
 def test_prompts_are_shown_steered(post, followed, prompts):
@@ -83,11 +83,11 @@ def test_prompts_are_shown_steered(post, followed, prompts):
         assert (shown - expected(model.logprobs(ids), ids)).abs().max() < TOLERANCE
         assert (shown - expected(model.own_logprobs(ids), ids)).abs().max() > 1
         response = post("/v1/completions", prompt=ids, prompt_logprobs=4, max_tokens=4, temperature=0, logprobs=5)
-        found = response.json()["choices"][0]
+        result = response.json()["choices"][0]
         steered = model.logprobs(ids)
-        for place, table in enumerate(found["prompt_logprobs"][1:]):
+        for index, table in enumerate(result["prompt_logprobs"][1:]):
             for token, entry in table.items():
-                assert abs(entry["logprob"] - steered[place, int(token)].item()) < TOLERANCE
+                assert abs(entry["logprob"] - steered[index, int(token)].item()) < TOLERANCE
 
 
 def test_fields_of_a_request_change_nothing(post, followed, prompts, tokenizer):

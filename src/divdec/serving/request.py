@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -120,7 +121,6 @@ class Request:
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._text = AnswerText(tokenizer, params.stop, self.prompt)
         self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
-        self._has_output = False
 
     @property
     def tokens(self) -> list[int]:
@@ -128,9 +128,9 @@ class Request:
         return self.prompt + self.answer
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed."""
-        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
+    def missing_prompt_logprobs(self) -> int | None:
+        """Number of likeliest tokens per token of the prompt; None if nothing of the prompt is left to compute."""
+        return self.params.prompt_logprobs if self.prompt_logprobs is None else None
 
     def seed(self) -> int:
         """Return the seed of the request, or a random one."""
@@ -147,44 +147,29 @@ class Request:
         return int(pick(scores[0].softmax(dim=-1).cpu(), uniform))
 
     def append_token(self, token: int, logits: Float[Tensor, " vocab"] | None) -> RequestOutput:
-        """Append a token to the answer.
-
-        Args:
-            token: the token.
-            logits: the steered, unprocessed logits; needed only for log-probabilities.
-        """
+        """Append a token to the answer; `logits` are the steered, unprocessed ones, for log-probabilities."""
         self.answer.append(token)
-        text = self._text.add(token)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if self.params.logprobs is not None:
-            assert logits is not None
-            logprobs = (token_logprob(logits.float().log_softmax(dim=-1), token, self.params.logprobs),)
-        reason = None
+        text, reason = self._text.add(token), None
         if self._text.stopped or token in self._eos_token_ids:
             reason = "stop"
         elif len(self.answer) >= self.max_tokens:
             reason = "length"
-        return self._output(text, (token,), (self._text.start,), logprobs, reason)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self.params.logprobs is not None:
+            assert logits is not None
+            logprobs = (token_logprob(logits.float().log_softmax(dim=-1), token, self.params.logprobs),)
+        return self._output(text, reason, tokens=(token,), offsets=(self._text.start,), logprobs=logprobs)
 
     def finish_empty(self) -> RequestOutput:
         """Return the output of a request for no tokens, once its prompt has been read."""
-        return self._output("", (), (), (), "length")
+        return self._output("", "length")
 
-    def _output(
-        self,
-        text: str,
-        tokens: tuple[int, ...],
-        offsets: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-        reason: str | None,
-    ) -> RequestOutput:
+    def _output(self, text: str, reason: str | None, **fields: Any) -> RequestOutput:
         if reason is not None:
             text += self._text.end()
-            if self._text.stopped:
-                reason = "stop"
-        prompt_logprobs = None if self._has_output else self.prompt_logprobs
-        self._has_output = True
-        return RequestOutput(text, tokens, offsets, logprobs, prompt_logprobs, reason)
+            reason = "stop" if self._text.stopped else reason
+        prompt_logprobs = self.prompt_logprobs if len(self.answer) <= 1 else None  # in the first output alone
+        return RequestOutput(text, prompt_logprobs=prompt_logprobs, finish_reason=reason, **fields)
 
 
 def token_logprob(logprobs: Float[Tensor, " vocab"], token: int, number: int) -> TokenLogprob:
@@ -195,21 +180,7 @@ def token_logprob(logprobs: Float[Tensor, " vocab"], token: int, number: int) ->
 
 
 def _finite(value: float) -> float:
-    return max(value, LOWEST) if not math.isnan(value) else LOWEST
-
-
-class LogitBias(LogitsProcessor):
-    """`logit_bias`: numbers added to the logits of some tokens. Tokens that a rule masks stay masked."""
-
-    def __init__(self, bias: Mapping[int, float]) -> None:
-        self._tokens, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
-
-    def __call__(
-        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
-    ) -> Float[Tensor, "rows vocab"]:
-        """Return the scores with the bias."""
-        values = self._values.to(scores).expand(len(scores), -1).contiguous()
-        return scores.index_add(1, self._tokens.to(scores.device), values)
+    return LOWEST if math.isnan(value) else max(value, LOWEST)
 
 
 class CountPenalty(LogitsProcessor):
@@ -231,7 +202,8 @@ def logits_processors(params: SamplingParams, prompt_length: int) -> SteeredProc
     """Return the processors of a request in vLLM's order: bias, penalties, temperature, truncation."""
     processors: list[Any] = []
     if params.logit_bias:
-        processors.append(LogitBias(params.logit_bias))
+        biases = [[[token], float(bias)] for token, bias in params.logit_bias.items()]
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.presence_penalty or params.frequency_penalty:

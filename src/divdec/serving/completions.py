@@ -1,0 +1,435 @@
+"""POST /v1/completions and /v1/chat/completions: tokenization, generation, replies and streams in the OpenAI format."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
+
+from divdec.serving import ServerOptions
+from divdec.serving.engine import Engine
+from divdec.serving.middleware import Metrics, RequestRecord
+from divdec.serving.request import RequestOutput, SamplingParams, TokenLogprob
+from divdec.serving.schemas import ApiError, ChatCompletionRequest, CompletionRequest, invalid
+
+MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
+LOWEST_TEMPERATURE = 1e-5  # below, division by the temperature overflows; decoding is greedy there
+SAME_FIELDS = (
+    "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
+)  # fmt: skip
+"""Fields of a request that are sampling parameters as they are."""
+Result = TypeVar("Result")
+Event = dict[str, Any]
+AppStatus.disable_automatic_graceful_drain()  # on shutdown the engines end their streams
+
+
+@dataclasses.dataclass
+class Server:
+    """Engines by model name, options and metrics."""
+
+    models: Mapping[str, Engine]
+    options: ServerOptions
+    metrics: Metrics
+
+    def find_model(self, name: str | None) -> Engine:
+        """Return the engine of a model; without a name, the only one.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None:
+            raise invalid("field 'model' is required: several models are served", "model", "missing_required_parameter")
+        if name not in self.models:
+            message = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.models[name]
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A prompt of a completion request."""
+
+    ids: list[int]
+    text: str
+    offsets: list[int]
+    """Where each token begins in the text; empty if no log-probabilities of the prompt are needed."""
+
+
+class CompletionCall:
+    """State of one completion request: its replies and their format."""
+
+    object_name = event_name = "text_completion"
+
+    def __init__(self, body: CompletionRequest | ChatCompletionRequest, server: Server, request: Request) -> None:
+        self.body, self.server, self.request = body, server, request
+        self.engine = server.find_model(body.model)
+        self.record: RequestRecord = request.state.record
+        self.record.model, self.record.stream = self.engine.name, body.stream
+        self.replies: list[tuple[list[int], SamplingParams]] = []
+        """Prompt and parameters of each reply."""
+        self._created = int(time.time())
+
+    async def respond(self) -> Response:
+        """Answer the request; an error before the first event of a stream is an ordinary error reply."""
+        await self.prepare()
+        self._check_logprob_values()
+        if not self.body.stream:
+            return JSONResponse(await unless_disconnected(self.request.receive, self._whole()))
+        events = self._events()
+        try:
+            first = await unless_disconnected(self.request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventSourceResponse(self._stream(first, events), sep="\n", headers={"Cache-Control": "no-cache"})
+
+    async def prepare(self) -> None:
+        """Tokenize, check the request and fill `replies`."""
+        raise NotImplementedError
+
+    def choices(self, replies: list[RequestOutput]) -> list[Event]:
+        """Return the choices of a whole response."""
+        raise NotImplementedError
+
+    def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
+        """Return the choices of the events for an output of one reply."""
+        raise NotImplementedError
+
+    def add_replies(
+        self,
+        prompt: list[int],
+        count: int,
+        max_tokens: int | None,
+        *,
+        default: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """Add `count` replies to a prompt; the i-th has the i-th seed.
+
+        Args:
+            prompt: token ids.
+            count: number of replies.
+            max_tokens: longest reply; None if the client sets none.
+            default: longest reply in that case; None for the rest of the context.
+            logprobs: number of likeliest tokens per token of the reply; None for no log-probabilities.
+            prompt_logprobs: the same for the prompt.
+
+        Raises:
+            ApiError: the context is too short, or a limit is exceeded.
+        """
+        body = self.body
+        self.engine.check_ids(map(int, body.logit_bias), "logit_bias")
+        context, most = self.engine.max_model_len, self.server.options.max_tokens
+        if max_tokens is not None and max_tokens > most:
+            raise invalid(f"max_tokens is {max_tokens}: this server answers with at most {most}", "max_tokens")
+        if len(prompt) + (1 if max_tokens is None else max_tokens) > context:
+            reply = "" if max_tokens is None else f" and {max_tokens} of the answer"
+            raise invalid(
+                f"the context has {context} tokens; the prompt has {len(prompt)}{reply}: shorten them",
+                "max_tokens" if max_tokens is not None and len(prompt) < context else "prompt",
+                "context_length_exceeded",
+            )
+        if max_tokens is None:
+            max_tokens = min(context - len(prompt), most, *([] if default is None else [default]))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature if body.temperature >= LOWEST_TEMPERATURE else 0.0,
+            top_k=max(body.top_k, 0),
+            stop=tuple(body.stop),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **{name: getattr(body, name) for name in SAME_FIELDS},
+        )
+        seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(count)]
+        self.replies += [(prompt, dataclasses.replace(params, seed=seed)) for seed in seeds]
+        self.record.prompt_tokens += len(prompt)
+
+    def _check_logprob_values(self) -> None:
+        values = 0
+        for prompt, params in self.replies:
+            for number, tokens in ((params.prompt_logprobs, len(prompt)), (params.logprobs, params.max_tokens)):
+                values += 0 if number is None else (1 + number) * tokens
+        if values > MAX_LOGPROB_VALUES:
+            raise invalid(
+                f"this asks for up to {values} log-probabilities, of which one request may have {MAX_LOGPROB_VALUES}: "
+                "ask for fewer answers, tokens or likeliest tokens",
+                "logprobs",
+            )
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield the outputs of all replies as they are made, each with the number of its reply.
+
+        Raises:
+            Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
+            TimeoutError: the replies take longer than the server allows.
+        """
+        outputs: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+
+        async def generate(index: int, prompt: list[int], params: SamplingParams) -> None:
+            stream = self.engine.generate(prompt, params)
+            try:
+                async for output in stream:
+                    outputs.put_nowait((index, output))
+            except Exception as error:
+                outputs.put_nowait((index, error))
+            finally:
+                await stream.aclose()
+
+        deadline = asyncio.get_running_loop().time() + self.server.options.max_seconds
+        observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
+        tasks = [asyncio.create_task(generate(index, *reply)) for index, reply in enumerate(self.replies)]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                async with asyncio.timeout_at(deadline):
+                    index, output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                observe(index, len(output.tokens))
+                self.record.generated_tokens += len(output.tokens)
+                if output.finish_reason:
+                    unfinished -= 1
+                    self.record.finish_reasons.add(output.finish_reason)
+                yield index, output
+        finally:
+            # Cancelling closes the engine's generators, which aborts their requests.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _whole(self) -> Event:
+        outputs: list[list[RequestOutput]] = [[] for _ in self.replies]
+        async for index, output in self._outputs():
+            outputs[index].append(output)
+        return self._envelope(self.object_name, self.choices([_joined(own) for own in outputs]), usage=self._usage())
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        started: set[int] = set()
+        outputs = self._outputs()
+        try:
+            async for index, output in outputs:
+                for choice in self.deltas(index, output, index not in started):
+                    yield self._envelope(self.event_name, [choice])
+                started.add(index)
+        finally:
+            await outputs.aclose()
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield self._envelope(self.event_name, [], usage=self._usage())
+
+    async def _stream(self, first: Event, events: AsyncGenerator[Event, None]) -> AsyncGenerator[ServerSentEvent, None]:
+        """Server-sent events that end with `data: [DONE]`, or with an error in its place."""
+        try:
+            yield _encode(first)
+            async for event in events:
+                yield _encode(event)
+            yield ServerSentEvent("[DONE]", sep="\n")
+        except Exception as error:
+            yield _encode(self.record.set_error(error).body())
+        finally:
+            await events.aclose()
+
+    def _envelope(self, name: str, choices: list[Event], **fields: Any) -> Event:
+        """Return a response body or an event."""
+        return {
+            "id": self.record.id, "object": name, "created": self._created, "model": self.engine.name,
+            "choices": choices, **fields,
+        }  # fmt: skip
+
+    def _usage(self) -> Event:
+        prompt, generated = self.record.prompt_tokens, self.record.generated_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+class TextCompletion(CompletionCall):
+    """A request of POST /v1/completions."""
+
+    body: CompletionRequest
+
+    async def prepare(self) -> None:
+        """See `CompletionCall.prepare`."""
+        body = self.body
+        self.record.prompt = body.prompt
+        prompts: list[Any] = (
+            [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else [*body.prompt]
+        )
+        self.replies_per_prompt = max(body.n, body.best_of or 1)
+        if len(prompts) * self.replies_per_prompt > self.server.options.max_sequences:
+            raise invalid(
+                f"{len(prompts)} prompts with {self.replies_per_prompt} answers each: this server makes at most "
+                f"{self.server.options.max_sequences} answers for a request",
+                "prompt" if len(prompts) > 1 else "n",
+            )
+        self.prompts = [await self._encode(prompt) for prompt in prompts]
+        selects = self.replies_per_prompt > body.n  # by log-probability
+        for prompt in self.prompts:
+            self.add_replies(
+                prompt.ids, self.replies_per_prompt, body.max_tokens if "max_tokens" in body.model_fields_set else None,
+                default=body.max_tokens,
+                logprobs=0 if selects and body.logprobs is None else body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+            )  # fmt: skip
+
+    async def _encode(self, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            ids = await self.engine.encode_text(prompt)
+            scored = self.body.echo and self.body.logprobs is not None
+            return Prompt(ids, prompt, await self.engine.text_offsets(prompt, len(ids)) if scored else [])
+        self.engine.check_ids(prompt, "prompt")
+        return Prompt(prompt, *await self.engine.decode(prompt))
+
+    def choices(self, replies: list[RequestOutput]) -> list[Event]:
+        """See `CompletionCall.choices`."""
+        choices: list[Event] = []
+        for number in range(len(self.prompts)):
+            best = replies[number * self.replies_per_prompt : (number + 1) * self.replies_per_prompt]
+            if len(best) > self.body.n:
+                best = sorted(best, key=_mean_logprob, reverse=True)[: self.body.n]
+            choices += [self._choice(len(choices) + i, number, reply, True) for i, reply in enumerate(best)]
+        return choices
+
+    def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
+        """See `CompletionCall.deltas`."""
+        choice = self._choice(index, index // self.replies_per_prompt, output, first)
+        if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and choice["logprobs"]["tokens"]):
+            yield choice
+
+    def _choice(self, index: int, number: int, reply: RequestOutput, first: bool) -> Event:
+        prompt = self.prompts[number]
+        text = (prompt.text if self.body.echo and first else "") + reply.text
+        logprobs = None if self.body.logprobs is None else self._logprobs(prompt, reply)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+
+    def _logprobs(self, prompt: Prompt, reply: RequestOutput) -> Event:
+        names: Event = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+        def add(token: int, offset: int, logprob: TokenLogprob | None) -> None:
+            names["tokens"].append(self._name(token))
+            names["text_offset"].append(offset)
+            names["token_logprobs"].append(None if logprob is None else logprob.logprob)
+            top: dict[str, float] = {}
+            for other, value in () if logprob is None else (*logprob.top, (token, logprob.logprob)):
+                top.setdefault(self._name(other), value)
+            names["top_logprobs"].append(None if logprob is None else top)
+
+        if reply.prompt_logprobs is not None:
+            for token, offset, logprob in zip(prompt.ids, prompt.offsets, reply.prompt_logprobs, strict=True):
+                add(token, offset, logprob)
+        start = len(prompt.text) if self.body.echo else 0
+        for offset, logprob in zip(reply.offsets, reply.logprobs, strict=True):
+            add(logprob.token, start + offset, logprob)
+        return names
+
+    def _name(self, token: int) -> str:
+        return self.engine.token_name(token, by_id=self.body.return_tokens_as_token_ids)
+
+
+class ChatCompletion(CompletionCall):
+    """A request of POST /v1/chat/completions."""
+
+    object_name, event_name = "chat.completion", "chat.completion.chunk"
+    body: ChatCompletionRequest
+
+    async def prepare(self) -> None:
+        """See `CompletionCall.prepare`."""
+        body, most = self.body, self.server.options.max_sequences
+        self.record.prompt = [message.model_dump() for message in body.messages]
+        if body.n > most:
+            raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
+        self.add_replies(
+            await self.engine.encode_chat([(turn.role, str(turn.content)) for turn in body.messages]), body.n,
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )  # fmt: skip
+
+    def choices(self, replies: list[RequestOutput]) -> list[Event]:
+        """See `CompletionCall.choices`."""
+        return [
+            {
+                "index": index, "message": {"role": "assistant", "content": reply.text, "refusal": None},
+                "logprobs": self._logprobs(reply.logprobs), "finish_reason": reply.finish_reason,
+            }
+            for index, reply in enumerate(replies)
+        ]  # fmt: skip
+
+    def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
+        """See `CompletionCall.deltas`."""
+        empty = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        if first:
+            yield empty | {"delta": {"role": "assistant", "content": ""}}
+        if output.text or output.logprobs:
+            yield empty | {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs)}
+        if output.finish_reason:
+            yield empty | {"finish_reason": output.finish_reason}
+
+    def _logprobs(self, tokens: Iterable[TokenLogprob]) -> Event | None:
+        if not self.body.logprobs:
+            return None
+        most = self.body.top_logprobs or 0
+        return {
+            "content": [
+                self._token(token.token, token.logprob)
+                | {"top_logprobs": [self._token(*other) for other in token.top[:most]]}
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> Event:
+        name = self.engine.token_name(token, by_id=self.body.return_tokens_as_token_ids)
+        return {"token": name, "logprob": logprob, "bytes": list(self.engine.token_bytes(token)) or None}
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Await work, and cancel it if the client disconnects.
+
+    Raises:
+        ApiError: the client disconnected; no one receives it.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watcher, worker = asyncio.ensure_future(wait_for_disconnect()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({watcher, worker}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        raise ApiError(499, "the client disconnected", code="disconnected")
+    finally:
+        for task in (watcher, worker):
+            task.cancel()
+        await asyncio.gather(watcher, worker, return_exceptions=True)
+
+
+def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Return the outputs of a whole reply as one."""
+    fields = {
+        name: tuple(itertools.chain.from_iterable(getattr(output, name) for output in outputs))
+        for name in ("tokens", "offsets", "logprobs")
+    }
+    first, last = outputs[0], outputs[-1]
+    text = "".join(output.text for output in outputs)
+    return RequestOutput(text, **fields, prompt_logprobs=first.prompt_logprobs, finish_reason=last.finish_reason)
+
+
+def _mean_logprob(reply: RequestOutput) -> float:
+    return sum(token.logprob for token in reply.logprobs) / max(len(reply.logprobs), 1)
+
+
+def _encode(event: Event) -> ServerSentEvent:
+    # ASCII, and lines that end as in the OpenAI API: some clients end a line at U+2028 or split at an empty line.
+    return ServerSentEvent(json.dumps(event, allow_nan=False), sep="\n")

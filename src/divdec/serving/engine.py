@@ -1,0 +1,309 @@
+"""Engine: a thread that steps a steered model's scheduler and delivers outputs to asyncio clients.
+
+No request can change the rule or its strength. A failure is an error, never an unsteered answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from jinja2.exceptions import TemplateError
+
+from divdec.bridge.token_bytes import special_tokens, token_bytes
+from divdec.data.formatting import encode_prompt
+from divdec.data.records import Message, Record
+from divdec.decoding.drafters import make_drafter
+from divdec.decoding.speculative import Speculation, check_cache
+from divdec.decoding.text import AnswerText
+from divdec.errors import UsageError, first_line
+from divdec.fail_closed import wait_for_checks
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.serving.request import Request, RequestOutput, SamplingParams
+from divdec.serving.scheduler import Closing, Scheduler, StepOutput
+
+LAST_STEP = 10.0  # seconds that a running pass has to finish when the engine is closed
+Result = TypeVar("Result")
+MAX_MODEL_LEN = 1 << 15  # tokens of prompt and answer for models without a limit
+
+
+class Busy(Exception):
+    """The queue is full."""
+
+
+class InvalidRequest(UsageError):
+    """A request cannot be answered; `param` names its field."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Engine:
+    """Answers requests with one model; `max_num_seqs` run at once, the others wait in order.
+
+    Attributes:
+        scheduler: the requests, and counts of tokens and forward passes.
+        steering: the rule, for people.
+    """
+
+    def __init__(
+        self,
+        model: DivergenceForCausalLM,
+        tokenizer: Any,
+        name: str,
+        *,
+        max_num_seqs: int = 32,
+        max_queue: int = 128,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """Prepare; `start` starts the thread.
+
+        Args:
+            model: the steered model; nothing else may change it from now on.
+            tokenizer: its tokenizer.
+            name: model name for clients.
+            max_num_seqs: most sequences that decode together.
+            max_queue: most sequences that wait.
+            speculation: how a request decodes that runs alone; None decodes it without drafts.
+
+        Raises:
+            UsageError: the tokenizer cannot stream text, or the model cannot speculate.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
+        if speculation is not None:
+            make_drafter(speculation.drafter, model.experts, model.steering, model.takedowns)
+            check_cache(model.new_cache(), model)
+        self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
+        self.vocab_size = model.vocab_size
+        self.max_model_len: int = model.config.max_position_embeddings or MAX_MODEL_LEN
+        self.steering = model.rule
+        self._takedowns = model.takedowns
+        self._max_queue = max_queue
+        eos: Any = model.generation_config.eos_token_id
+        self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self.scheduler = Scheduler(model, max_num_seqs, speculation)
+        try:
+            self._bytes, self._special = token_bytes(tokenizer), special_tokens(tokenizer)
+        except UsageError:  # an unknown kind of vocabulary: each token as it decodes alone
+            self._bytes = [str(tokenizer.decode([token])).encode() for token in range(len(tokenizer))]
+            self._special = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
+        self._tokenizer_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._closing = self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued sequences, without those whose clients have gone."""
+        return sum(not request.aborted for request in list(self.scheduler.waiting))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are accepted."""
+        return self._thread.is_alive() and not self._closing
+
+    def count_takedowns(self) -> int | None:
+        """Return the number of takedown requests in force; None without a registry."""
+        return None if self._takedowns is None else len(self._takedowns.snapshot().state.entries)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def begin_closing(self) -> None:
+        """Accept no more requests; accepted ones continue."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    async def close(self, timeout: float) -> None:
+        """Accept no more requests, let accepted ones finish within `timeout` seconds, end the rest with `Closing`."""
+        self.begin_closing()
+        deadline = time.monotonic() + timeout
+        while self._thread.is_alive() and self.scheduler.has_work and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, LAST_STEP)
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request from an event loop, on which its outputs arrive.
+
+        Raises:
+            Busy: the queue is full.
+            Closing: the engine is shutting down.
+            UsageError: the prompt is empty or too long, or holds a token id outside the vocabulary.
+        """
+        if not prompt or not all(0 <= token < self.vocab_size for token in prompt):
+            raise UsageError(f"a prompt needs at least one token, and ids from 0 to {self.vocab_size - 1}")
+        if len(prompt) + min(params.max_tokens, 1) > self.max_model_len:
+            raise UsageError(f"the prompt has {len(prompt)} tokens; the model has {self.max_model_len} positions")
+        loop = asyncio.get_running_loop()
+        request = Request(prompt, params, self.tokenizer, self._eos_token_ids, self.max_model_len, loop)
+        with self._changed:
+            if self._closing:
+                raise Closing(self.name)
+            if self.waiting >= self._max_queue:
+                raise Busy(self.name)
+            self.scheduler.waiting.append(request)
+            self._changed.notify()
+        return request
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt and yield its outputs; closing the generator aborts the request.
+
+        Args:
+            prompt: token ids.
+            params: sampling parameters.
+
+        Raises:
+            Busy, Closing, UsageError: see `add_request`.
+            FailedClosed: the model could not be steered.
+        """
+        request = self.add_request(prompt, params)
+        try:
+            while True:
+                output = await request.outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            request.aborted = True  # dropped before the next step
+
+    async def encode_text(self, text: str, special_tokens: bool | None = None) -> list[int]:
+        """Tokenize a prompt, by default as `divdec generate` does.
+
+        Args:
+            text: the prompt.
+            special_tokens: whether the tokenizer adds special tokens; the token ids may then be empty.
+
+        Raises:
+            InvalidRequest: there is no token.
+        """
+        if special_tokens is not None:
+            return await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        ids = await self._in_thread(lambda: encode_prompt(Record("", prompt=text), self.tokenizer))
+        if not ids:
+            raise InvalidRequest("prompt holds no token: there is nothing to continue", "prompt")
+        return ids
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, generation_prompt: bool = True) -> list[int]:
+        """Tokenize a conversation, as pairs of role and content, with the tokenizer's chat template.
+
+        Raises:
+            InvalidRequest: there is no chat template, the template refuses the messages, or there is no token.
+        """
+        if not self.tokenizer.chat_template:
+            raise InvalidRequest("this model's tokenizer has no chat template: use /v1/completions", "messages")
+        # Templates know OpenAI's role developer as system.
+        turns = [("system" if role == "developer" else role, content) for role, content in messages]
+
+        def encode() -> list[int]:
+            if generation_prompt:
+                record = Record("", messages=tuple(Message(*turn) for turn in turns))
+                return encode_prompt(record, self.tokenizer)
+            dicts = [{"role": role, "content": content} for role, content in turns]
+            return self.tokenizer.apply_chat_template(dicts, add_generation_prompt=False)["input_ids"]
+
+        try:
+            ids = await self._in_thread(encode)
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}", "messages") from None
+        if not ids:
+            raise InvalidRequest("messages hold no token: there is nothing to answer", "messages")
+        return ids
+
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Refuse token ids outside the vocabulary."""
+        size = self.vocab_size
+        for token in ids:
+            if token >= size:
+                raise InvalidRequest(f"{param}: token id {token} is outside the vocabulary of {size} tokens", param)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; of a special token, its name."""
+        if (special := self._special.get(token)) is not None:
+            return special.encode()
+        return (self._bytes[token] or b"") if token < len(self._bytes) else b""
+
+    def token_name(self, token: int, *, by_id: bool = False) -> str:
+        """Return a token as text; a part of a character is spelt as bytes, as OpenAI does."""
+        if by_id or not (content := self.token_bytes(token)):
+            return f"token_id:{token}"
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    async def text_offsets(self, text: str, count: int) -> list[int]:
+        """Return where each of the first tokens of a prompt begins in its text, in characters."""
+        encoding = await self._in_thread(lambda: self.tokenizer(text, return_offsets_mapping=True))
+        offsets, end = [], 0
+        for start, stop in encoding["offset_mapping"][:count]:
+            # Special tokens have no width; a space before a token belongs to it.
+            offsets.append(end if start == stop or text[end:start].isspace() else start)
+            end = max(end, stop)
+        return offsets
+
+    async def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of tokens, special ones included, and where each begins in it."""
+
+        def decode() -> tuple[str, list[int]]:
+            text = AnswerText(self.tokenizer, skip_special=False)
+            pieces, offsets = [], []
+            for token in ids:
+                pieces.append(text.add(token))
+                offsets.append(text.start)
+            return "".join([*pieces, text.end()]), offsets
+
+        return await self._in_thread(decode)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        """Use the tokenizer in a thread, so that streams continue meanwhile."""
+
+        def locked() -> Result:
+            with self._tokenizer_lock:
+                return work()
+
+        return await asyncio.to_thread(locked)
+
+    def _run(self) -> None:
+        wait_for_checks()  # an assertion on the device would end it for all requests
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    _deliver(self.scheduler.step())
+        finally:
+            # Also after an unforeseen error: waiting clients must receive it.
+            self.begin_closing()
+            _deliver(self.scheduler.abort_all(Closing(self.name)))
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            while not (self._stopped or self.scheduler.has_work):
+                self._changed.wait()
+            return not self._stopped
+
+
+def _deliver(outputs: StepOutput) -> None:
+    """Put outputs into their requests' queues, with one call for requests of one event loop."""
+    for loop, own in itertools.groupby(outputs, key=lambda item: item[0].loop):
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_put, list(own))
+
+
+def _put(outputs: StepOutput) -> None:
+    for request, output in outputs:
+        request.outputs.put_nowait(output)

@@ -1,0 +1,325 @@
+"""Bodies of the API: requests, of which unknown fields and values of another type are refused, and errors.
+
+Messages of errors name what the client sent. They never contain paths or messages of other libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import GetJsonSchemaHandler as Handler
+from pydantic_core import CoreSchema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from divdec.errors import FailedClosed, UsageError
+from divdec.serving.engine import Busy, InvalidRequest
+from divdec.serving.scheduler import Closing
+
+LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_MESSAGES = MAX_PROMPTS = 4096
+MAX_STOPS = 16
+LONGEST_STOP = 1000  # characters
+RETRY_AFTER = 1  # seconds
+LONGEST_VALUE = 200  # characters of a value that a message quotes
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def _accepting(description: str) -> WrapValidator:
+    """Replace the errors of a union, one for each variant, by one that says what is accepted."""
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"accepted: {description}") from None
+
+    return WrapValidator(validate)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+# The limit makes pydantic refuse half a surrogate pair, which is not a character.
+Text = Annotated[str, Field(max_length=LARGEST_INT)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], Field(min_length=1, fail_fast=True)]
+Name = Annotated[str, Field(max_length=1000)]
+_StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+Prompt = Annotated[
+    Text
+    | TokenIds
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
+    _accepting(f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids"),
+]
+Stop = Annotated[
+    _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True)],
+    _accepting(f"a text, or a list of up to {MAX_STOPS} texts of 1 to {LONGEST_STOP} characters"),
+    AfterValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
+        Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
+    ],
+    _accepting("an object from token ids (as text) to numbers from -100 to 100"),
+    AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
+]
+
+
+class RequestBody(BaseModel):
+    """A request body. A field that is null counts as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        # Clients send null for unused fields such as tools, and send replies back with the nulls in them.
+        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: Handler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        inner = handler.resolve_ref_schema(schema)
+        inner["additionalProperties"] = null = {"type": "null"}
+        for name in inner["properties"].keys() - inner.get("required", []):
+            inner["properties"][name] = {"anyOf": [inner["properties"][name], null]}
+        return schema
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(RequestBody):
+    """Format of a reply; only plain text is supported."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(RequestBody):
+    """Fields that completions and chat completions share."""
+
+    model: Name
+    temperature: Number = Field(1.0, ge=0, le=100)
+    top_p: Number = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=LARGEST_INT, description="Sample among the k likeliest tokens; 0 or -1: all.")
+    min_p: Number = Field(0.0, ge=0, le=1)
+    presence_penalty: Number = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=10)
+    logit_bias: LogitBias = Field({})
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    stop: Stop = Field([])
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool = Field(False, description="Name tokens 'token_id:ID' in log-probabilities.")
+    # No effect on the reply.
+    user: Name | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need a stream: set stream to true, or leave them out")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: int = Field(16, ge=0, le=LARGEST_INT, description="0 only with echo.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0: accepted only with echo, which returns the prompt")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of is {self.best_of}: accepted: at least n, {self.n}")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ValueError("best_of cannot be streamed; leave out best_of or stream")
+        return self
+
+
+class TextPart(RequestBody):
+    """Part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Text | Annotated[list[TextPart], Field(fail_fast=True)],
+    _accepting("a text, or a list of parts such as {'type': 'text', 'text': '…'}"),
+    AfterValidator(lambda content: content if isinstance(content, str) else "\n".join(part.text for part in content)),
+]
+
+
+class ChatMessageParam(RequestBody):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    # No effect on the reply.
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: set logprobs to true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+
+class TokenizeRequest(RequestBody):
+    """Body of POST /tokenize: a prompt, or messages."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessageParam] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool = Field(True, description="For prompts; chat templates write their own.")
+    add_generation_prompt: bool = Field(True, description="End messages with the start of a reply.")
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    """Body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=LARGEST_INT)]] = Field(fail_fast=True)
+
+
+class ErrorObject(BaseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every reply with status 400 or above."""
+
+    error: ErrorObject
+
+
+class ApiError(HTTPException):
+    """An error reply."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the HTTP response, in ASCII: a quoted value may hold half a surrogate pair."""
+        content = json.dumps(self.body())
+        return Response(content, self.status_code, self.headers, media_type="application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error for a request that no retry makes valid (status 400)."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def server_closing() -> ApiError:
+    """Return the error while the server shuts down (status 503)."""
+    return ApiError(503, "the server is shutting down", code="closing", headers={"Connection": "close"})
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Word any exception as an error reply."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _from_validation(error.errors()[0])
+        case HTTPException():
+            messages = {404: "there is no such path here", 405: "this path does not take this method"}
+            message = messages.get(error.status_code, "the body cannot be read as JSON")
+            return ApiError(error.status_code, message, headers=error.headers)
+        case Busy():
+            message, headers = "the server's queue is full; try again", {"Retry-After": str(RETRY_AFTER)}
+            return ApiError(429, message, code="queue_full", headers=headers)
+        case Closing():
+            return server_closing()
+        case TimeoutError():
+            return ApiError(504, "the answer took longer than the server allows", code="timeout")
+        case FailedClosed():
+            return ApiError(500, "the model could not be steered; it gives no other answer", code="steering_failed")
+        case InvalidRequest():
+            return invalid(str(error), error.param)
+        case UsageError():
+            return invalid(str(error))
+    return ApiError(500, "internal error", code="internal_error")
+
+
+def _from_validation(error: dict[str, Any]) -> ApiError:
+    """Describe the first field that does not fit."""
+    kind, value = error["type"], error.get("input")
+    param = ".".join(map(str, error["loc"][1:])) or None  # the first is "body"
+    if kind == "json_invalid":
+        return invalid(f"the body is not JSON: {error['ctx']['error']}")
+    if kind == "extra_forbidden":
+        # Ignoring a field would let clients believe that it has an effect.
+        return invalid(f"field {param!r} is not supported by this server; leave it out", param, "unsupported_parameter")
+    if param is None and isinstance(value, bytes):
+        return ApiError(415, "the body must be JSON in UTF-8: send Content-Type: application/json")
+    if param is None and not isinstance(value, dict):
+        return invalid("the body must be a JSON object")
+    if kind == "missing":
+        return invalid(f"field {param!r} is required", param, "missing_required_parameter")
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if param is None:
+        return invalid(message, code="invalid_value")
+    shown = reprlib.repr(value)[:LONGEST_VALUE]
+    return invalid(f"{param} is {shown}: {message[:1].lower()}{message[1:]}", param, "invalid_value")

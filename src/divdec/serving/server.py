@@ -1,0 +1,218 @@
+"""The server process: routes, port, readiness, and a shutdown that lets running requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from divdec import __version__
+from divdec.errors import UsageError
+from divdec.serving import ServerOptions
+from divdec.serving.completions import ChatCompletion, Server, TextCompletion
+from divdec.serving.engine import Engine
+from divdec.serving.middleware import Metrics, RequestMiddleware, write_log
+from divdec.serving.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorBody,
+    TokenizeRequest,
+    server_closing,
+)
+
+DRAIN = 5  # seconds in which connections receive the last of their replies
+KEEP_ALIVE = 30  # seconds
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be used, or the queue is full (429)."},
+    "5XX": {"model": ErrorBody, "description": "Not steered (500), shutting down (503), or too slow (504)."},
+}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+
+
+def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions) -> None:
+    """Answer requests until SIGTERM or SIGINT (Ctrl-C), then let running ones finish.
+
+    Args:
+        engines: engines by model name, not started yet.
+        port: see `divdec.serving.bind`.
+        options: options of the process.
+
+    Raises:
+        UsageError: another process listens on the port.
+    """
+    server = HttpServer(engines, port, options)
+    logging.getLogger().handlers = [_JsonHandler(logging.WARNING)]
+    names = ", ".join(f"{name} ({engine.steering})" for name, engine in engines.items())
+    server.on_ready = lambda: print(f"serving {names} on {server.url}/v1", flush=True)
+    server.run()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which at shutdown waits for the engines and exits with code 0.
+
+    Attributes:
+        on_ready: called when requests are accepted.
+        url: URL of the server.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions) -> None:
+        """Prepare; `run` starts the engines. See `serve` for the arguments."""
+        self._engines, self._port, self._timeout = engines, port, options.shutdown_timeout
+        self._stopping = threading.Event()
+        self.on_ready: Callable[[], None] = lambda: None
+        host, number = port.getsockname()[:2]
+        scheme = "https" if options.ssl_certfile else "http"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
+        super().__init__(
+            uvicorn.Config(
+                create_app(engines, options, self._stopping.is_set), ws="none", lifespan="off",
+                log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=DRAIN, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
+            )
+        )  # fmt: skip
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop`, SIGTERM or SIGINT.
+
+        Raises:
+            UsageError: another process listens on the port.
+        """
+        for engine in self._engines.values():
+            engine.start()
+        try:
+            super().run(sockets=[self._port])
+        except OSError as error:
+            raise UsageError(f"the port cannot be used ({error.strerror}); give another with --port") from None
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop on a signal; at once on the second."""
+        # uvicorn's own handler would raise the signal again after the shutdown, and end the process by it.
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and call `on_ready`."""
+        await super().startup(sockets)
+        self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, wait for running ones, abort the rest, and close the connections."""
+        self._stopping.set()
+        closings = [asyncio.ensure_future(engine.close(self._timeout)) for engine in self._engines.values()]
+        while not all(closing.done() for closing in closings):
+            if self.force_exit and self._timeout:
+                self._timeout = 0
+                closings += [asyncio.ensure_future(engine.close(0)) for engine in self._engines.values()]
+            await asyncio.wait(closings, timeout=0.1)
+        await super().shutdown(sockets)
+
+
+class _JsonHandler(logging.Handler):
+    """Writes warnings of libraries into the access log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields: dict[str, Any] = {"level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info and record.exc_info[1]:
+            fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        write_log(event=record.name, **fields)
+
+
+def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: Callable[[], bool]) -> FastAPI:
+    """Create the application for started engines.
+
+    Args:
+        engines: engines by model name.
+        options: options of the process.
+        closing: whether the server shuts down and refuses requests.
+    """
+    server = Server(engines, options, Metrics(engines))
+    app = FastAPI(
+        title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
+    )
+    app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing)
+    for kind in (HTTPException, RequestValidationError):  # the middleware answers all other exceptions
+        app.add_exception_handler(kind, _handle_error)
+
+    @app.post("/v1/completions", responses=STREAMED)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return await TextCompletion(body, server, request).respond()
+
+    @app.post("/v1/chat/completions", responses=STREAMED)
+    async def chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await ChatCompletion(body, server, request).respond()
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """Tokenize a text or a conversation, in vLLM's format."""
+        engine = server.find_model(body.model)
+        request.state.record.model = engine.name
+        if body.messages is not None:
+            turns = [(turn.role, str(turn.content)) for turn in body.messages]
+            ids = await engine.encode_chat(turns, generation_prompt=body.add_generation_prompt)
+        else:
+            ids = await engine.encode_text(body.prompt or "", body.add_special_tokens)
+        request.state.record.prompt_tokens = len(ids)
+        names = list(map(str, engine.tokenizer.convert_ids_to_tokens(ids))) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": names}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+        """Return the text of tokens, in vLLM's format."""
+        engine = server.find_model(body.model)
+        request.state.record.model = engine.name
+        engine.check_ids(body.tokens, "tokens")
+        return {"prompt": (await engine.decode(body.tokens))[0]}
+
+    def card(engine: Engine) -> dict[str, Any]:
+        return {
+            "id": engine.name, "object": "model", "created": engine.created, "owned_by": "divdec",
+            "max_model_len": engine.max_model_len,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the served models."""
+        return {"object": "list", "data": [card(engine) for engine in engines.values()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """Describe a served model."""
+        return card(server.find_model(model))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Say whether requests are accepted."""
+        if closing() or not all(engine.is_open for engine in engines.values()):
+            raise server_closing()
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Metrics in the format of Prometheus."""
+        page = await asyncio.to_thread(generate_latest, server.metrics.registry)  # may read the registry's folder
+        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return app
+
+
+async def _handle_error(request: Request, error: Exception) -> Response:
+    return request.state.record.set_error(error).response()
