@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import divdec.takedowns  # noqa: F401  # opens registries that bundles name
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
