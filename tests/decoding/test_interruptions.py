@@ -36,7 +36,7 @@ class Impatient(BaseStreamer):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])
-@pytest.mark.parametrize("drafter", ["retain", "steered", "lookup"])
+@pytest.mark.parametrize("drafter", ["retain", "lookup"])
 def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, drafter):
     model, _, prompts = world_model
     cache, streamer = model.new_cache(), Impatient(limit)
@@ -126,7 +126,7 @@ def test_a_constraint_never_sees_a_text_that_it_has_ruled_out(world_model):
         length = ids.shape[1]
         options = {**OPTIONS, "attention_mask": mask, "prefix_allowed_tokens_fn": allowed, "eos_token_id": 511}
         plain = model.generate(ids, **options)
-        for drafter in ("retain", "steered", "lookup"):
+        for drafter in ("retain", "lookup"):
             found = model.generate(ids, speculative=Speculation(3, drafter), **options)
             assert_same_answers(model, prompts[:count], found, plain, prefix_allowed_tokens_fn=allowed)
 

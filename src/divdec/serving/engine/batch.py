@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from divdec.decoding.speculative import Speculation, SpeculativeDecoder
+from divdec.decoding.batch import SpeculativeBatch
+from divdec.decoding.speculative import Speculation, decode
 from divdec.model.cache import DivergenceCache, can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.engine.request import Request, RequestOutput, TokenLogprob, token_logprob
@@ -142,17 +143,9 @@ class SpeculativeRequest:
         )
         config.prefill_chunk_size = chunk
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._decoding = SpeculativeDecoder(
-            model,
-            ids,
-            request.processors,
-            StoppingCriteriaList(),
-            config,
-            {"past_key_values": self._cache},
-            speculation,
-            seed=request.seed(),
-        )
-        self._has_prefilled = False
+        arguments = {"past_key_values": self._cache}
+        self._batch = SpeculativeBatch(model, ids, request.processors, StoppingCriteriaList(), config, arguments)
+        self._steps = decode(self._batch, speculation, request.seed())
 
     @staticmethod
     def supports(request: Request) -> bool:
@@ -164,14 +157,10 @@ class SpeculativeRequest:
     def step(self) -> StepOutput:
         """Draft, verify, and add the accepted tokens."""
         _follow_registry(self._model, self._cache)
-        if self._has_prefilled:
-            self._decoding.step()
-        else:
-            self._decoding.prefill()
-            self._has_prefilled = True
+        next(self._steps)
         request = self.requests[0]
         outputs: StepOutput = []
-        rows = self._decoding.batch.sequences
+        rows = self._batch.sequences
         for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
             output = request.append_token(token, None)
             outputs.append((request, output))
