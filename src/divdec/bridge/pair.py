@@ -88,7 +88,9 @@ class BridgedPair(nn.Module):
             )
         self._mapper = DivergenceMapper(self.retokenizer.bytes, self.retokenizer.auxiliary, target_width)
         self.map = self._mapper.map()
-        self._limit = min((limit for model in (retain, forget) if (limit := _max_positions(model))), default=None)
+        configs = [model.config.get_text_config(decoder=True) for model in (retain, forget)]
+        limits = [getattr(config, "max_position_embeddings", None) for config in configs]
+        self._limit = min((limit for limit in limits if limit), default=None)
         self._supports_cache = _supports_ragged_cache(retain) and _supports_ragged_cache(forget)
 
     def new_cache(self) -> BridgeCache:
@@ -408,7 +410,3 @@ def _supports_ragged_cache(model: PreTrainedModel) -> bool:
     """Whether a model accepts keys and values with unused slots: plain attention, with explicit positions."""
     accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     return accepts_positions and all(type(layer) is DynamicLayer for layer in new_cache(model).layers)
-
-
-def _max_positions(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

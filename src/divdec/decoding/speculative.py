@@ -214,9 +214,6 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
     Args:
         generation_config: the model's.
         options: arguments of `generate`.
-
-    Raises:
-        UsageError: names the search.
     """
     config = copy.deepcopy(options.get("generation_config") or generation_config)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
@@ -229,11 +226,7 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
 
 
 def check_cache(cache: Cache, model: Any) -> None:
-    """Refuse a model with a recurrent state (linear attention), whose cache cannot be rolled back exactly.
-
-    Raises:
-        UsageError: names the model type.
-    """
+    """Refuse a model with a recurrent state (linear attention), whose cache cannot be rolled back exactly."""
     types = stateful_types(model.target, model.experts)
     if types or not all(map(holds_tokens, cache.layers)):
         raise UsageError(

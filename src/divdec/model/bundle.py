@@ -195,9 +195,6 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measure
         bundle: the bundle's folder.
         steering: the new rule.
         measured: measured forgetting, for the model card.
-
-    Raises:
-        UsageError: the folder is no bundle, or the rule does not fit its vocabulary.
     """
     folder = Path(bundle).expanduser()
     if not folder.is_dir():

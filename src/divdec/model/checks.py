@@ -120,9 +120,6 @@ def check_prompts(
         attention_mask: 1 for tokens, 0 for padding; None without padding.
         prompts: number of prompts, each of which may have several rows.
         name: name of a prompt in the error message.
-
-    Raises:
-        UsageError: names the first such prompt.
     """
     if attention_mask is None:
         return
