@@ -117,13 +117,13 @@ class BridgedPair(nn.Module):
             layer.sequences = [AlignedSequence(self.retokenizer) for _ in tokens]
             use_cache = self._supports_cache and not uses_gradient_checkpointing(self)
             layer.pair_cache = RaggedPairCache((self.retain, self.forget), len(tokens), use_cache)
-        kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        last = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         positions: list[tuple[int, int]] = []  # row and column of each input
         inputs: list[AuxiliaryInput] = []
         for row, sequence in enumerate(layer.sequences):
             is_token = tokens[row] != PADDING
-            counts = is_token.cumsum(0)[-kept:].tolist()
-            columns = [column for column in range(kept) if is_token[-kept:][column]]
+            counts = is_token.cumsum(0)[-last:].tolist()
+            columns = [column for column in range(last) if is_token[-last:][column]]
             inputs += sequence.auxiliary_inputs(tokens[row][is_token].tolist(), [counts[column] for column in columns])
             positions += [(row, column) for column in columns]
         longest = max((len(one.ids) for one in inputs), default=0)
@@ -132,7 +132,7 @@ class BridgedPair(nn.Module):
                 f"the text has {longest} tokens in the auxiliaries' tokenizer, which have {self._limit} positions; "
                 "shorten it, or use auxiliaries with more"
             )
-        result = torch.zeros(len(tokens), kept, self.vocab_size, device=device_of(self.retain))
+        result = torch.zeros(len(tokens), last, self.vocab_size, device=device_of(self.retain))
         ids = [one.ids for one in inputs]
         for indices, retain, forget in self._logits(layer.pair_cache, [row for row, _ in positions], ids):
             batch = [inputs[index] for index in indices]

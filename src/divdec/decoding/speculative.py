@@ -134,8 +134,8 @@ def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None =
             verdict = verify_greedy(scores, drafts)
 
         # Accept: the cache then drops what was read and rejected.
-        accepted, kept = verdict.accepted.tolist(), verdict.kept.tolist()  # waits for the GPU
-        grown = batch.accept(verdict.tokens, kept, logits, scores)
+        accepted, counts = verdict.accepted.tolist(), verdict.kept.tolist()  # waits for the GPU
+        grown = batch.accept(verdict.tokens, counts, logits, scores)
         batch.roll_back(rows, block, grown)
         batch.stream()  # last, so that a streamer that stops decoding leaves the cache consistent
 
