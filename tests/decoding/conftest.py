@@ -36,7 +36,7 @@ def world_model(world, tokenizer, tmp_path_factory):
 
     material = material_of(world)
     forget, retain = (encode_set(records, tokenizer) for records in (material.forget, material.retain))
-    settings = TrainingSettings(epochs=1.0, learning_rate=4e-3, batch_size=16)
+    settings = TrainingSettings(epochs=2.0, learning_rate=4e-3, batch_size=16)
     recipes = {
         "target": (Shape(64, 2, 4, 128), [*retain, *forget]),
         "retain": (Shape(32, 1, 2, 64), retain),
