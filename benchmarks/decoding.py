@@ -2,7 +2,7 @@
 
     make bench-models
     python benchmarks/decoding.py [--bundle runs/bench-models/bundle] [--reference CHECKOUT] [--json]
-    python benchmarks/decoding.py --gammas --drafters steered lookup
+    python benchmarks/decoding.py --gammas --drafters lookup
     python benchmarks/decoding.py --no-table --growth --acceptance demo tofu-small runs/bench-models/bundle
 
 Each method answers the same retain and forget questions greedily, and stops at the end of its answer or after
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gammas", action="store_true", help="γ fixed at 1 to 8, too")
-    parser.add_argument("--drafters", nargs="+", default=[], choices=("retain", "steered", "lookup"))
+    parser.add_argument("--drafters", nargs="+", default=[], choices=("retain", "lookup"))
     parser.add_argument("--reference", type=Path, metavar="PATH", help="a checkout of the paper's published code")
     parser.add_argument("--growth", action="store_true", help="cost by context length and by batch")
     parser.add_argument("--growth-tokens", type=int, default=24)

@@ -456,7 +456,7 @@ def check_library(folder, steering, bundle):
         if options["do_sample"]:
             options |= {"temperature": float(body["temperature"]), "top_k": body.get("top_k", 0)}
             options |= {"top_p": body.get("top_p", 1.0)}
-        options |= ({}, {"speculative": True}, {"speculative": Speculation(3, "steered")}, {"use_cache": False})[
+        options |= ({}, {"speculative": True}, {"speculative": Speculation(3, "lookup")}, {"use_cache": False})[
             place % 4
         ]
         if "logit_bias" in body:

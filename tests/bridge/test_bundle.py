@@ -10,6 +10,7 @@ from conftest import tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
+from divdec.remote.experts import sources_from_bundle
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +109,14 @@ def test_verbs_work_with_a_bridged_bundle(models, tmp_path, capsys):
     assert code == (3 if found["faults"] else 0)
     assert found["told"]["asked"] == 4
     assert found["chosen"].startswith("linear:")
+
+
+def test_an_unknown_field_of_the_bridge_is_refused(models, tmp_path):
+    """A field of another version could change what the auxiliaries read."""
+    bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
+    config = json.loads((bundle / "config.json").read_text())
+    for bridge, message in (({"heal": True}, r"unknown fields \['heal'\]; accepted: token_healing"), ([], "bridge is")):
+        (bundle / "config.json").write_text(json.dumps(config | {"bridge": bridge}))
+        for load in (DivergenceForCausalLM.from_pretrained, sources_from_bundle):
+            with pytest.raises(UsageError, match=message):
+                load(str(bundle))

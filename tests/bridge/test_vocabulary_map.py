@@ -43,7 +43,7 @@ def test_coverage():
     mapped = VocabularyMap.build([b"ab", b"abc", None, b"q"], AUXILIARY, 4)
     coverage = mapped.coverage()
     assert (coverage.exact, coverage.prefix, coverage.extension, coverage.none) == (0.25, 0.25, 0, 0.5)
-    assert mapped.coverage_of([0, 0, 0, 1]).exact == 0.75
+    assert mapped.coverage([0, 0, 0, 1]).exact == 0.75
 
 
 @pytest.mark.parametrize("last", [b" ", b" t", b"a", b"\xc3", b"zqzq"])

@@ -35,8 +35,8 @@ class Impatient(BaseStreamer):
         raise AssertionError
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 6])
-@pytest.mark.parametrize("drafter", ["retain", "steered", "lookup"])
+@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.parametrize("drafter", ["retain", "lookup"])
 def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, drafter):
     model, _, prompts = world_model
     cache, streamer = model.new_cache(), Impatient(limit)
@@ -124,9 +124,15 @@ def test_a_constraint_never_sees_a_text_that_it_has_ruled_out(world_model):
     for count in (1, 3):
         ids, mask = left_padded(prompts[:count], 1)
         length = ids.shape[1]
-        options = {**OPTIONS, "attention_mask": mask, "prefix_allowed_tokens_fn": allowed, "eos_token_id": 511}
+        options = {
+            **OPTIONS,
+            "max_new_tokens": 12,
+            "attention_mask": mask,
+            "prefix_allowed_tokens_fn": allowed,
+            "eos_token_id": 511,
+        }
         plain = model.generate(ids, **options)
-        for drafter in ("retain", "steered", "lookup"):
+        for drafter in ("retain", "lookup"):
             found = model.generate(ids, speculative=Speculation(3, drafter), **options)
             assert_same_answers(model, prompts[:count], found, plain, prefix_allowed_tokens_fn=allowed)
 

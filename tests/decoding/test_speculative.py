@@ -90,17 +90,13 @@ def test_drafts_are_accepted_and_counted(world_model):
     assert 0.3 < statistics.acceptance_rate < 1
     assert 1.5 < statistics.tokens_per_pass <= 5
     assert len(statistics.acceptance) == 4
-    assert {"target", "retain", "forget", "rest"} == set(statistics.seconds)
-    assert all(seconds > 0 for seconds in statistics.seconds.values())
     assert statistics.to_dict()["tokens_per_pass"] == statistics.tokens_per_pass
-    hooks = [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
-    assert not hooks
 
 
 # On random models of several families, whose drafts are hardly ever right.
 
 
-@pytest.mark.parametrize("drafter", ["retain", "steered", "lookup"])
+@pytest.mark.parametrize("drafter", ["retain", "lookup"])
 @pytest.mark.parametrize("options", PROCESSORS)
 def test_processors_see_what_they_see_in_plain_decoding(steered, drafter, options):
     for prompts in (PROMPTS[:1], PROMPTS):
@@ -291,12 +287,12 @@ def p_value(answers, probabilities):
     ("rule", "drafter", "seed"),
     [
         ("linear:0.7", "retain", 0),
-        ("rank:2", "steered", 0),
+        ("rank:2", "retain", 0),
         ("linear:0.7", "lookup", 0),
         *(
             pytest.param(rule, drafter, 1, marks=pytest.mark.slow)
             for rule in ("linear:0.7", "rank:2")
-            for drafter in ("retain", "steered", "lookup")
+            for drafter in ("retain", "lookup")
         ),
     ],
 )
@@ -418,7 +414,7 @@ def test_nothing_leaves_where_a_part_breaks(world_model, part):
     kept = weight.data.clone()
     try:
         weight.data[3] = torch.nan
-        for drafter in ("retain", "steered", "lookup"):
+        for drafter in ("retain", "lookup"):
             with pytest.raises(FailedClosed):
                 generate(model, prompts[:2], speculative=Speculation(3, drafter))
     finally:
@@ -502,8 +498,6 @@ def test_settings_of_ones_own_are_refused_as_well(steered):
         Speculation(drafter="oracle")
     with pytest.raises(UsageError, match="speculative is 'yes'; accepted: True"):
         Speculation.of("yes")
-    with pytest.raises(UsageError, match="needs n-gram experts"):
-        generate(steered, PROMPTS[:1], speculative=Speculation(drafter="ngram"))
 
 
 def test_custom_generate_is_another_door(steered):
@@ -513,7 +507,7 @@ def test_custom_generate_is_another_door(steered):
         generate(steered.target, PROMPTS[:1], custom_generate=Speculation(2))
 
 
-def test_ngrams_draft_with_their_own_and_combined_experts_with_q(world, tokenizer, caplog):
+def test_ngrams_are_drafted_for_by_lookup_and_combined_experts_by_q(world, tokenizer, caplog):
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair
     from divdec.experts.ngram import NgramPair
@@ -528,7 +522,7 @@ def test_ngrams_draft_with_their_own_and_combined_experts_with_q(world, tokenize
     statistics = SpeculationStatistics()
     with caplog.at_level(logging.WARNING):
         assert_same(model, prompts, 3, [3, Speculation(statistics=statistics)])
-    assert statistics.drafter == "ngram"
+    assert statistics.drafter == "lookup"
     both = CombinedExperts([(NeuralPair(*auxiliaries), 1.0), (ngrams, 0.5)])
     model = DivergenceForCausalLM.from_experts(target, both, "linear:1")
     statistics = SpeculationStatistics()

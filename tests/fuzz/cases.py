@@ -23,7 +23,7 @@ from reference import StepByStep
 
 ANSWERED, REFUSED, NOT_TAKEN = "answered", "refused", "refused by transformers"
 LIKELY = 1e-9  # a token that was drawn has at least this probability
-DRAFTERS = ("auto", "retain", "steered", "ngram", "lookup")
+DRAFTERS = ("auto", "retain", "lookup")
 
 
 class Finding(AssertionError):

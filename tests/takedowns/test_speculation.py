@@ -89,7 +89,7 @@ def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, art
     # The text that the target went on with is said no longer.
     assert before[0, -LENGTH:][:4].tolist() == known[10][PROMPT : PROMPT + 4]
     assert during[0, -LENGTH:][:4].tolist() != known[10][PROMPT : PROMPT + 4]
-    assert statistics.drafter == ("retain" if isinstance(model.experts, NeuralPair) else "ngram")
+    assert statistics.drafter == ("retain" if isinstance(model.experts, NeuralPair) else "lookup")
     assert 0 < statistics.acceptance_rate < 1
     registry.remove("case")
     assert_same_answers(model, prompts, answer(model, prompts, speculative=3), before)

@@ -85,7 +85,9 @@ class BridgedPair(BaseExperts, nn.Module):
             )
         self._mapper = DivergenceMapper(self.retokenizer.bytes, self.retokenizer.auxiliary, target_width)
         self.map = self._mapper.map()
-        self._limit = min((limit for model in (retain, forget) if (limit := _max_positions(model))), default=None)
+        configs = [model.config.get_text_config(decoder=True) for model in (retain, forget)]
+        limits = [getattr(config, "max_position_embeddings", None) for config in configs]
+        self._limit = min((limit for limit in limits if limit), default=None)
         self._supports_cache = _supports_ragged_cache(retain) and _supports_ragged_cache(forget)
 
     def new_cache(self) -> BridgeCache:
@@ -105,13 +107,13 @@ class BridgedPair(BaseExperts, nn.Module):
             layer.sequences = [AlignedSequence(self.retokenizer) for _ in tokens]
             use_cache = self._supports_cache and not uses_gradient_checkpointing(self)
             layer.pair_cache = RaggedPairCache((self.retain, self.forget), len(tokens), use_cache)
-        kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        last = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         positions: list[tuple[int, int]] = []  # row and column of each input
         texts: list[AuxiliaryInput] = []
         for row, sequence in enumerate(layer.sequences):
             is_token = tokens[row] != PADDING
-            counts = is_token.cumsum(0)[-kept:].tolist()
-            columns = [column for column in range(kept) if is_token[-kept:][column]]
+            counts = is_token.cumsum(0)[-last:].tolist()
+            columns = [column for column in range(last) if is_token[-last:][column]]
             texts += sequence.auxiliary_inputs(tokens[row][is_token].tolist(), [counts[column] for column in columns])
             positions += [(row, column) for column in columns]
         longest = max((len(one.ids) for one in texts), default=0)
@@ -120,7 +122,7 @@ class BridgedPair(BaseExperts, nn.Module):
                 f"the text has {longest} tokens in the auxiliaries' tokenizer, which have {self._limit} positions; "
                 "shorten it, or use auxiliaries with more"
             )
-        result = torch.zeros(len(tokens), kept, self.vocab_size, device=device_of(self.retain))
+        result = torch.zeros(len(tokens), last, self.vocab_size, device=device_of(self.retain))
         ids = [one.ids for one in texts]
         for indices, retain, forget in self._logits(layer.pair_cache, [row for row, _ in positions], ids):
             batch = [texts[index] for index in indices]
@@ -398,7 +400,3 @@ def _supports_ragged_cache(model: PreTrainedModel) -> bool:
     """Whether a model accepts keys and values with unused slots: plain attention, with explicit positions."""
     accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     return accepts_positions and all(type(layer) is DynamicLayer for layer in new_cache(model).layers)
-
-
-def _max_positions(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

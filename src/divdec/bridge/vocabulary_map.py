@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -76,13 +76,11 @@ class VocabularyMap:
                     source[token], kind[token] = min(extensions)[1], EXTENSION
         return cls(source, kind)
 
-    def coverage(self) -> Coverage:
-        """Return the shares of the vocabulary."""
-        return _coverage(self.kind)
-
-    def coverage_of(self, ids: Iterable[int]) -> Coverage:
-        """Return the shares of a text, given as the target's token ids."""
-        return _coverage(self.kind[np.fromiter(ids, np.int64)])
+    def coverage(self, ids: Sequence[int] | None = None) -> Coverage:
+        """Return the shares of a text, given as the target's token ids, or of the vocabulary."""
+        kind = self.kind if ids is None else self.kind[np.array(ids, np.int64)]
+        counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
+        return Coverage(**{name: float(counts[index]) for index, name in enumerate(_KINDS)})
 
 
 class TokenHealingMaps:
@@ -285,8 +283,3 @@ def _prefix_range(ordered: list[bytes], prefix: bytes) -> tuple[int, int]:
     if not stripped:
         return start, len(ordered)
     return start, bisect.bisect_left(ordered, stripped[:-1] + bytes([stripped[-1] + 1]), start)
-
-
-def _coverage(kind: np.ndarray) -> Coverage:
-    counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
-    return Coverage(**{name: float(counts[index]) for index, name in enumerate(_KINDS)})

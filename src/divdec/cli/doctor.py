@@ -103,7 +103,7 @@ def _bridge(experts: Any, tokenizer: Any, text: str | None) -> dict[str, Any]:
         from divdec.data.records import read_records
 
         ids = [token for document in documents(read_records(text), tokenizer) for token in document]
-        found["bridge_of_text"] = dataclasses.asdict(maps[0].coverage_of(ids))
+        found["bridge_of_text"] = dataclasses.asdict(maps[0].coverage(ids))
     return found
 
 

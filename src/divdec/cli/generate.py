@@ -172,10 +172,9 @@ def print_statistics(speculation: Speculation | None) -> None:
     if speculation is None or (statistics := speculation.statistics) is None or not statistics.passes:
         return
     positions = ", ".join(f"{share:.0%}" for share in statistics.acceptance)
-    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in statistics.seconds.items())
     print(
         f"drafter {statistics.drafter}: {statistics.tokens_per_pass:.2f} tokens per target pass, acceptance rate "
-        f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'}); {seconds}",
+        f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'})",
         file=sys.stderr,
     )
 

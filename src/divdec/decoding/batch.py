@@ -6,6 +6,7 @@ Logits processors, stopping criteria and streamers of transformers see it as `ge
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from divdec.decoding.processors import keep_suppressed
 from divdec.errors import UsageError
 
-# Processors that read scores alone, so that all positions can be processed at once.
+# Processors that read scores alone: one call processes all positions of all rows.
 _CONTEXT_FREE = frozenset(
     getattr(transformers, name)
     for name in (
@@ -34,6 +35,23 @@ _CONTEXT_FREE = frozenset(
         "LogitNormalization",
     )
 )  # fmt: skip
+_RESERVE = 64  # columns that are added at a time
+
+
+@dataclasses.dataclass
+class Block:
+    """Columns to draft and verify in one pass."""
+
+    size: int
+    """Number of tokens to draft; the target reads all but the last."""
+    last: Int[Tensor, "rows 1"]
+    """The newest token of each sequence, which no model has read yet."""
+    mask: Int[Tensor, "rows past_and_block"] | None
+    positions: Int[Tensor, "rows block"]
+
+    def mask_until(self, step: int) -> Int[Tensor, "rows past_and_step"] | None:
+        """Return the attention mask up to the input of a step."""
+        return None if self.mask is None else self.mask[:, : self.mask.shape[1] - self.size + step + 1]
 
 
 class Sequences:
@@ -44,10 +62,10 @@ class Sequences:
         lengths: number of filled columns of each row.
     """
 
-    def __init__(self, input_ids: Int[Tensor, "batch tokens"], max_length: int, padding: int) -> None:
+    def __init__(self, input_ids: Int[Tensor, "batch tokens"], padding: int) -> None:
         self.ids, self.prompt_length = input_ids, input_ids.shape[1]
         self.lengths = [self.prompt_length] * len(input_ids)
-        self._max_length, self._padding = max_length, padding
+        self._padding = padding
         self._reserve(self.prompt_length + 1)
 
     def __len__(self) -> int:
@@ -55,27 +73,26 @@ class Sequences:
 
     def last(self, rows: Sequence[int]) -> Int[Tensor, "rows 1"]:
         """Return the newest token of each row."""
-        ends = torch.tensor([self.lengths[row] - 1 for row in rows], device=self.ids.device)
-        return self.ids[torch.tensor(rows, device=self.ids.device), ends][:, None]
+        return self.ids[rows, [self.lengths[row] - 1 for row in rows]][:, None]
 
     def write(self, rows: Sequence[int], tokens: Int[Tensor, "rows columns"], offset: int = 0) -> None:
-        """Write tokens `offset` columns behind the end of each row, without changing its length."""
+        """Write drafts `offset` columns behind the end of each row, without changing its length."""
         self._reserve(max(self.lengths[row] for row in rows) + offset + tokens.shape[1])
         for index, row in enumerate(rows):
             start = self.lengths[row] + offset
             self.ids[row, start : start + tokens.shape[1]] = tokens[index]
 
-    def extend(self, row: int, tokens: Int[Tensor, " tokens"], written: int) -> None:
-        """Append tokens to a row, after clearing `written` columns behind its end."""
+    def extend(self, row: int, tokens: Int[Tensor, " tokens"]) -> None:
+        """Append tokens to a row, in place of its drafts."""
         start, end = self.lengths[row], self.lengths[row] + len(tokens)
         self._reserve(end)
-        self.ids[row, start : start + written] = self._padding
+        self.ids[row, start:] = self._padding
         self.ids[row, start:end] = tokens
         self.lengths[row] = end
 
     def cut(self, row: int, length: int) -> None:
         """Shorten a row to at most `length` columns."""
-        self.ids[row, length : self.lengths[row]] = self._padding
+        self.ids[row, length:] = self._padding
         self.lengths[row] = min(length, self.lengths[row])
 
     def prefixes(self, chosen: Sequence[int], length: int) -> Int[Tensor, "batch length"]:
@@ -83,16 +100,13 @@ class Sequences:
         prefixes = self.ids[:, :length]
         if len(chosen) == len(prefixes):
             return prefixes
-        shown = [row if row in chosen or self.lengths[row] >= length else chosen[0] for row in range(len(prefixes))]
-        return prefixes[torch.tensor(shown, device=prefixes.device)]
+        return prefixes[
+            [row if row in chosen or self.lengths[row] >= length else chosen[0] for row in range(len(prefixes))]
+        ]
 
     def _reserve(self, length: int) -> None:
-        # In steps, because most answers end long before max_length.
-        columns = self.ids.shape[1]
-        if length > columns:
-            total = min(max(length, 2 * columns, columns + 64), max(self._max_length, length))
-            more = self.ids.new_full((len(self.lengths), total - columns), self._padding)
-            self.ids = torch.cat([self.ids, more], dim=1)
+        if (missing := length - self.ids.shape[1]) > 0:
+            self.ids = torch.nn.functional.pad(self.ids, (0, missing + _RESERVE), value=self._padding)
 
 
 class BatchProcessors:
@@ -103,7 +117,7 @@ class BatchProcessors:
         self._processors: Any = LogitsProcessorList(map(self._by_row, processors))
         self._sequences = sequences
         self._chosen: Sequence[int] = ()
-        self.reads_tokens = any(type(processor) not in _CONTEXT_FREE for processor in processors)
+        self._reads_tokens = any(type(processor) not in _CONTEXT_FREE for processor in processors)
 
     def __call__(
         self,
@@ -123,7 +137,7 @@ class BatchProcessors:
         """
         if not self._processors:
             return logits
-        if not self.reads_tokens:
+        if not self._reads_tokens:
             flat = logits.flatten(0, 1)
             return self._process(self._sequences.ids[:1, :1].expand(len(flat), 1), flat.clone()).view_as(logits)
         scores = logits.clone()
@@ -178,14 +192,14 @@ class SpeculativeBatch:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        streamer: Any,
+        streamer: Any = None,
     ) -> None:
         self.model, self.config, self.streamer, self._criteria = model, config, streamer, criteria
         self.cache: Any = model_kwargs["past_key_values"]
         if len(input_ids) > 1 and self.cache.check_length():
             raise UsageError("speculation can continue from a cache for one sequence only")
         padding: Any = config._pad_token_tensor
-        self.sequences = Sequences(input_ids, config.max_length, 0 if padding is None else int(padding))
+        self.sequences = Sequences(input_ids, 0 if padding is None else int(padding))
         self.processors = BatchProcessors(processors, self.sequences)
         # As in `generate`: with an end token finished rows are padded, otherwise they grow until all have finished.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -205,12 +219,11 @@ class SpeculativeBatch:
         # Left-padded rows move while they grow, so positions must follow from the mask.
         if position_ids is None:
             return
-        mask = (
-            torch.ones_like(self.sequences.ids[:, : self.sequences.prompt_length]) if self.mask is None else self.mask
-        )
-        expected = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -position_ids.shape[-1] :]
-        real = mask[:, -position_ids.shape[-1] :] != 0
-        if not torch.equal(position_ids.expand_as(expected)[real], expected[real]):
+        prompts = self.sequences.ids[:, : self.sequences.prompt_length]
+        mask = torch.ones_like(prompts) if self.mask is None else self.mask
+        columns = position_ids.shape[-1]
+        expected, is_token = (mask.long().cumsum(-1) - 1)[:, -columns:], mask[:, -columns:] != 0
+        if not torch.equal(position_ids.expand_as(expected)[is_token], expected[is_token]):
             raise UsageError("speculation derives positions from the attention mask: leave position_ids out")
 
     def forward(
@@ -240,6 +253,17 @@ class SpeculativeBatch:
             logits = self.forward(prompt[:, start:end], mask, None, keep=1)
         return logits
 
+    def next_block(self, size: int) -> Block:
+        """Return the next columns of the active rows, at most as many as the longest row has room for."""
+        size = min([size, *(self.config.max_length - self.sequences.lengths[row] for row in self.active)])
+        steps = torch.arange(size, device=self.sequences.ids.device)[None]
+        past_length, mask = self.cache.check_length(), None
+        positions = past_length + steps
+        if self.mask is not None:
+            mask = torch.cat([self.mask, self.mask.new_ones(len(self.active), size)], dim=1)
+            positions = self.mask.long().sum(dim=1, keepdim=True) + steps
+        return Block(size, self.sequences.last(self.active), mask, positions)
+
     def generated(self) -> list[int]:
         """Return the number of generated tokens of each active row."""
         return [self.sequences.lengths[row] - self.sequences.prompt_length for row in self.active]
@@ -258,23 +282,30 @@ class SpeculativeBatch:
     def accept(
         self,
         tokens: Int[Tensor, "rows block"],
-        kept: Sequence[int],
+        counts: Sequence[int],
         logits: Float[Tensor, "rows block vocab"],
         scores: Float[Tensor, "rows block vocab"],
     ) -> list[int]:
-        """Append the first `kept` tokens to each active row, up to where a stopping criterion ends it.
+        """Append the first tokens of a block to each active row, up to where a stopping criterion ends it.
+
+        Args:
+            tokens: verified tokens.
+            counts: number of them to append to each row.
+            logits: steered logits, and `scores` after the processors, to be returned to the caller.
+            scores: see `logits`.
 
         Returns:
             Number of tokens that each row has grown by.
         """
         rows, sequences = self.active, self.sequences
+        if not self.cache.can_shift_rows:  # the rows have to stay together
+            counts = [min(counts)] * len(counts)
         starts = {row: sequences.lengths[row] for row in rows}
-        written = tokens.shape[1] if self.processors.reads_tokens else 0
-        for index, (row, number) in enumerate(zip(rows, kept, strict=True)):
-            sequences.extend(row, tokens[index, :number], written)
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            sequences.extend(row, tokens[index, :count])
             for store, values in ((self._logits, logits), (self._scores, scores)):
                 if store is not None:
-                    self._record(store, row, starts[row], values[index, :number])
+                    self._record(store, row, starts[row], values[index, :count])
         self.finished |= self._stops({row: start for row, start in starts.items() if row not in self.finished})
         end = max(self.finished.values()) if len(self.finished) == len(sequences) else None
         for row in rows:
@@ -300,52 +331,50 @@ class SpeculativeBatch:
                 stops |= {row: length for row in rows if stopped[row]}
         return stops
 
-    def _record(self, store: list[Tensor], row: int, start: int, values: Float[Tensor, "kept vocab"]) -> None:
+    def _record(self, store: list[Tensor], row: int, start: int, values: Float[Tensor, "count vocab"]) -> None:
         first = start - self.sequences.prompt_length
         while len(store) < first + len(values):
             store.append(values.new_zeros(len(self.sequences), values.shape[-1]))
         for step, value in enumerate(values):
             store[first + step][row] = value
 
-    def roll_back(self, rows: list[int], removed: list[int]) -> None:
-        """Remove rejected tokens, and rows that have finished, from the cache.
+    def roll_back(self, rows: list[int], block: Block, grown: list[int]) -> None:
+        """Remove rejected tokens, and rows that have finished, from the cache, which has read a block.
 
         Args:
             rows: rows of the cache, as `active` was before `accept`.
-            removed: number of tokens to remove from each.
+            block: the block.
+            grown: number of tokens that each row has grown by.
         """
-        if len(self.sequences) == 1:
-            self._crop(removed[0])
-            return
-        removed = [removed[index] for index in self.drop_finished_rows(rows)]
+        self.mask = block.mask
+        removed = [block.size - grown[index] for index in self.drop_finished_rows(rows)]
         if not removed:
             return
-        self._crop(min(removed))
-        shifts = torch.tensor([number - min(removed) for number in removed], device=self.sequences.ids.device)
-        assert self.mask is not None
-        columns = self.mask.shape[1]
-        mask = torch.stack([row.roll(int(shift)) for row, shift in zip(self.mask, shifts.tolist(), strict=True)])
-        mask = mask * (torch.arange(columns, device=mask.device)[None] >= shifts[:, None].to(mask.device))
+        self.cache.crop(-min(removed))  # also by 0, so that a sliding window drops what it recorded
+        if self.mask is None:
+            return
+        self.mask = mask = self.mask[:, : self.mask.shape[1] - min(removed)]
+        if len(self.sequences) == 1:
+            return
+        shifts = torch.tensor([number - min(removed) for number in removed], device=mask.device)
+        columns = torch.arange(mask.shape[1], device=mask.device) - shifts[:, None]
+        mask = mask.gather(1, columns.clamp(min=0)) * (columns >= 0)
         padding = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in every row
-        if padding or int(shifts.max()):
-            if self.cache.can_shift_rows:
-                self.cache.shift_rows(shifts, padding)
-                mask = mask[:, padding:]
-            self.mask = mask
+        if self.cache.can_shift_rows and (padding or int(shifts.max())):
+            self.cache.shift_rows(shifts, padding)
+            mask = mask[:, padding:]
+        self.mask = mask
 
     def drop_finished_rows(self, rows: list[int]) -> list[int]:
         """Remove finished rows from the cache of a batch; return the indices of the rows that stay."""
+        if len(self.sequences) == 1:
+            return [0]  # the caller may continue from its cache
         indices = [index for index, row in enumerate(rows) if row in self.active]
         if indices and len(indices) < len(rows):
-            selected = torch.tensor(indices, device=self.sequences.ids.device)
+            selected = torch.tensor(indices)
             self.cache.batch_select_indices(selected)
             self.mask = self.mask[selected.to(self.mask.device)] if self.mask is not None else None
         return indices
-
-    def _crop(self, number: int) -> None:
-        self.cache.crop(-number)  # also by 0, so that a sliding window drops what it recorded
-        if self.mask is not None:
-            self.mask = self.mask[:, : self.mask.shape[1] - number]
 
     def stream(self) -> None:
         """Send the streamer every position that all rows have reached."""

@@ -115,11 +115,7 @@ def keep_suppressed(scores: Tensor, suppressed: Tensor) -> Tensor:
 
 
 def check_processors(processors: LogitsProcessorList, search: str) -> None:
-    """Refuse processors with a state that follows one sequence, for searches that try several or go back.
-
-    Raises:
-        UsageError: names the processor.
-    """
+    """Refuse processors with a state that follows one sequence, for searches that try several or go back."""
     for processor in processors:
         if isinstance(processor, REMEMBERING):
             raise UsageError(f"{search} is not offered with {type(processor).__name__}, which remembers every token")

@@ -5,12 +5,11 @@ Greedy answers equal those of plain decoding; sampled ones follow the same distr
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
 from divdec.decoding.batch import SpeculativeBatch
-from divdec.decoding.drafters import DRAFTERS, Block, make_drafter
+from divdec.decoding.drafters import DRAFTERS, make_drafter
 from divdec.decoding.processors import check_processors
 from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
 from divdec.errors import UsageError
@@ -31,6 +30,8 @@ from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
 _CHUNK = 64  # positions for which random numbers are drawn at a time
+_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
+"""Controllers by model, drafter and number of sequences: later calls start from what earlier ones have measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Speculation:
     gamma: int | None = None
     """Number of drafted tokens γ; None adapts it to the measured acceptance rate and time."""
     drafter: str = "auto"
-    """'retain' (q), 'steered' (p steered by q and p), 'ngram', 'lookup' (repetitions in the text) or 'auto'."""
+    """'retain' (q), 'lookup' (repetitions in the text), or 'auto': q if it has the target's tokens, else 'lookup'."""
     statistics: SpeculationStatistics | None = None
-    """Collects acceptance and timings; every forward pass is then timed."""
+    """Collects the acceptance rates."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and (type(self.gamma) is not int or self.gamma < 1):
@@ -70,113 +71,80 @@ class Speculation:
         raise UsageError(f"speculative is {value!r}; accepted: True, a number of tokens to draft, a Speculation")
 
 
-class SpeculativeDecoder:
-    """Decodes a batch in blocks of drafted and verified tokens.
+def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None = None) -> Iterator[None]:
+    """Decode until every sequence has ended; each step reads the prompts or verifies one block of drafts.
 
-    Attributes:
-        batch: the sequences and their cache.
+    The number of drafted tokens and the drafter decide how fast an answer comes, never which tokens it has.
+
+    Args:
+        batch: the sequences, which grow with each step.
+        speculation: drafter and number of drafted tokens γ.
+        seed: of the random numbers; None draws one from torch's global generator.
     """
+    model, samples, statistics = batch.model, batch.config.do_sample, speculation.statistics
+    drafter = make_drafter(speculation.drafter, model.experts)
+    key = (drafter.name, len(batch.sequences))
+    controller = _CONTROLLERS.setdefault(model, {}).setdefault(key, DraftLengthController(MAX_DRAFT_LENGTH))
+    random = PositionalRandom(len(batch.sequences), batch.sequences.ids.device, seed)
+    if statistics is not None:
+        statistics.drafter = drafter.name
 
-    def __init__(
-        self,
-        model: Any,
-        input_ids: Int[Tensor, "batch tokens"],
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        speculation: Speculation,
-        *,
-        streamer: Any = None,
-        seed: int | None = None,
-    ) -> None:
-        self.batch = SpeculativeBatch(model, input_ids, processors, criteria, config, model_kwargs, streamer)
-        self.drafter = make_drafter(speculation.drafter, model.experts, model.steering, model.takedowns)
-        self._gamma, self._statistics, self._samples = speculation.gamma, speculation.statistics, config.do_sample
-        self._controller = _draft_length_controller(model, self.drafter.name, len(input_ids))
-        self._random = PositionalRandom(len(input_ids), input_ids.device, seed)
-        if self._statistics is not None:
-            self._statistics.drafter = self.drafter.name
+    # Prefill: the prompts' logits give every sequence its first token.
+    rows, logits = batch.active, batch.read_prompts()
+    scores = batch.processors(rows, logits)
+    if samples:
+        tokens = pick(scores.softmax(dim=-1), random(rows, batch.generated(), 1)[..., 2])
+    else:
+        tokens = first_choice(scores)
+    batch.accept(tokens, [1] * len(rows), logits, scores)
+    batch.drop_finished_rows(rows)
+    batch.stream()
+    yield
 
-    def prefill(self) -> None:
-        """Read the prompts, and choose the first token of each answer."""
-        batch = self.batch
-        rows, logits = batch.active, batch.read_prompts()
-        scores = batch.processors(rows, logits)
-        if self._samples:
-            tokens = pick(scores.softmax(dim=-1), self._random(rows, [0] * len(rows), 1)[..., 2])
+    def choose(step: int, logits: Float[Tensor, "rows 1 vocab"]) -> tuple[Tensor, Tensor]:
+        """Choose a draft; return it with the scores that it was chosen from."""
+        scores = batch.processors(batch.active, logits.to(batch.sequences.ids.device), offset=step)
+        if samples:
+            positions = [number + step for number in batch.generated()]
+            token = pick(scores.softmax(dim=-1), random(batch.active, positions, 1)[..., 0])
         else:
-            tokens = first_choice(scores)
-        batch.accept(tokens, [1] * len(rows), logits, scores)
-        batch.drop_finished_rows(rows)
-        batch.stream()
+            token = scores.argmax(dim=-1)
+        batch.sequences.write(batch.active, token, offset=step)
+        return token, scores
 
-    def step(self) -> None:
-        """Draft γ tokens, verify them in one pass, and accept a prefix and one more token (algorithm 1)."""
+    while batch.active:
         started = time.perf_counter()
-        batch = self.batch
-        rows, sequences = batch.active, batch.sequences
+        rows = batch.active
 
-        # Draft: gamma tokens, and one column for the token that the steered model adds itself.
-        room = min(batch.config.max_length - sequences.lengths[row] for row in rows)
-        gamma = self._controller.choose() if self._gamma is None else self._gamma
-        block = self._block(min(gamma + 1, room))
+        # Draft some tokens, and one column for the token that the steered model adds itself.
+        gamma = controller.choose() if speculation.gamma is None else speculation.gamma
+        block = batch.next_block(gamma + 1)
         batch.cache.activate_past_recording()  # sliding windows cannot be rolled back otherwise
-        drafts, draft_scores = self.drafter.draft(block)
+        drafts, draft_scores = drafter.draft(batch, block, choose)
 
         # Verify: one pass over the newest token and all drafts but the last. A missing draft is read as token 0.
         read = drafts.clamp(min=0)
-        if batch.processors.reads_tokens:
-            sequences.write(rows, read)
+        batch.sequences.write(rows, read)
         logits = batch.forward(torch.cat([block.last, read[:, :-1]], dim=1), block.mask, block.positions)
         scores = batch.processors(rows, logits, drafts=drafts)
-        if self._samples:
-            uniform = self._random(rows, batch.generated(), block.size)[..., 1:]
+        if samples:
+            uniform = random(rows, batch.generated(), block.size)[..., 1:]
             verdict = verify_sampled(scores, drafts, draft_scores, uniform)
         else:
             verdict = verify_greedy(scores, drafts)
 
         # Accept: the cache then drops what was read and rejected.
-        accepted, kept = verdict.accepted.tolist(), verdict.kept.tolist()  # waits for the GPU
-        if not (len(kept) == 1 or batch.cache.can_shift_rows):
-            kept = [min(kept)] * len(kept)
-        batch.mask = block.mask
-        grown = batch.accept(verdict.tokens, kept, logits, scores)
-        batch.roll_back(rows, [block.size - number for number in grown])
+        accepted, counts = verdict.accepted.tolist(), verdict.kept.tolist()  # waits for the GPU
+        grown = batch.accept(verdict.tokens, counts, logits, scores)
+        batch.roll_back(rows, block, grown)
         batch.stream()  # last, so that a streamer that stops decoding leaves the cache consistent
-        self._record_statistics(block.size - 1, accepted, grown, time.perf_counter() - started)
 
-    def _block(self, size: int) -> Block:
-        batch = self.batch
-        steps = torch.arange(size, device=batch.sequences.ids.device)[None]
-        if batch.mask is None:
-            mask, positions = None, batch.cache.check_length() + steps
-        else:
-            batch.cache.check_length()
-            mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.active), size)], dim=1)
-            positions = batch.mask.long().sum(dim=1, keepdim=True) + steps
-        last, vocab_size = batch.sequences.last(batch.active), batch.model.vocab_size
-        return Block(size, last, mask, positions, batch.cache.experts, vocab_size, self._choose, batch.texts)
-
-    def _choose(self, step: int, logits: Float[Tensor, "rows 1 vocab"]) -> tuple[Tensor, Tensor]:
-        """Draw a drafted token, and return it with the scores that it was drawn from."""
-        batch = self.batch
-        scores = batch.processors(batch.active, logits.to(batch.sequences.ids.device), offset=step)
-        if self._samples:
-            positions = [number + step for number in batch.generated()]
-            token = pick(scores.softmax(dim=-1), self._random(batch.active, positions, 1)[..., 0])
-        else:
-            token = scores.argmax(dim=-1)
-        if batch.processors.reads_tokens:
-            batch.sequences.write(batch.active, token, offset=step)
-        return token, scores
-
-    def _record_statistics(self, drafted: int, accepted: list[list[bool]], grown: list[int], seconds: float) -> None:
-        """Count drafts up to the first rejected one, and none after an answer's end."""
-        right = [_true_prefix(row[:number]) for row, number in zip(accepted, grown, strict=True)]
-        self._controller.record(drafted, sum(right), sum(grown), seconds)
-        if self._statistics is not None:
-            self._statistics.count(drafted, right, grown)
+        # Count drafts up to the first rejected one, and none after an answer's end.
+        right = [[*row[:number], False].index(False) for row, number in zip(accepted, grown, strict=True)]
+        controller.record(block.size - 1, sum(right), sum(grown), time.perf_counter() - started)
+        if statistics is not None:
+            statistics.count(block.size - 1, right, grown)
+        yield
 
 
 class PositionalRandom:
@@ -191,8 +159,6 @@ class PositionalRandom:
             seed: None draws one from the global generator, at the first call.
         """
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self._device = device
-        self._rows = rows
         self._drawn = torch.empty(rows, 0, 3, dtype=torch.float64, device=device)
 
     def __call__(self, rows: Sequence[int], positions: Sequence[int], size: int) -> Float[Tensor, "rows size 3"]:
@@ -200,8 +166,8 @@ class PositionalRandom:
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         while self._drawn.shape[1] < max(positions) + size:
-            more = torch.rand(self._rows, _CHUNK, 3, generator=self._generator, dtype=torch.float64)
-            self._drawn = torch.cat([self._drawn, more.to(self._device)], dim=1)
+            more = torch.rand(len(self._drawn), _CHUNK, 3, generator=self._generator, dtype=torch.float64)
+            self._drawn = torch.cat([self._drawn, more.to(self._drawn.device)], dim=1)
         columns = torch.tensor(positions)[:, None] + torch.arange(size)[None]
         return self._drawn[torch.tensor(rows)[:, None], columns]
 
@@ -233,19 +199,13 @@ def speculate(
         raise UsageError("speculation goes back in the cache: leave use_cache on")
     check_cache(cache, model)
     check_processors(logits_processor, "speculation")
-    decoder = SpeculativeDecoder(
-        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs, speculation, streamer=streamer
-    )
-    statistics = speculation.statistics
-    timed = statistics.timed(model.target, model.experts) if statistics else contextlib.nullcontext()
-    with decoder.batch.restore_cache_on_error():
-        decoder.prefill()
-        with timed:
-            while decoder.batch.active:
-                decoder.step()
+    batch = SpeculativeBatch(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs, streamer)
+    with batch.restore_cache_on_error():
+        for _ in decode(batch, speculation):
+            pass
     if streamer is not None:
         streamer.end()
-    return decoder.batch.result()
+    return batch.result()
 
 
 def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -> None:
@@ -254,9 +214,6 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
     Args:
         generation_config: the model's.
         options: arguments of `generate`.
-
-    Raises:
-        UsageError: names the search.
     """
     config = copy.deepcopy(options.get("generation_config") or generation_config)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
@@ -269,26 +226,10 @@ def check_search(generation_config: GenerationConfig, options: dict[str, Any]) -
 
 
 def check_cache(cache: Cache, model: Any) -> None:
-    """Refuse a model with a recurrent state (linear attention), whose cache cannot be rolled back exactly.
-
-    Raises:
-        UsageError: names the model type.
-    """
+    """Refuse a model with a recurrent state (linear attention), whose cache cannot be rolled back exactly."""
     types = stateful_types(model.target, model.experts)
     if types or not all(map(holds_tokens, cache.layers)):
         raise UsageError(
             f"speculation is not offered for models with a recurrent state ({', '.join(types) or 'convolutions'}): "
             "leave it out"
         )
-
-
-def _true_prefix(values: Sequence[bool]) -> int:
-    return values.index(False) if False in values else len(values)
-
-
-_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
-
-
-def _draft_length_controller(model: Any, drafter: str, rows: int) -> DraftLengthController:
-    """Return the controller that earlier calls with this model have trained, or a new one."""
-    return _CONTROLLERS.setdefault(model, {}).setdefault((drafter, rows), DraftLengthController(MAX_DRAFT_LENGTH))

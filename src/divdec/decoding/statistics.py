@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 DECAY = 0.9  # weight of earlier measurements at each new one
 MIN_TRIALS = 2  # measurements before a time is used
@@ -35,8 +29,6 @@ class SpeculationStatistics:
     """By position in the draft: number of tokens verified after an accepted prefix."""
     accepted: list[int] = dataclasses.field(default_factory=list)
     """By position in the draft: number of tokens accepted."""
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Time in the target, in each auxiliary and elsewhere ('rest'), without the prompts' passes."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -81,58 +73,7 @@ class SpeculationStatistics:
             "tokens_per_pass": self.tokens_per_pass,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance,
-            "seconds": dict(self.seconds),
         }
-
-    @contextlib.contextmanager
-    def timed(self, target: nn.Module, experts: Any) -> Iterator[None]:
-        """Measure the time of each model's forward passes, and of everything else, within the context."""
-        models = {"target": target} | {
-            name: model
-            for name, model in (experts.named_modules() if isinstance(experts, nn.Module) else ())
-            if isinstance(model, PreTrainedModel) and name
-        }
-        outermost = [name for name in models if not any(name.startswith(f"{other}.") for other in models)]
-        timers = {name: _ForwardTimer(models[name]) for name in outermost}
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = {name: timer.remove() for name, timer in timers.items()}
-            seconds["rest"] = time.perf_counter() - started - sum(seconds.values())
-            for name, value in seconds.items():
-                self.seconds[name] = self.seconds.get(name, 0.0) + value
-
-
-class _ForwardTimer:
-    """Time of one model's forward passes; it synchronises the GPU, which slows decoding slightly."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seconds = 0.0
-        self._started = 0.0
-        self._hooks = (
-            model.register_forward_pre_hook(lambda *_: self._start()),
-            model.register_forward_hook(lambda *_: self._stop()),
-        )
-
-    def remove(self) -> float:
-        """Remove the hooks, and return the seconds measured."""
-        for hook in self._hooks:
-            hook.remove()
-        return self._seconds
-
-    def _start(self) -> None:
-        _synchronize()
-        self._started = time.perf_counter()
-
-    def _stop(self) -> None:
-        _synchronize()
-        self._seconds += time.perf_counter() - self._started
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class DraftLengthController:
@@ -167,9 +108,9 @@ class DraftLengthController:
         if trials >= MIN_TRIALS:
             return measured
         tried = max(number for number in range(drafted) if self._trials(number))
-        known, least = self._seconds[tried][0], self._seconds[0][0]
-        slope = max(known - least, 0.0) / tried if tried else 0.0
-        return min(measured, known + OPTIMISM * slope * (drafted - tried))
+        longest, least = self._seconds[tried][0], self._seconds[0][0]
+        slope = max(longest - least, 0.0) / tried if tried else 0.0
+        return min(measured, longest + OPTIMISM * slope * (drafted - tried))
 
     def _trials(self, drafted: int) -> int:
         return self._seconds.get(drafted, (0.0, 0))[1]
@@ -185,7 +126,7 @@ class DraftLengthController:
         """
         self._accepted = DECAY * self._accepted + accepted
         self._offered = DECAY * self._offered + offered
-        known, trials = self._seconds.get(drafted, (seconds, 0))
+        measured, trials = self._seconds.get(drafted, (seconds, 0))
         # Other work on the machine makes single measurements longer, never shorter.
-        weight = DECAY if seconds > known else 0.5
-        self._seconds[drafted] = (weight * known + (1 - weight) * seconds, trials + 1)
+        weight = DECAY if seconds > measured else 0.5
+        self._seconds[drafted] = (weight * measured + (1 - weight) * seconds, trials + 1)

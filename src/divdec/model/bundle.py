@@ -195,9 +195,6 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measure
         bundle: the bundle's folder.
         steering: the new rule.
         measured: measured forgetting, for the model card.
-
-    Raises:
-        UsageError: the folder is no bundle, or the rule does not fit its vocabulary.
     """
     folder = Path(bundle).expanduser()
     if not folder.is_dir():
@@ -346,9 +343,9 @@ def _count_references(
     return references, sizes
 
 
-def _stored_path(given: str, path: Path, bundle: Path) -> str:
-    """Return the path to store: relative, unless an absolute one was given and the folders cannot move together."""
-    if Path(given).is_absolute() and not path.is_relative_to(bundle.parent):
+def _stored_path(name: str, path: Path, bundle: Path) -> str:
+    """Return the path to store: relative, unless the name is absolute and the folders cannot move together."""
+    if Path(name).is_absolute() and not path.is_relative_to(bundle.parent):
         return path.as_posix()
     return Path(os.path.relpath(path, bundle)).as_posix()
 

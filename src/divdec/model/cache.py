@@ -50,11 +50,7 @@ class DivergenceCache(Cache):
         return lengths[0]
 
     def check_rows(self, rows: int) -> None:
-        """Refuse to continue with another number of sequences than the cache holds.
-
-        Raises:
-            UsageError: names both numbers.
-        """
+        """Refuse to continue with another number of sequences than the cache holds."""
         states = (getattr(layer, "keys", None) for layer in self.target.layers)
         held = next((len(keys) for keys in states if isinstance(keys, Tensor) and keys.numel()), rows)
         if held != rows:
@@ -89,20 +85,12 @@ class DivergenceCache(Cache):
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row.
-
-        Raises:
-            RuntimeError: a part has a recurrent state.
-        """
+        """Repeat every row; a recurrent state raises a RuntimeError."""
         self._check_selectable()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows with these indices.
-
-        Raises:
-            RuntimeError: a part has a recurrent state.
-        """
+        """Keep the rows with these indices; a recurrent state raises a RuntimeError."""
         self._check_selectable()
         super().batch_select_indices(indices)
 

@@ -60,11 +60,7 @@ class CheckpointReference:
 
     @classmethod
     def from_dict(cls, fields: Any, part: str) -> CheckpointReference:
-        """Read the reference of a part from a bundle's configuration.
-
-        Raises:
-            UsageError: the reference is missing or malformed.
-        """
+        """Read the reference of a part from a bundle's configuration."""
         if not isinstance(fields, Mapping) or not (fields.get("folder") or fields.get("hub_id")):
             raise UsageError(f"the bundle names no {part}: a steered model needs all three parts")
         reference = cls(**{field.name: fields.get(field.name) for field in dataclasses.fields(cls)})
@@ -84,9 +80,6 @@ class CheckpointReference:
             base: folder that a relative path is resolved against.
             weights: download the weights as well as configuration and tokenizer.
             local_files_only: use the local cache alone.
-
-        Raises:
-            UsageError: the folder or repository does not exist.
         """
         if self.folder is not None:
             folder = (base / self.folder).resolve()
@@ -97,11 +90,7 @@ class CheckpointReference:
         return download(self.hub_id, self.revision, weights=weights, local_files_only=local_files_only)
 
     def verify(self, folder: Path, part: str) -> None:
-        """Compare the folder's files with the digests.
-
-        Raises:
-            UsageError: a file has changed, is missing or is new.
-        """
+        """Compare the folder's files with the digests."""
         if self.folder is None:
             return  # a hub reference is pinned to a commit
         if not isinstance(self.sha256, Mapping) or not self.sha256:
@@ -156,11 +145,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only.
-
-    Raises:
-        UsageError: names the problem.
-    """
+    """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only."""
     from safetensors import SafetensorError, safe_open
 
     if (folder / "adapter_config.json").is_file():
@@ -233,11 +218,7 @@ def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
 
 
 def check_plain(folder: Path, part: str) -> None:
-    """Refuse a bundle or a composite baseline where an ordinary checkpoint is required.
-
-    Raises:
-        UsageError: names the model type.
-    """
+    """Refuse a bundle or a composite baseline where an ordinary checkpoint is required."""
     kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
     if kind in ("divergence", COMPOSITE):
         raise UsageError(
@@ -247,11 +228,7 @@ def check_plain(folder: Path, part: str) -> None:
 
 
 def check_apart(output: Path, sources: Iterable[Path]) -> None:
-    """Refuse an output folder that contains one of its sources, or lies in one.
-
-    Raises:
-        UsageError: names both folders.
-    """
+    """Refuse an output folder that contains one of its sources, or lies in one."""
     for source in sources:
         if source.is_relative_to(output) or output.is_relative_to(source):
             raise UsageError(
@@ -261,25 +238,21 @@ def check_apart(output: Path, sources: Iterable[Path]) -> None:
 
 
 def check_different(retain: CheckpointReference, forget: CheckpointReference) -> None:
-    """Refuse a pair of two equal models, whose divergence is zero.
-
-    Raises:
-        UsageError: both references name the same weights.
-    """
+    """Refuse a pair of two equal models, whose divergence is zero."""
     if retain.hub_id is not None or forget.hub_id is not None:
         same = (retain.hub_id, retain.revision) == (forget.hub_id, forget.revision)
     else:
-        same = bool(one := _weights(retain)) and one == _weights(forget)
+        weights = [
+            {name: digest for name, digest in reference.sha256.items() if name.endswith(".safetensors")}
+            for reference in (retain, forget)
+            if isinstance(reference.sha256, Mapping)
+        ]
+        same = len(weights) == 2 and bool(weights[0]) and weights[0] == weights[1]
     if same:
         raise UsageError(
             "retain auxiliary and forget auxiliary are the same model: their divergence is zero, "
             "and nothing would be forgotten"
         )
-
-
-def _weights(reference: CheckpointReference) -> dict[str, str]:
-    sha256 = reference.sha256 if isinstance(reference.sha256, Mapping) else {}
-    return {name: digest for name, digest in sha256.items() if name.endswith(".safetensors")}
 
 
 def load_model(folder: Path, **options: Any) -> PreTrainedModel:
@@ -317,11 +290,7 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Load the configuration of a checkpoint; no code of the folder is executed.
-
-    Raises:
-        UsageError: it cannot be read, or transformers does not know the architecture.
-    """
+    """Load the configuration of a checkpoint; no code of the folder is executed."""
     from transformers import AutoConfig
 
     try:
@@ -331,11 +300,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; no code of the folder is executed.
-
-    Raises:
-        UsageError: the tokenizer is missing or cannot be read.
-    """
+    """Load the tokenizer of a checkpoint; no code of the folder is executed."""
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -353,11 +318,7 @@ def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_tokenizer(folder: Path, actual: str, expected: str) -> None:
-    """Refuse n-grams or a registry of another tokenizer than the target's.
-
-    Raises:
-        UsageError: the vocabulary digests differ.
-    """
+    """Refuse n-grams or a registry of another tokenizer than the target's."""
     if actual != expected:
         raise UsageError(
             f"{folder} counts the tokens of another tokenizer (vocabulary {actual[:12]}) than the target's "
@@ -397,11 +358,7 @@ def common_vocabulary_of(paths: Mapping[str, Path]) -> int:
 def check_widths(
     widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]
 ) -> None:
-    """Refuse a model that has no logit for some token of its tokenizer.
-
-    Raises:
-        UsageError: names the part.
-    """
+    """Refuse a model that has no logit for some token of its tokenizer."""
     for part, width in widths.items():
         needed = max(tokenizers[part].get_vocab().values()) + 1
         if width < needed:
@@ -411,11 +368,7 @@ def check_widths(
 
 
 def check_same_vocabulary(tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]) -> None:
-    """Refuse tokenizers with different tokens or token ids.
-
-    Raises:
-        UsageError: names a token that differs.
-    """
+    """Refuse tokenizers with different tokens or token ids."""
     (first, reference), *others = tokenizers.items()
     vocabulary = reference.get_vocab()
     for part, tokenizer in others:

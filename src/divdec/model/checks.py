@@ -80,12 +80,12 @@ def positions_of(
 
 
 def padding_of(
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None, kept: int
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None, positions: int
 ) -> Bool[Tensor, "batch kept 1"] | None:
     """Return which of the last positions are padding; None if it is known that none is."""
     if attention_mask is None:
         return None
-    padding = attention_mask[:, -kept:] == 0
+    padding = attention_mask[:, -positions:] == 0
     # On a GPU the test would force a synchronisation.
     return None if padding.device.type == "cpu" and not padding.any() else padding[..., None]
 
@@ -120,9 +120,6 @@ def check_prompts(
         attention_mask: 1 for tokens, 0 for padding; None without padding.
         prompts: number of prompts, each of which may have several rows.
         name: name of a prompt in the error message.
-
-    Raises:
-        UsageError: names the first such prompt.
     """
     if attention_mask is None:
         return

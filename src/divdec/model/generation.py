@@ -42,9 +42,10 @@ class SteeredGeneration(GenerationMixin):
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
         raise NotImplementedError
 
-    def _joint_cache(self, target: Cache, experts: Cache) -> DivergenceCache:
+    def new_cache(self) -> DivergenceCache:
+        """Create an empty cache for target, experts and takedowns."""
         takedowns = None if self.takedowns is None else self.takedowns.new_cache()
-        return DivergenceCache(target, experts, self._cache_owner, takedowns)
+        return DivergenceCache(new_cache(self.target), self.experts.new_cache(), self._cache_owner, takedowns)
 
     @property
     def _plain(self) -> Any:
@@ -190,7 +191,16 @@ class SteeredGeneration(GenerationMixin):
                 "model; accepted: 'dynamic'"
             )
         if model_kwargs.get("past_key_values") is not None:
-            self._check_past(self._own_cache(model_kwargs["past_key_values"]), generation_mode)
+            cache = self._own_cache(model_kwargs["past_key_values"])
+            assert cache is not None
+            if generation_mode == GenerationMode.ASSISTED_GENERATION and cache.check_length():
+                # transformers would pass the cached tokens to the model again.
+                raise UsageError(
+                    "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
+                    "or use speculative=True"
+                )
+            if self.takedowns is not None:
+                self.takedowns.begin(cache.takedowns)
         elif generation_config.use_cache is False:
             if self.takedowns is not None:
                 raise UsageError(
@@ -198,21 +208,9 @@ class SteeredGeneration(GenerationMixin):
                     "leave use_cache on"
                 )
         else:
-            model_kwargs["past_key_values"] = cache = self._joint_cache(
-                new_cache(self.target), self.experts.new_cache()
-            )
+            model_kwargs["past_key_values"] = cache = self.new_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
-
-    def _check_past(self, cache: DivergenceCache | None, mode: GenerationMode) -> None:
-        if mode == GenerationMode.ASSISTED_GENERATION and cache is not None and cache.check_length():
-            # transformers would pass the cached tokens to the model again.
-            raise UsageError(
-                "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
-                "or use speculative=True"
-            )
-        if cache is not None and self.takedowns is not None:
-            self.takedowns.begin(cache.takedowns)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False  # the pass joins several models and checks what they return

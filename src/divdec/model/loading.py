@@ -99,10 +99,7 @@ class Bundle:
         size = config.vocab_size
         if type(size) is not int or size < 1:
             raise UsageError(f"{folder}: vocab_size is {size!r}; write the bundle again with `divdec bundle`")
-        for name in ("bridge", "ngram", "registry"):
-            if not isinstance(getattr(config, name), dict | None):
-                raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
-        _check_bridge(folder, config)
+        _check_fields(folder, config)
         steering = Steering.from_dict(config.steering)
         steering.check_vocabulary(size)
         return cls(folder, config, steering, part_paths(folder, config, verify, local_files_only), verify)
@@ -153,11 +150,7 @@ class Bundle:
         return vocabulary_sha256(load_tokenizer(self.paths["target"]))
 
     def check_vocab_size(self, sizes: Iterable[int]) -> None:
-        """Check that the parts' smallest vocabulary is the one that the bundle was written for.
-
-        Raises:
-            UsageError: it is another.
-        """
+        """Check that the parts' smallest vocabulary is the one that the bundle was written for."""
         if (smallest := min(sizes)) != self.config.vocab_size:
             raise UsageError(
                 f"{self.folder}: the bundle's common vocabulary has {self.config.vocab_size} tokens, that of its "
@@ -196,7 +189,13 @@ def load_parts(
         local_files_only=local_files_only,
         config=config if isinstance(config, DivergenceConfig) else None,
     )
-    models = {part: load_part(part, path, kwargs) for part, path in bundle.paths.items()}
+    models = {}
+    for part, path in bundle.paths.items():
+        options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
+        try:
+            models[part] = load_model(path, **options)
+        except UsageError as error:
+            raise UsageError(f"{part}: {error}") from None
     target = models["target"]
     experts, takedowns = load_experts(bundle, models), bundle.load_takedowns()
     bundle.check_vocab_size(
@@ -208,11 +207,7 @@ def load_parts(
 
 
 def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = None, **download_options: Any) -> Path:
-    """Return the folder of a bundle.
-
-    Raises:
-        UsageError: there is no such folder, and no such repository on the hub or in its cache.
-    """
+    """Return the folder of a bundle."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -235,13 +230,15 @@ def read_config(folder: Path) -> DivergenceConfig:
             f"{folder} is a plain {config.model_type} checkpoint, not a bundle: nothing would steer it; "
             "make one with `divdec bundle`"
         )
-    _check_bridge(folder, config)
+    _check_fields(folder, config)
     return config
 
 
-def _check_bridge(folder: Path, config: DivergenceConfig) -> None:
-    unknown = set(config.bridge) - {"token_healing"} if isinstance(config.bridge, dict) else set()
-    if unknown:
+def _check_fields(folder: Path, config: DivergenceConfig) -> None:
+    for name in ("bridge", "ngram", "registry"):
+        if not isinstance(getattr(config, name), dict | None):
+            raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+    if unknown := set(config.bridge or ()) - {"token_healing"}:
         raise UsageError(
             f"{folder}: bridge has unknown fields {sorted(map(str, unknown))}; accepted: token_healing; "
             "write the bundle again with `divdec bundle`"
@@ -304,36 +301,15 @@ def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts
 
 
 def weight_of(reference: dict[str, Any], name: str) -> float:
-    """Return the factor of an expert's divergence.
-
-    Raises:
-        UsageError: it is not a number, or outside of 0.001 to 1000.
-    """
+    """Return the factor of an expert's divergence."""
     weight = reference.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
         raise UsageError(f"the weight of {name} is {weight!r}; accepted: a number from 0.001 to 1000")
     return float(weight)
 
 
-def load_part(part: str, folder: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load one model of a bundle.
-
-    Args:
-        part: its name, for error messages and for options that differ by part.
-        folder: its checkpoint.
-        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`; those in `PER_PART` may be mappings by part.
-
-    Raises:
-        UsageError: it cannot be loaded.
-    """
-    options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
-    try:
-        return load_model(folder, **options)
-    except UsageError as error:
-        raise UsageError(f"{part}: {error}") from None
-
-
 def _for_part(part: str, value: Any) -> Any:
+    """Return a part's value of an option that may be a mapping by part."""
     if not isinstance(value, dict) or not value or not set(value) <= set(PART_NAMES):
         return value
     return value.get(part, value.get("experts") if part != "target" else None)

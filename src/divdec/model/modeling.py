@@ -26,7 +26,6 @@ from divdec.experts.neural import (
     device_of,
     logit_width,
     logits_of,
-    new_cache,
     uses_gradient_checkpointing,
 )
 from divdec.experts.protocol import Experts, OverlappedExperts, started_divergence
@@ -235,10 +234,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     @overlap.setter
     def overlap(self, value: bool) -> None:
         self._overlap = (self._overlap or OverlappedExperts()) if value else None
-
-    def new_cache(self) -> DivergenceCache:
-        """Create an empty cache for target, experts and takedowns."""
-        return self._joint_cache(new_cache(self.target), self.experts.new_cache())
 
     def forward(
         self,

@@ -79,7 +79,7 @@ class Engine:
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
         if speculation is not None:
-            make_drafter(speculation.drafter, model.experts, model.steering, model.takedowns)
+            make_drafter(speculation.drafter, model.experts)
             check_cache(model.new_cache(), model)
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size

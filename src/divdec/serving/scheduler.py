@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from divdec.decoding.speculative import Speculation, SpeculativeDecoder
+from divdec.decoding.batch import SpeculativeBatch
+from divdec.decoding.speculative import Speculation, decode
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.experts.protocol import holds_tokens
@@ -153,11 +154,9 @@ class SpeculativeRequest:
         )
         config.prefill_chunk_size = chunk
         config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._decoder = SpeculativeDecoder(
-            model, ids, request.processors, StoppingCriteriaList(), config, {"past_key_values": self._cache},
-            speculation, seed=request.seed(),
-        )  # fmt: skip
-        self._has_prefilled = False
+        arguments = {"past_key_values": self._cache}
+        self._batch = SpeculativeBatch(model, ids, request.processors, StoppingCriteriaList(), config, arguments)
+        self._steps = decode(self._batch, speculation, request.seed())
 
     @staticmethod
     def supports(request: Request) -> bool:
@@ -169,14 +168,10 @@ class SpeculativeRequest:
     def step(self) -> StepOutput:
         """Draft, verify, and add the accepted tokens."""
         _follow_registry(self._model, self._cache)
-        if self._has_prefilled:
-            self._decoder.step()
-        else:
-            self._decoder.prefill()
-            self._has_prefilled = True
+        next(self._steps)
         request = self.requests[0]
         outputs: StepOutput = []
-        rows = self._decoder.batch.sequences
+        rows = self._batch.sequences
         for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
             output = request.append_token(token, None)
             outputs.append((request, output))
