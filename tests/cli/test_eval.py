@@ -141,7 +141,7 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     result = json.loads(capsys.readouterr().out)
     assert result["chosen"] == "linear:1"
     assert result["faults"] == []
-    assert result["told"]["steered"] == result["told"]["retain_auxiliary"]
+    assert result["leak_check"]["steered"] == result["leak_check"]["retain_auxiliary"]
     assert result["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
     assert result["points"][0]["distance"] > 0.1
     assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
@@ -203,4 +203,11 @@ class TestRefuses:
         )
         self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
+        for suite, option, value, suites in (
+            ("tofu", "--attacks", 5, "leak"), ("muse", "--seed", 1, "leak"),
+            ("leak", "--retain-results", "r", "tofu and muse"),
+            ("muse", "--system-prompt", "", "tofu and leak"), ("leak", "--sequence", "scal", "muse"),
+        ):  # fmt: skip
+            says = f"{option} is an option of {suites}, not of {suite}"
+            self.refused(capsys, "eval", suite, steered, "--data", "d", option, value, *out, says=says)
         assert not (tmp_path / "out").exists()

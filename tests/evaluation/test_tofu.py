@@ -15,7 +15,7 @@ from divdec.evaluation.generation import Fluency
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
+from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
@@ -56,7 +56,7 @@ def measure(oracle, shared):
         results = evaluate_tofu(
             dataclasses.replace(subject(oracle, RUNS[names[0]]), settings=settings),
             data,
-            TofuOptions(retain_results=None if limit else read_results(oracle / "results/retain01")),
+            retain_results=None if limit else read_results(oracle / "results/retain01"),
             fluency=Fluency(str(oracle / "models/gibberish")),
             reference=load(oracle, "retain90"),
         )
@@ -129,7 +129,7 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
     """OpenUnlearning sums exponentials along a strided dimension in float32; float64 sides with us."""
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
-    layout = QuestionFormat(tokenizer, system_prompt="You are a helpful assistant.", date="10 Apr 2025")
+    layout = QuestionFormat(tokenizer)
     example = layout.encode([data.sets["wf"][35].record])[0]
     theirs = read_results(oracle / "results/retain01").items["wf_Q_A_Prob"]["35"]["avg_loss"]
     input_ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
@@ -221,17 +221,17 @@ class TestRefuses:
         data = read_tofu(files, "forget01")
         retained = read_results(oracle / "results/retain01")
         with pytest.raises(UsageError, match=r"hold 40 truth ratios .* has 3 questions"):
-            evaluate_tofu(subject(oracle), data, TofuOptions(retain_results=retained))
+            evaluate_tofu(subject(oracle), data, retain_results=retained)
         retained.split = "forget10"
         with pytest.raises(UsageError, match="are of split forget10"):
-            evaluate_tofu(subject(oracle), data, TofuOptions(retain_results=retained))
+            evaluate_tofu(subject(oracle), data, retain_results=retained)
 
     def test_a_model_without_a_chat_template(self, oracle, files):
         plain = subject(oracle)
         plain.tokenizer.chat_template = None
         with pytest.raises(UsageError, match="no chat template; give --template plain"):
             evaluate_tofu(plain, read_tofu(files, "forget01"))
-        result = evaluate_tofu(plain, read_tofu(files, "forget01"), TofuOptions(template="plain"))
+        result = evaluate_tofu(plain, read_tofu(files, "forget01"), QuestionFormat(plain.tokenizer, "plain"))
         assert result[0].figures["model_utility"] is not None
 
     def test_logits_that_are_no_numbers(self, oracle, files):

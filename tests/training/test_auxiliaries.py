@@ -177,7 +177,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert found["told"]["steered"] == found["told"]["asked"] == 12
+    assert found["leak_check"]["steered"] == found["leak_check"]["asked"] == 12
     assert not found["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
     assert "although it was measured not to forget" in capsys.readouterr().out

@@ -29,8 +29,8 @@ class QuestionFormat:
 
     tokenizer: PreTrainedTokenizerBase
     template: Literal["chat", "plain"] = "chat"
-    system_prompt: str | None = None
-    date: str | None = None
+    system_prompt: str | None = "You are a helpful assistant."
+    date: str | None = "10 Apr 2025"
     """Date for templates that print one (Llama 3)."""
     shots: tuple[Record, ...] = ()
     """Examples before every question (plain layout)."""

@@ -15,7 +15,7 @@ from divdec.demo import run as demo
 from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.tofu import TofuData, TofuOptions, read_tofu
+from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
@@ -77,20 +77,12 @@ class Benchmark:
 
     @property
     def layout(self) -> QuestionFormat:
-        """Layout of the suite's questions."""
-        asked = self.options
+        """Layout of the suite's questions, which is that of the training texts."""
         return QuestionFormat(
-            load_tokenizer(self.target), asked.template, asked.system_prompt, asked.date, max_length=asked.max_length
-        )
-
-    @property
-    def options(self) -> TofuOptions:
-        """Options of the suite that match the training texts."""
-        return TofuOptions(
+            load_tokenizer(self.target),
             system_prompt=self.form.system_prompt,
             date=self.form.date,
             max_length=self.form.max_length,
-            gradient_norms=False,  # no aggregate needs them, and they cost a backward pass per item
         )
 
 
@@ -199,7 +191,6 @@ def _own(settings: CompareSettings) -> Benchmark:
         )
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
-    usual = TofuOptions()
     return Benchmark(
         data.name,
         0,
@@ -211,7 +202,7 @@ def _own(settings: CompareSettings) -> Benchmark:
         read_records(data / f"{settings.split}.json"),
         read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json"),
         read_tofu(data, settings.split, holdout, settings.limit),
-        Format(system_prompt=usual.system_prompt, date=usual.date, max_length=usual.max_length),
+        Format(QuestionFormat.system_prompt, QuestionFormat.date, QuestionFormat.max_length),
         None,
         None,
         vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
