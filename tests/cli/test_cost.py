@@ -63,14 +63,14 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "target is '8Q'; accepted: a number"),
-        (["--target=-8B", "--aux", "1B", "--forget-tokens", "1M"], "target is '-8B'; accepted: a number"),
-        (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "aux is -1.0; accepted: a number"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "forget-tokens is '-1M'; accepted"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "volume is '8Q'; accepted"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "device is 'abacus'"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "output is 'cost.pdf'"),
-        (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "aux no/such is neither a number nor"),
+        (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "--target is '8Q'; accepted: a number"),
+        (["--target=-8B", "--aux", "1B", "--forget-tokens", "1M"], "--target is '-8B'; accepted: a number"),
+        (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "--aux is -1.0; accepted: a number"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "--forget-tokens is '-1M'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "--volume is '8Q'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "--device is 'abacus'"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "--output is 'cost.pdf'"),
+        (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "--aux no/such is neither a number nor"),
         (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),
     ],
 )

@@ -3,8 +3,7 @@
 import pytest
 import transformers
 
-from divdec.costs.estimate import estimate_costs
-from divdec.costs.settings import CostSettings
+from divdec.costs.estimate import CostSettings, estimate_costs
 from divdec.errors import UsageError
 
 GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "10M"}

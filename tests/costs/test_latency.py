@@ -70,7 +70,7 @@ def test_an_empty_batch_is_refused():
 
 def test_every_device_says_where_its_figures_come_from():
     assert all(device.source and device.bandwidth > 1e12 and device.link for device in DEVICES.values())
-    with pytest.raises(UsageError, match=r"device is 'abacus'; accepted: a100, h100, h200, b200, measured"):
+    with pytest.raises(UsageError, match=r"--device is 'abacus'; accepted: a100, h100, h200, b200, measured"):
         find_device("abacus")
 
 

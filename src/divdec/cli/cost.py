@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from divdec.cli.loading import quiet, report
-from divdec.costs.settings import CostSettings
+from divdec.costs.estimate import CostSettings, estimate_costs
 from divdec.options import Printing
 from divdec.research.bench.settings import ComputeSettings, LatencySettings
 from divdec.runs import check_output_file
@@ -30,7 +30,6 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     """
     from rich.console import Console
 
-    from divdec.costs.estimate import estimate_costs
     from divdec.costs.model_size import is_quantity
     from divdec.report.costs import cost_lines, cost_table, write_volume_plot
 

@@ -52,11 +52,7 @@ def leak_sample(counts: Sequence[int], n: int, ks: Sequence[int]) -> dict[int, f
 
 
 def leak_chance(count: int, n: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that contain one of the c that leaked.
-
-    Raises:
-        UsageError: the count is not within 0…n.
-    """
+    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that contain one of the c that leaked."""
     if not 0 <= count <= n:
         raise UsageError(f"{count} of {n} samples cannot have leaked")
     # Integers to the last step: the quotient is rounded once.

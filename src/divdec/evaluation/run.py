@@ -74,12 +74,12 @@ def evaluate(
         lambda: RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     )
     all_results: list[Results] = []
+    split = settings.split if settings.suite == "tofu" else None
     for step, run in enumerate(runs, start=1):
         if is_main():
             report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
-        split = settings.split if settings.suite == "tofu" else None
         results = on_main(
-            lambda run=run, split=split: [
+            lambda run=run: [
                 read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
                 for folder in run.folders
             ]
@@ -106,8 +106,7 @@ def evaluate(
 class _ModelRun:
     """A model, its settings, and the result folder of each setting."""
 
-    path: str
-    """Folder or hub id, as the user gave it."""
+    path: str  # as the user gave it
     name: str
     checkpoint: Path
     steering: tuple[Steering | None, ...]

@@ -16,6 +16,7 @@ import scipy.stats
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
+from divdec.evaluation.aggregate import UTILITY_PARTS
 from divdec.evaluation.generation import Fluency
 from divdec.evaluation.metrics import (
     attack_auc,
@@ -42,11 +43,6 @@ if TYPE_CHECKING:
 SPLITS = ("forget01", "forget05", "forget10")
 SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
 ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
-UTILITY_METRICS = tuple(
-    f"{name}_{metric}"
-    for name in ("retain", "ra", "wf")
-    for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
-)
 FLUENCY_TOKENS = 32
 NEW_TOKENS = 200
 
@@ -303,7 +299,6 @@ class _Run:
                     results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
     def judge_fluency(self, judge: Fluency) -> None:
-        """Compute how fluent the forget set's answers are."""
         for results in self.results:
             if "forget_Q_A_gibberish" in results.items:
                 continue
@@ -362,7 +357,7 @@ def _compute_figures(results: Results, retained: Results | None) -> None:
     if retained is not None and "forget_truth_ratio" in results.items:
         ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
         results.figures["forget_quality"] = forget_quality(ratios, references)
-    utilities = [results.figures.get(metric) for metric in UTILITY_METRICS]
+    utilities = [results.figures.get(metric) for metric in UTILITY_PARTS]
     if all(value is not None for value in utilities):
         results.figures["model_utility"] = float(scipy.stats.hmean(utilities)) if all(utilities) else 0.0
 
