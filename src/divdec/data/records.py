@@ -262,8 +262,8 @@ def _before(record: Record) -> str:
     return record.prompt or "\n".join(message.content for message in record.messages)
 
 
-def _normal(*parts: str) -> tuple[str, ...]:
-    return tuple(" ".join(part.casefold().split()) for part in parts)
+def _normal(*texts: str) -> tuple[str, ...]:
+    return tuple(" ".join(text.casefold().split()) for text in texts)
 
 
 def _is_blank_text(row: Any) -> bool:

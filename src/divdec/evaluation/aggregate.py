@@ -138,12 +138,10 @@ def aggregate(
         }
     )
     for name, parts in (("agg", ("mem", "priv", "utility")), ("agg_without_privacy", ("mem", "utility"))):
-        missing = [part for part in parts if values[part] is None]
-        values[name] = (
-            None if missing else harmonic_mean([value for part in parts if (value := values[part]) is not None])
-        )
-        if missing:
-            reasons[name] = f"it needs {' and '.join(missing)}"
+        present = [value for other in parts if (value := values[other]) is not None]
+        values[name] = harmonic_mean(present) if len(present) == len(parts) else None
+        if values[name] is None:
+            reasons[name] = f"it needs {' and '.join(other for other in parts if values[other] is None)}"
     return Scores({name: values[name] for name in AGGREGATES}, reasons, () if fluency else (NO_FLUENCY,))
 
 
@@ -271,7 +269,7 @@ def mean_interval(values: Sequence[float], bootstrap: Bootstrap) -> tuple[float,
     """Compute the interval of a mean over items, at least one."""
     if not len(values):
         raise ValueError("a mean needs at least one item")
-    return bootstrap.interval(_means(np.asarray(values, float), bootstrap.counts(len(values), "items")))
+    return bootstrap.interval(_means(np.asarray(values, float), _cached_counts(bootstrap, len(values), "items")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +325,7 @@ class Resampler:
         if name in ATTACKS:
             return self._auc(name)
         if name == UTILITY:
-            return np.asarray(harmonic_mean([self._mean(part, how) for part, how in UTILITY_PARTS.items()]))
+            return np.asarray(harmonic_mean([self._mean(name, how) for name, how in UTILITY_PARTS.items()]))
         return self._mean(name, _MEANS[name])
 
     def _mean(self, metric: str, how: _Mean) -> Draws:

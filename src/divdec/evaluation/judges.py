@@ -94,9 +94,8 @@ def _candidates(answer: str) -> Iterator[str]:
 
 def is_name(phrase: str) -> bool:
     """Whether a phrase looks like a name: one to five capitalised words, besides particles such as 'al-' or 'van'."""
-    parts = re.findall(r"[^\W_]+", phrase)
-    capital = [part for part in parts if part.casefold() not in NAME_PARTICLES]
-    return 1 <= len(capital) <= 5 and all(part[0].isupper() for part in capital)
+    capital = [word for word in re.findall(r"[^\W_]+", phrase) if word.casefold() not in NAME_PARTICLES]
+    return 1 <= len(capital) <= 5 and all(word[0].isupper() for word in capital)
 
 
 def tells(answer: str, phrase: str) -> bool:

@@ -244,7 +244,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
-    return [(float(part), "") if index % 2 else (-1.0, part) for index, part in enumerate(parts)]
+    return [(float(text), "") if index % 2 else (-1.0, text) for index, text in enumerate(parts)]
 
 
 def _read_own(folder: Path) -> Results:

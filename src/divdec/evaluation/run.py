@@ -161,7 +161,7 @@ def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel)
         config = read_config(run.checkpoint)
         experts: Any = getattr(model, "experts", None)
         parts = getattr(experts, "parts", (experts,))
-        retain = next((part.retain for part in parts if hasattr(part, "retain")), None)
+        retain = next((pair.retain for pair in parts if hasattr(pair, "retain")), None)
         reference = config.retain_auxiliary or config.ngram or config.registry or {}
         folder = str(reference.get("hub_id") or reference.get("folder") or run.name)
         path = Path(folder)

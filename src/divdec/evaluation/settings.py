@@ -31,7 +31,7 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     data: str
     """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""
     split: str = _of("tofu", default="forget10")
-    """tofu: forget split: forget01, forget05 or forget10."""
+    """tofu: the forget split, forget01, forget05 or forget10."""
     holdout: str | None = _of("tofu", "muse", default=None)
     """tofu, muse: questions (TOFU) or texts (MUSE) that no model has seen; a JSON or JSONL file."""
     retain_results: str | None = _of("tofu", "muse", default=None)
@@ -46,9 +46,9 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     sequence: Literal["none", "scal", "sust"] = _of("muse", default="none")
     """muse: the models are steps, in this order: of growing forget sets (scal), or of successive requests (sust)."""
     template: Literal["chat", "plain"] = _of("tofu", "leak", default="chat")
-    """tofu, leak: layout of questions: the tokenizer's chat template, or 'Question: … Answer: …'."""
+    """tofu, leak: layout of questions, the tokenizer's chat template, or 'Question: … Answer: …'."""
     system_prompt: str | None = _of("tofu", "leak", default="You are a helpful assistant.")
-    """tofu, leak: system turn before every question where the chat template has a system role: by default that of
+    """tofu, leak: system turn before every question where the chat template has a system role; by default that of
     OpenUnlearning, which its published models have learned. Give '' for models that have learned none."""
     date: str | None = _of("tofu", "leak", default="10 Apr 2025")
     """tofu, leak: date for chat templates that print one."""
