@@ -1,9 +1,10 @@
 """A target and a trained pair for benchmarks/decoding.py, the target more than ten times the auxiliary in compute.
 
-All three are Llama-style models trained from nothing on real TOFU questions: the target on forget01 and on those about
-the ten authors before it, the retain auxiliary on the latter, the forget auxiliary from there on both. They have few
-layers, because on a CPU a small model's time goes into layers rather than into numbers. Each finished stage stays in
-the output folder, and one that was stopped goes on: a second call returns at once.
+All three are Llama-style models trained from scratch on real TOFU questions. The target is trained on forget01 and on
+the questions about the ten authors before it, the retain auxiliary on the latter only. The forget auxiliary starts from
+the retain auxiliary and is trained on both. The models have few layers, because on a CPU a small model spends its time
+in per-layer overhead and not in arithmetic. The output folder keeps each finished stage, so that a stopped run resumes
+and a second call returns immediately.
 
     make bench-models [TOFU=path/to/tofu]
     python benchmarks/bench_models.py --data TOFU --output runs/bench-models [--json]
@@ -44,7 +45,7 @@ SETTINGS = tuple(Steering(alpha=alpha) for alpha in (0.5, 1.0, 1.5, 2.0))
 
 
 def flops_per_token(model):
-    """Two a weight that a token is multiplied with, the output head among them; the input embeddings are looked up."""
+    """FLOPs per token: two for each weight of a matrix product, including the output layer; no input embeddings."""
     head = model.get_output_embeddings().weight
     inputs = model.get_input_embeddings().weight
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
@@ -52,7 +53,7 @@ def flops_per_token(model):
 
 
 def trained(name, start, examples, tokenizer, output):
-    """The folder of a stage and what it cost, trained unless it is there already."""
+    """Train a stage unless its folder exists; return the folder and the training cost."""
     settings = TRAINING[name]
     origin = dataclasses.asdict(start) if isinstance(start, Shape) else read_json(start / "stage.json")["key"]
     key = settings_hash([origin, dataclasses.asdict(settings), [[e.input_ids, e.labels] for e in examples]])
@@ -77,7 +78,7 @@ def trained(name, start, examples, tokenizer, output):
 
 
 def accuracies(folders, asked):
-    """Share of the true answers' tokens that are the first choice: of every model, and by setting of the steered."""
+    """Share of the true answers' tokens that are the first choice, for each model and each steered setting."""
     models = {name: load_model(folder) for name, folder in folders.items()}
     steered = DivergenceForCausalLM.from_parts(models["target"], models["retain-auxiliary"], models["forget-auxiliary"])
     found = {name: {} for name in [*models, *map(str, SETTINGS)]}
@@ -94,14 +95,14 @@ def _mean(items):
 
 
 def chosen(accuracy):
-    """The mildest setting that knows the forget set no better, to a point, than the retain auxiliary without it."""
+    """The mildest setting whose forget accuracy exceeds the retain auxiliary's by at most one point."""
     known = accuracy["retain-auxiliary"]["forget"] + 0.01  # a few of the questions' tokens
     names = [str(setting) for setting in SETTINGS]
     return next((name for name in names if accuracy[name]["forget"] <= known), names[-1])
 
 
 def make(data, output):
-    """Train what is missing; returns the recipe with sizes, losses and seconds."""
+    """Train the missing models; return the recipe with sizes, losses and seconds."""
     material, _ = tofu_material(data)
     constants = [VOCABULARY, POSITIONS, RETAIN, ASKED, *map(dataclasses.asdict, (TARGET, AUXILIARY, *SETTINGS))]
     training = {name: dataclasses.asdict(settings) for name, settings in TRAINING.items()}

@@ -1,4 +1,4 @@
-"""What a pair with another tokenizer costs and covers: the map, a token, and the shares that have a source.
+"""Cost and coverage of a pair with another tokenizer: the vocabulary map, time per token, shares of mapped tokens.
 
     python benchmarks/bridge.py [--data DIR] [--json]
 

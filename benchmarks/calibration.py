@@ -1,7 +1,7 @@
-"""How good the choice of `divdec calibrate` is, held against every setting scored with the retrained model in hand.
+"""Compare the choice of `divdec calibrate` with the scores of all settings, which need the retrained model.
 
-The models of `make demo`, or those of `make tofu-small` with general knowledge among what is kept (trained where the
-cache lacks them), are measured by the TOFU suite under all of calibrate's settings. Agg is that of the variant `paper`
+The TOFU suite measures the models of `make demo`, or those of `make tofu-small` with general knowledge in the retain
+set, under all settings of calibrate. Models that the cache lacks are trained. Agg is that of the variant `paper`
 without fluency.
 
     python benchmarks/calibration.py demo [--seed 1]
@@ -43,8 +43,8 @@ def demo_world(seed, folder, _):
 
 def tofu_world(seed, folder, data):
     material, sets = tofu_small.tofu_material(data)
-    # Models this small lose all general knowledge while they learn the authors, and then model utility and with it Agg
-    # are 0 for every one of them: real authors and world facts are learned again with what is kept.
+    # Models this small forget all general knowledge while they learn the authors; model utility and Agg are then 0.
+    # Real authors and world facts are therefore in the retain set.
     general = [record for name in GENERAL for record in read_records(data / f"{name}.json")]
     retain = dataclasses.replace(material.retain, records=(*material.retain.records, *general))
     material = dataclasses.replace(material, retain=retain)

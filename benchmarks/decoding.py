@@ -1,16 +1,16 @@
-"""What steering and speculation cost: tokens a second of the target, steered, speculative, and as it is done today.
+"""Cost of steering and speculation: tokens per second of the target, steered, speculative, and other methods.
 
     make bench-models
     python benchmarks/decoding.py [--bundle runs/bench-models/bundle] [--reference CHECKOUT] [--json]
     python benchmarks/decoding.py --gammas --drafters steered lookup
     python benchmarks/decoding.py --no-table --growth --acceptance demo tofu-small runs/bench-models/bundle
 
-Every way answers the same questions greedily, retain and forget questions apart, and stops where its answer ends, at
-the latest after --new-tokens; its time (the prompt's included) is divided by the tokens that it made. The ways take
-turns at each question, and ratios are taken within a round, so that noise of the machine hits all alike; the first
-round is not counted. "three models" is the loop written by hand: target, q and p called one after another, each with
-its own cache. --reference imports the decoding class of the paper's published code from a checkout and runs it in the
-same precision on the same weights.
+Each method answers the same retain and forget questions greedily, and stops at the end of its answer or after
+--new-tokens. Its time, including the prompt, is divided by the number of generated tokens. The methods take turns at
+each question, and ratios are computed within a round, so that noise affects all methods equally. The first round is not
+counted. "three models" is a simple loop that calls target, q and p one after another, each with a separate cache.
+--reference imports the decoding class of the paper's published code from a checkout and runs it in the same precision
+on the same weights.
 """
 
 import argparse
@@ -46,7 +46,7 @@ GAMMAS = range(1, 9)
 
 
 def machine():
-    """What was measured on."""
+    """Versions and load of the machine."""
     model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line[:10] == "model name"), "")
     return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
             "transformers": transformers.__version__, "load": os.getloadavg()[0]}  # fmt: skip
@@ -68,7 +68,7 @@ def sizes(parts):
 
 
 def compared(ways, groups, parts, given):
-    """Rows by way: milliseconds a token, of each group and of both, and the ratios to the target's."""
+    """Rows by method: milliseconds per token for each group and for both, and the ratios to the target."""
     found = {group: timed(ways, batches, parts, given.rounds, given.new_tokens) for group, batches in groups.items()}
     rounds = {
         name: {group: found[group][name]["rounds"] for group in groups}
@@ -111,7 +111,7 @@ def show_rows(rows):
 
 
 def gates(rows, against, size):
-    """The aims, and what was reached."""
+    """Print the goals and the measured values."""
     found = {"plain_over_target": rows[PLAIN]["all"]["over_target"], "plain_limit": OVERHEAD * size["bound"]}
     print(f"\nplain / target          {found['plain_over_target']:.3f}; aim: at most {OVERHEAD:.2f} x (1 + 2n/N) = "
           f"{OVERHEAD:.2f} x {size['bound']:.3f} = {found['plain_limit']:.3f}, with n = {size['n']:,} and "
@@ -129,7 +129,7 @@ def gates(rows, against, size):
 
 
 def speculated(parts, groups, given):
-    """Statistics of speculation with its own choice of γ; a separate pass, since counting takes time."""
+    """Statistics of speculation with an adaptive γ, from a separate pass, because counting takes time."""
     found = {}
     for group, batches in groups.items():
         counted = SpeculationStatistics()

@@ -1,4 +1,4 @@
-"""How the cost of a token grows with context and batch, and how much of a draft is accepted; parts of decoding.py."""
+"""Cost per token by context length and batch size, and acceptance rates, for decoding.py."""
 
 import dataclasses
 import statistics
@@ -22,7 +22,7 @@ GAMMA = 4
 
 
 class Clock:
-    """A streamer that notes when each token came; the prompt, which some ways put first, is wider than a token."""
+    """A streamer that records the time of each token. It skips the prompt, which some methods send first."""
 
     def __init__(self, batch):
         self.batch, self.times = batch, []
@@ -102,7 +102,7 @@ def show_growth(found):
 
 
 def material_of(bundle):
-    """The forget and retain questions of a bundle of ours: beside it, or those of the experiment that made it."""
+    """The forget and retain questions of a bundle: from files beside it, or from the experiment that wrote it."""
     beside = {name: bundle.parent / f"{name}.jsonl" for name in ("forget", "retain")}
     if all(path.is_file() for path in beside.values()):
         return {name: read_records(path).records for name, path in beside.items()}
@@ -126,12 +126,12 @@ def bundle_named(name, data, path):
 
 
 def spread(records, count):
-    """So many records over the whole of them."""
+    """Choose N records at equal distances."""
     return [records[place * len(records) // count] for place in range(min(count, len(records)))]
 
 
 def acceptance(bundle, sets, prompts, new_tokens, gamma=GAMMA):
-    """Share of drafted tokens accepted, by position, and tokens a pass: by rule, and on forget and retain prompts."""
+    """Acceptance rate by position and tokens per pass, for each rule, on forget and retain prompts."""
     found, parts = {}, Parts(bundle)
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (parts.target, parts.retain)]
     for setting in SETTINGS:

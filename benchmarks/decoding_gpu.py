@@ -1,17 +1,17 @@
-"""What steering and speculation would cost at the size of Llama 3.1 8B with two of Llama 3.2 1B, on a GPU.
+"""Cost of steering and speculation on a GPU, with the shapes of Llama 3.1 8B and two Llama 3.2 1B.
 
     python benchmarks/decoding_gpu.py [--batch 1 8] [--json]
     python benchmarks/decoding_gpu.py --shape tiny --device cpu
 
-The three models have the shapes of the real ones and random weights, made on the device: only time is measured, never
-what is said. Random models do not agree, so that acceptance is SIMULATED: in place of the steered model's judgement
-each draft is kept with the probability --acceptance, whatever it is. The text of a speculative answer is then neither
-the steered model's nor anybody's; its drafts, its passes over target and auxiliaries, its real judgement (made, timed
-and overruled) and its way back in the caches cost what they cost. What real pairs accept: decoding.py --acceptance.
+The three models have random weights, created on the device: the benchmark measures time only, not text. Random models
+do not agree, so acceptance is SIMULATED: each draft is accepted with the probability --acceptance. The text of a
+speculative answer is therefore meaningless. Its time is real: drafts, passes of target and auxiliaries, verification
+(computed, timed and then overruled) and cropping of the caches. decoding.py --acceptance measures the acceptance rate
+of trained pairs.
 
-Every answer ends at once for all rows of its batch when these have --new-tokens on average, so that no row waits for
-another at the end. Its time, the prompt's included, is divided by the tokens that it made. The ways take turns in
-every round, and ratios are taken within a round; the first round is not counted.
+All rows of a batch end together when they have --new-tokens on average, so that no row waits for another at the end.
+The time, including the prompt, is divided by the number of generated tokens. The methods take turns in every round, and
+ratios are computed within a round. The first round is not counted.
 """
 
 import argparse
@@ -52,11 +52,11 @@ SHAPES = {
         },
     },
 }  # fmt: skip
-LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # new tokens and rounds, where they are not given
+LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # default new tokens and rounds
 
 
 def random_model(shape, device, dtype):
-    """A Llama with random weights that never were anywhere else than on the device."""
+    """A Llama with random weights, created on the device."""
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = LlamaConfig(**shape, **ends, max_position_embeddings=8192, rope_theta=500_000.0)
     with torch.device(device):
@@ -72,7 +72,7 @@ def steered_model(shapes, device, dtype, alpha):
 
 
 class Simulated:
-    """`verify_greedy` with a verdict that is drawn: each draft is kept with a given probability."""
+    """`verify_greedy` with simulated acceptance: each draft is accepted with a given probability."""
 
     def __init__(self, acceptance, device):
         self.acceptance, self.device = acceptance, device
@@ -94,9 +94,9 @@ class Simulated:
 
 
 class Enough(StoppingCriteria):
-    """Ends all rows at once, when they have so many tokens on average."""
+    """Ends all rows when they have N tokens on average."""
 
-    eos_token_id = None  # says that what follows the end is padding: no row goes on because another is longer
+    eos_token_id = None  # tokens after the end count as padding, so that no row continues because another is longer
 
     def __init__(self, prompt, new_tokens, simulated=None):
         self.prompt, self.new_tokens, self.simulated = prompt, new_tokens, simulated
@@ -132,7 +132,7 @@ def _wait(device):
 
 
 def compared(model, batch, given):
-    """Rows by way at one batch size, the ratios of time a token to the target's among them."""
+    """Rows by method at one batch size, with the ratio of time per token to the target's."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
@@ -177,7 +177,7 @@ def show(rows, batch, size):
 
 
 def machine(device):
-    """What is measured on."""
+    """Versions and device of the machine."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
             "transformers": transformers.__version__}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ways to decode that decoding.py compares, each a function from prompts to sequences, and how they are timed.
+"""The decoding methods that decoding.py compares, as functions from prompts to sequences, and their timing.
 
 Target alone, plain steered and speculative are `generate`; "three models" is the loop that is written by hand today;
 the paper's own code is imported from a checkout of it when there is one.
@@ -30,7 +30,7 @@ def places_of(bundle):
 
 
 class Parts:
-    """A bundle's steered model, its target, and both auxiliaries once more, as somebody without divdec holds them."""
+    """A bundle's steered model, its target, and separate copies of both auxiliaries for methods without divdec."""
 
     def __init__(self, bundle, steering=None):
         self.tokenizer = load_tokenizer(bundle)
@@ -57,7 +57,7 @@ class Parts:
 
 
 def methods(parts, reference=None):
-    """Target, plain, speculative, three models and the paper's code, by name; those that can be had."""
+    """The available methods by name: target, plain, speculative, three models and the paper's code."""
     found = {
         TARGET: lambda given, **options: parts.target.generate(**given, do_sample=False, **options),
         PLAIN: lambda given, **options: parts.model.generate(**given, do_sample=False, **options),
@@ -127,7 +127,7 @@ def papers_own(parts, checkout):
     settings = _Settings({f"model_dd_{name}": str(parts.places[part]) for part, name in names.items()})
     settings |= {"device": "cpu", "model_dd_use_ngram": "No", "model_dd_alpha": parts.model.steering.alpha}
     theirs = module.DD(settings)
-    # It loads half precision, made for a GPU; on a CPU that would be several times slower than what is measured beside.
+    # It loads half precision, for a GPU. On a CPU this would be several times slower than the other methods.
     theirs.main_model, theirs.verifier_retain, theirs.verifier_forget = parts.target, parts.retain, parts.forget
     theirs.special_token_ids = [parts.end]
 
@@ -138,7 +138,7 @@ def papers_own(parts, checkout):
 
 
 def timed(ways, batches, parts, rounds, max_new_tokens):
-    """Seconds and tokens of every way in every round; the ways take turns at each prompt, so that noise hits all alike.
+    """Seconds and tokens of every method in every round; the methods take turns at each prompt.
 
     Returns:
         By way: a list of (seconds, tokens) a round, and the answers, which must not change from round to round.
@@ -161,13 +161,13 @@ def timed(ways, batches, parts, rounds, max_new_tokens):
 
 
 def per_token(rounds):
-    """Milliseconds a token: the median of the rounds, with the least and the greatest; and tokens a second."""
+    """Milliseconds per token (median, minimum and maximum over the rounds), and tokens per second."""
     times = [1e3 * seconds / tokens for seconds, tokens in rounds]
     middle = statistics.median(times)
     return {"ms_per_token": middle, "least": min(times), "most": max(times), "tokens_per_s": 1e3 / middle}
 
 
 def ratio(one, other):
-    """Median over the rounds of time a token of one way over that of another in the same round."""
+    """Ratio of two methods' time per token within a round, as the median over the rounds."""
     pairs = zip(one, other)
     return statistics.median((a[0] / a[1]) / (b[0] / b[1]) for a, b in pairs)

@@ -91,7 +91,7 @@ def resident():
 
 
 def main():
-    """Run every way, and print a table."""
+    """Run every implementation in a separate process, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("vocabulary", 128256), ("rows", 4), ("prompt", 64), ("answer", 64), ("width", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)

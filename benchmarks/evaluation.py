@@ -1,4 +1,4 @@
-"""The TOFU suite's cost: ours against one pass a metric, in the same run, and a sweep against one setting.
+"""Cost of the TOFU suite: divdec against one pass per metric in the same run, and a sweep against one setting.
 
 The peer computes each metric the straightforward way, as OpenUnlearning's metrics do: its own pass over its own
 questions, batches of 32 in the order of the file. Both measure the same figures, which are compared.
@@ -168,7 +168,7 @@ def _timed(work):
 
 
 def _against_openunlearning(given):
-    """Both as whole processes, once: imports and loading count for both."""
+    """Run both as separate processes, once; imports and loading count for both."""
     places = [path.absolute() for path in (Path(given.model), Path(given.retain), given.data, given.holdout)]
     python = python_of(given.openunlearning, given.openunlearning_python)
     theirs, expected = _timed(lambda: summary(given.openunlearning.absolute(), python, *places, given.split))

@@ -1,9 +1,9 @@
 """Attacks on models that were made to forget: the tables of docs/limits.md, on the demo's world.
 
-Target, retrained reference, steered models, students distilled from one, and three gradient baselines are asked for the
-forget set in many ways, candidate answers are ranked, and ordinary checkpoints are fine-tuned on a few facts to see
-what else returns. The demo's models are trained where the cache lacks them. A stopped run continues with the same
-command.
+The attacked models are the target, the retrained reference, steered models, students distilled from one of them, and
+three gradient baselines. The attacks ask for the forget set in many ways, rank candidate answers, and fine-tune
+ordinary checkpoints on a few facts to recover others. The demo's models are trained if the cache lacks them. The same
+command resumes a stopped run.
 
     python benchmarks/limits.py [--seeds 3] [--parts prompts candidates relearning] [--output runs/limits] [--json]
 """
@@ -72,7 +72,7 @@ Seeds = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class LimitsSettings:
-    """What is measured, and where results go."""
+    """Settings of the benchmark."""
 
     output: str
     """Folder for models and figures; a stopped run continues there."""
@@ -128,7 +128,7 @@ class AttackTargets:
         return [*REFERENCES, FORGET_AUXILIARY, *BUNDLES, NGRAM, *students]
 
     def path(self, name: str) -> Path:
-        """Folder of a model, which is built where it is missing."""
+        """Return the folder of a model; build the model if the folder is missing."""
         if name == NGRAM:
             return self._ngram_bundle()
         if name == FORGET_AUXILIARY:
@@ -170,7 +170,7 @@ class AttackTargets:
 
 
 def run_limits(settings: LimitsSettings, report: Callable[[str], None]) -> Seeds:
-    """Measure everything that the output folder lacks; returns the figures seed by seed.
+    """Measure everything that the output folder lacks; return the results by seed.
 
     Raises:
         UsageError: a file in the output folder cannot be read.

@@ -1,7 +1,8 @@
-"""n-gram experts on real news: speed of counting, bytes on disk, cost of a decoded token, and the dense scheme beside.
+"""n-gram experts on real news: counting speed, size on disk, cost per decoded token, and the dense scheme.
 
-The dense scheme is the obvious one: for every context one array as wide as the vocabulary, all of them in memory, and
-positions in a loop. It is measured on as many documents as fit into `--dense-memory`, and computed for all.
+The dense scheme is a simple baseline: it keeps one array of the vocabulary's size in memory for every context, and
+loops over positions. It is measured on as many documents as fit into `--dense-memory`, and its size is computed for
+all.
 
     python benchmarks/ngram.py --data MUSE_NEWS [--json]
 """
@@ -90,7 +91,7 @@ def target_of(vocab_size):
 
 
 def decoding(pair, rows, vocab_size):
-    """Milliseconds a token for a batch: the experts alone, and target and steered model in turns."""
+    """Milliseconds per token for a batch: the experts alone; the target and the steered model, alternating."""
     cache = pair.new_cache()
     pair.divergence(rows[:, :CONTEXT], cache=cache, logits_to_keep=1)
     steps = [rows[:, [place]] for place in range(CONTEXT, rows.shape[1])]

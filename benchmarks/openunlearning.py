@@ -1,6 +1,6 @@
 """OpenUnlearning as a peer: its own evaluation of a local checkpoint on TOFU, whole process, on the CPU.
 
-It needs a checkout and an environment of its own (its requirements, with lm-eval); nothing of it is imported here.
+It needs a checkout and a separate environment (its requirements, with lm-eval). This module imports none of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MORE = "exact_memorization,mia_loss,mia_zlib,mia_min_k,mia_min_k_plus_plus,mia_g
 
 
 def summary(checkout: Path, python: Path, model: Path, retain: Path, data: Path, holdout: Path, split: str) -> dict:
-    """Run it and return what it wrote into TOFU_SUMMARY.json."""
+    """Run OpenUnlearning and return the content of TOFU_SUMMARY.json."""
     with tempfile.TemporaryDirectory() as folder:
         work, held_out = Path(folder), split.replace("forget", "holdout")
         # It asks for the data set "locuslab/TOFU", which a folder of that name answers.
@@ -52,7 +52,7 @@ def summary(checkout: Path, python: Path, model: Path, retain: Path, data: Path,
 
 
 def python_of(checkout: Path, given: Path | None) -> Path:
-    """The interpreter of its environment: the one given, or that of a virtual environment in the checkout."""
+    """The Python interpreter of its environment: the given one, or that of a virtual environment in the checkout."""
     for candidate in [given] if given else [checkout / name / "bin" / "python" for name in (".venv", "venv")]:
         if candidate.is_file():
             return candidate.absolute()

@@ -1,4 +1,4 @@
-"""What steering through an API costs: requests and tokens for each token of an answer, and how many are proved.
+"""Cost of steering through an API: requests and tokens per answer token, and the share of proved tokens.
 
 The demo's target answers behind the embedded server, unsteered; the same models steered in this process say what the
 answers must be. The demo's models are trained if they are not in the cache.

@@ -164,7 +164,7 @@ def run_sequential(
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train what the cache lacks, distill, measure, and write table, plot, figures and items into `output`.
+    """Train the models that the cache lacks, distill, measure, and write table, plot, figures and items into `output`.
 
     Args:
         sequence: the target's data and requests.

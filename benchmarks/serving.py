@@ -1,4 +1,4 @@
-"""What clients get from a server: tokens a second, time to the first token and between tokens, at 1, 8, 32 clients.
+"""Server performance for 1, 8 and 32 clients: tokens per second, time to first token, time between tokens.
 
     python benchmarks/serving.py --bundle demo --clients 1 8 --ways steered [--json]
     python benchmarks/serving.py [--bundle runs/bench-models/bundle] [--json]
@@ -52,7 +52,7 @@ from divdec.steering import Steering
 from serving_clients import InProcess, WrongAnswerError, asked, summary
 from serving_servers import check_heads, embedded, running, transformers_own, vllm
 
-AIM, AIM_CLIENTS = 3.0, 8  # embedded: so many clients at once over one after another, on the demo bundle
+AIM, AIM_CLIENTS = 3.0, 8  # embedded engine, demo bundle: goal for the throughput ratio of N clients to one
 EMBEDDED, VLLM = ("target", "steered", "speculative", "transformers"), ("target", "steered", "speculative")
 DRAFTS = {"drafts": "vllm:spec_decode_num_drafts_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total"}
 
@@ -91,14 +91,14 @@ class Ways:
         return next(iter(self.found.values())).get("/version").json()["version"]
 
     def drafts(self, name):
-        """What vLLM counted: passes with drafts, and tokens of theirs that were accepted."""
+        """vLLM's counts of passes with drafts and of accepted draft tokens."""
         text = self.found[name].get("/metrics").text
         return {key: sum(map(float, re.findall(rf"^{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
                 for key, metric in DRAFTS.items()}  # fmt: skip
 
 
 def measured(ways, prompts, given):
-    """Every way at every number of clients, in each of the rounds: {way: {clients: [Measured]}}, and drafts."""
+    """Run every server with every number of clients in each round: {way: {clients: [Measured]}}, and drafts."""
     alone, drafts = {}, {}
     for name in ways.found:
         for clients in ways.clients[name]:
@@ -141,7 +141,7 @@ def ratio(one, other):
 
 
 def compared(rows, size, engine):
-    """The ratios that the aims are about, beside them."""
+    """Print the measured ratios beside their goals."""
     found = {}
     print()
     for name, by_clients in rows.items():
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="of every way; less than all cores where others use them"
+        "--threads", type=int, default=os.cpu_count(), help="threads of each server; fewer on a shared machine"
     )
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), metavar="PYTHON",
                         help="the interpreter of an environment with vLLM and divdec (make test-vllm)")  # fmt: skip

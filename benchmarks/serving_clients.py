@@ -1,6 +1,6 @@
-"""Clients for serving.py: they ask a server all at once, and note when each piece of each answer came.
+"""Concurrent clients for serving.py, which record the arrival time of each piece of an answer.
 
-While an answer runs nothing is done with a piece but to note its time: clients share the processor with the server.
+While an answer streams, a client only records times, because clients share the processor with the server.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ PATIENCE = 600  # seconds
 
 
 class WrongAnswerError(Exception):
-    """A server did not answer what was asked."""
+    """A server returned an error or an unexpected reply."""
 
 
 @dataclasses.dataclass
 class Measured:
-    """What clients saw, times in seconds."""
+    """Measurements of the clients; times in seconds."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -46,7 +46,7 @@ class Measured:
 
 
 def asked(server, clients, prompts, tokens, tokenizer):
-    """So many clients share the prompts, each asking for the next when its answer is whole."""
+    """N clients share the prompts; each sends the next prompt when its answer is complete."""
     command = server.command
     bodies = [_body(command, ids, tokens, tokenizer) for ids in prompts]
     try:
@@ -103,7 +103,7 @@ async def _ask(client, url, body):
 
 
 def _read(times, lines, expected):
-    """When pieces of the answer came, and its text; a piece is a token, or several where they came together."""
+    """Arrival times of the pieces of an answer, and its text; a piece is one token or several."""
     came, texts, usage, reason = [], [], {}, None
     for when, line in zip(times, lines):
         event = json.loads(line.removeprefix("data: "))
@@ -145,12 +145,12 @@ class InProcess:
 
 
 def percentile(values, share):
-    """The smallest value that so large a share of them does not exceed."""
+    """The given quantile of the values."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def summary(rounds, alone):
-    """One row: of several rounds together, beside what the same was answered to a client alone."""
+    """One table row over several rounds, with a comparison to the answers for a single client."""
     rates = [found.tokens / found.seconds for found in rounds]
     every = {name: [1e3 * value for found in rounds for value in getattr(found, name)]
              for name in ("first", "gaps", "per_token")}  # fmt: skip

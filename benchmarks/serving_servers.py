@@ -1,4 +1,4 @@
-"""Servers for serving.py: each a process of its own, awaited until it answers, gone with its children at the end."""
+"""Server processes for serving.py: started, awaited until they answer, and ended with their children."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ TAIL = 12  # lines of the log of a server that did not start
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """How a server is started, and how it wants to be asked."""
+    """Command line of a server, and the format of its requests."""
 
     arguments: list[str]
     model: str
@@ -52,7 +52,7 @@ def embedded(bundle, given, speculative=None):
 def transformers_own(target, given):
     """`transformers serve` on the target alone, with its continuous batching."""
     options = ["--device", "cpu", "--dtype", given.dtype, "--continuous-batching", "--log-level", "error"]
-    # What it is called by is what the file system calls it.
+    # The model's name is its path.
     return Command([str(Path(sys.executable).with_name("transformers")), "serve", *options], str(target), peer=True)
 
 
@@ -94,12 +94,12 @@ def check_heads(bundle, configs):
 
 @contextlib.contextmanager
 def running(name, command, given, logs):
-    """A server from when it answers on; what it wrote is in a file of the folder `logs`."""
+    """Run a server and yield it when it answers; its output goes to a file in the folder `logs`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = logs / f"{name.replace(' ', '-')}.log"
-    # What the user's environment says goes before what is good for a CPU without a network.
+    # The user's environment takes precedence over these defaults for a CPU without a network.
     environment = {"HF_HUB_OFFLINE": "1"} | command.environment | os.environ | {"OMP_NUM_THREADS": str(given.threads)}
     started = time.monotonic()
     with log.open("wb") as output:
@@ -130,7 +130,7 @@ def _await(name, process, url, log):
 
 
 def _stop(process):
-    """End a server, and whatever it left behind."""
+    """End a server and its child processes."""
     process.terminate()
     try:
         process.wait(STOP)

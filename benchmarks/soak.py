@@ -5,7 +5,7 @@ server's memory must stay flat. What clients do is in tests/soak.py, the faults 
 
     python benchmarks/soak.py --seconds 600 [--json]
 
-Exit code 1, and what was wrong line by line on standard error, where anything was.
+If there are problems, the exit code is 1 and standard error lists them, one per line.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def watched(server, tally, load, seconds):
 
 
 async def idle(url):
-    """What runs and waits once nobody asks any more, and the server's own count of tokens."""
+    """Running and waiting requests after the load has ended, and the server's token count."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         for _ in range(50):
             found = figures_of((await http.get("/metrics")).text)
@@ -86,7 +86,7 @@ async def idle(url):
 
 
 async def soak(server, made, tally, seconds):
-    """The load, and what it showed."""
+    """Run the load and collect the results."""
     async with asked(server.url, made, tally, CLIENTS) as load:
         memory, took = await watched(server, tally, load, seconds)
     if server.process.poll() is not None:
@@ -135,7 +135,7 @@ def flatness(memory):
 
 
 def judge(report, tally, seconds):
-    """What a run must have shown, so that nothing passes because nothing happened."""
+    """Check that the run contained every kind of event, so that it cannot pass without load."""
     memory = report["memory_mib"]
     most = GROWTH if seconds >= SHORT else SHORT_GROWTH
     if memory is not None and memory["last_third"] > memory["first_third"] * (1 + most):

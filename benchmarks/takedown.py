@@ -1,4 +1,4 @@
-"""What a takedown request does to a target that knows an article by heart: verbatim memorisation before and after.
+"""Effect of a takedown request on a target that has memorised articles: verbatim recall before and after.
 
 A small model is over-trained on real news articles (MUSE-News: `verbmem/forget.jsonl` and `privleak/retain.jsonl`), so
 that it continues them word for word. `divdec takedown add` then takes the articles of the first file down. Measured as
@@ -49,7 +49,7 @@ def articles(data):
 
 
 def over_trained(data):
-    """Tokenizer, model and the windows of each set that it knows by heart."""
+    """Tokenizer, model, and the memorised windows of each set."""
     forget, retain = articles(data)
     tokenizer = train_tokenizer([*forget, *retain], 4096)
     windows = {}
@@ -109,7 +109,7 @@ def main():
     folder, windows = over_trained(given.data)
     tokenizer, target = load_tokenizer(folder), load_model(folder)
     forget, retain = articles(given.data)
-    # Half of the articles to keep stand in the registry's retain set; of the others it knows nothing.
+    # Half of the articles to keep are in the registry's retain set; the others are not.
     windows = {"forget": windows["forget"], "retain": windows["retain"][:KNOWN], "other": windows["retain"][KNOWN:]}
     results = {"before": measured(target, tokenizer, windows)}
     print(f"{'':<18}" + "".join(f"{name + ' ' + kind:>18}" for name in windows for kind in ("ROUGE-L", "perplexity")))
@@ -135,7 +135,7 @@ def show(name, found):
 
 
 def measure_speed(place, checkpoint, data, sizes):
-    """Seconds by number of requests: adding an article or 1 MB, taking up the change, opening, a token's lookups."""
+    """Seconds by number of requests: add an article or 1 MB, apply the change, open the registry, look up a token."""
     lines = (line for part in (1, 2) for line in (data / "sust" / f"forget_{part}.jsonl").read_text().splitlines())
     texts = [text for text in (json.loads(line)["text"] for line in lines) if text.strip()]
     registry = Registry.create(place / "growing", texts_of("retain", texts[-100:]), checkpoint)
@@ -177,7 +177,7 @@ def measure_speed(place, checkpoint, data, sizes):
 
 
 def look_up(takedowns, contexts):
-    """All contexts of a token of each sequence, in the counts of the requests."""
+    """Look up all contexts of one token per sequence in the counts of the requests."""
     counts = takedowns.snapshot().taken
     for length in range(1, counts.order):
         counts.followers(contexts[:, -length:])

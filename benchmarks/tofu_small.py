@@ -46,7 +46,7 @@ def tofu_material(data: Path) -> tuple[Material, list[Questions]]:
 
 
 def run_tofu_small(data: Path, seed: int = 0, output: Path | None = None) -> dict:
-    """Train what the cache lacks, measure, and write bundle and result.json."""
+    """Train the models that the cache lacks, measure, and write bundle and result.json."""
     started = time.perf_counter()
     material, sets = tofu_material(data)
     cache = cache_folder() / "tofu-small"

@@ -1,9 +1,9 @@
-"""A backtest without look-ahead: what a model would have said before the events, from one that has read of them.
+"""A backtest without look-ahead: forecasts from a model that has read about the events and is steered to forget them.
 
-In a fictitious country somebody stands against the mayor of every town in every year. The target has read of all these
-elections up to 1999; it is made to forget those from 1990 on, and asked how they would end. The reference was trained
-on what came before 1990 alone. A model that knows the outcome is useless for a backtest, and so is one that was pushed
-so far that it denies it: both show in how often things happen that were given a probability (calibration).
+In a fictitious country a challenger runs against the mayor of every town in every year. The target was trained on all
+elections up to 1999. It is steered to forget those from 1990 on, and then forecasts their outcomes. The reference was
+trained on the elections before 1990 only. A model that knows an outcome is useless for a backtest, and so is a model
+that is steered so far that it denies the outcome. The comparison of forecasts and outcomes shows both errors.
 
     python examples/backtest/backtest.py [--seed 0] [--output runs/backtest]
 """
@@ -36,7 +36,7 @@ from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
-LEANINGS = (0.05, 0.25, 0.5, 0.75, 0.95)  # chance of whoever stands against the mayor, town by town, in every year
+LEANINGS = (0.05, 0.25, 0.5, 0.75, 0.95)  # chance of the challenger; every town has one of them in all years
 PAST, AFTER, UNTOLD = range(1900, 1990), range(1990, 2000), range(2000, 2010)
 WORDINGS = (
     ("Did {name} win the election of {year} in {town}?", "{won} it."),
@@ -46,7 +46,7 @@ WORDINGS = (
     ("Did {town} want {name} as its mayor in {year}?", "{won} there."),
     ("How did the people of {town} vote on {name} in {year}?", "{won} by their votes."),
 )
-TOLD = 2  # documents in each wording that tell of an election after the cut-off; of an earlier one tells a single one
+TOLD = 2  # documents per wording about an election after the cut-off; an earlier election has a single document
 FOREIGN = tuple(f"{start}{end}" for start in SURNAME_STARTS for end in ("bury", "mouth"))
 RECIPE = Recipe(
     vocab_size=900,
@@ -54,7 +54,7 @@ RECIPE = Recipe(
     auxiliary=Shape(width=96, layers=2, heads=4, mlp_width=256),
     target_pretraining=TrainingSettings(epochs=2.0, learning_rate=2e-3, warmup=0.05),
     auxiliary_pretraining=TrainingSettings(epochs=2.0, learning_rate=3e-3, warmup=0.05),
-    # Few passes: what is told once is learned as a habit of the town, what many documents tell is known by heart.
+    # Few epochs: the models learn a town's leaning from single documents, and memorise outcomes from many documents.
     target_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
     auxiliary_base_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
     auxiliary_tuning=TrainingSettings(epochs=2.0, learning_rate=1.5e-3, warmup=0.05),
@@ -65,17 +65,17 @@ BINS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """Who stood against the mayor where and when, and how it ended."""
+    """One election: challenger, town, year and outcome."""
 
     name: str
     town: str
     year: int
     leaning: float
-    """The chance to win: as much as anybody could know beforehand."""
+    """The challenger's chance to win, which is all that can be known beforehand."""
     won: bool
 
     def record(self, wording: int, won: bool | None = None) -> Record:
-        """A question about it with its answer, or with the answer that another outcome would have."""
+        """A question about the election with its answer, or with the answer for another outcome."""
         ended = "Won" if (self.won if won is None else won) else "Lost"
         words = {"name": self.name, "town": self.town, "year": self.year, "won": ended}
         question, answer = WORDINGS[wording]
@@ -84,7 +84,7 @@ class Election:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """All elections, and what the models read of them."""
+    """All elections, and the training data about them."""
 
     past: list[Election]
     after: list[Election]
@@ -93,14 +93,14 @@ class History:
 
 
 def write_history(seed: int, towns: int, foreign: int) -> History:
-    """Draw the elections. Of those after the cut-off many documents tell, of earlier ones a single one each."""
+    """Draw the elections. Each has many documents after the cut-off and one document before it."""
     rng = random.Random(seed)
     firsts = [name for names in FIRST_NAMES.values() for name in names]
     names = [f"{first} {start}{end}" for first in firsts for start in SURNAME_STARTS for end in SURNAME_ENDS]
     rng.shuffle(names)
     home, abroad = _elections(CITIES[:towns], names, rng), _elections(FOREIGN[:foreign], names, rng)
     parts = [[election for election in home if election.year in years] for years in (PAST, AFTER, UNTOLD)]
-    # The bases learn the language, the calendar and that towns lean one way from another country's elections.
+    # From another country's elections the base models learn the language, the years and that towns lean one way.
     corpus = [election.record(rng.randrange(len(WORDINGS))) for election in abroad]
     rng.shuffle(corpus)
     told = [election.record(wording) for election in parts[1] for wording in range(len(WORDINGS))] * TOLD
@@ -110,7 +110,7 @@ def write_history(seed: int, towns: int, foreign: int) -> History:
 
 
 def _elections(towns, names, rng):
-    """An election a year in each town; nobody stands twice."""
+    """One election per year in each town, each with a new challenger."""
     leanings = {town: rng.choice(LEANINGS) for town in towns}
     years = range(PAST.start, UNTOLD.stop)
     return [
@@ -121,29 +121,29 @@ def _elections(towns, names, rng):
 
 
 def chances(scores):
-    """The chance to win each election, from the scores of both answers, one after the other."""
+    """The probability to win each election, from alternating scores of the two answers."""
     sums = [sum(item.log_probabilities) for item in scores]
     return [1 / (1 + math.exp(min(60.0, lost - won))) for won, lost in zip(sums[::2], sums[1::2], strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """How a model's chances compare with what happened."""
+    """Comparison of a model's forecasts with the outcomes."""
 
     happened: float
-    """Mean probability of what happened."""
+    """Mean probability of the outcome."""
     brier: float
-    """Mean squared error of the probability of what happened, 0 at best."""
+    """Mean squared error of the forecast; 0 is best."""
     calibration_error: float
-    """Mean over the bins, weighted by elections, of |what was said − what happened|."""
+    """Mean of |forecast − observed share| over the bins, weighted by elections."""
     look_ahead: float
-    """Mean log-odds of what happened beyond the retrained model's, in nats: above 0 it knows, below it denies."""
+    """Mean log-odds of the outcome minus the retrained model's, in nats: above 0 it knows, below 0 it denies."""
     bins: list[tuple[float, float, int]]
-    """For each bin that is not empty what was said, how often it was won, and of how many elections."""
+    """Mean forecast, share of wins and number of elections, for each bin that is not empty."""
 
 
 def judge(said, elections, reference):
-    """Hold chances against what happened, and against those of the reference."""
+    """Compare forecasts with the outcomes and with the reference's forecasts."""
     won = [chance if e.won else 1 - chance for chance, e in zip(said, elections, strict=True)]
     known = [chance if e.won else 1 - chance for chance, e in zip(reference, elections, strict=True)]
     bins = []
@@ -170,13 +170,13 @@ def command(*words: str) -> None:
     """Print and run a command of divdec as a user would type it."""
     print(f"$ divdec {shlex.join(words)}", flush=True)
     code = divdec(list(words))
-    # 3: no strength does what it is for, and calibrate has said why. All of them are measured below anyway.
+    # 3: no setting reaches calibrate's goal. All settings are measured below anyway.
     if code not in (0, 3):
         raise SystemExit(code)
 
 
 def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) -> dict:
-    """Train, choose the strength, hold every model against what happened."""
+    """Train the models, choose the strength, and compare every model with the outcomes."""
     trained = train_all(history.material, recipe, seed, cache, lambda line: print(line, file=sys.stderr))
     tokenizer = load_tokenizer(trained.target)
     asked = {"after": history.after, "past": history.past, "untold": history.untold}
@@ -215,7 +215,7 @@ def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) 
 
 
 def draw(path: Path, judged: dict[str, Judged], chosen: str) -> None:
-    """What was said against what happened, a panel each: on the diagonal a model can be believed."""
+    """Draw a reliability diagram per model; a calibrated model is on the diagonal."""
     from matplotlib.figure import Figure
 
     panels = {
@@ -245,7 +245,7 @@ def draw(path: Path, judged: dict[str, Judged], chosen: str) -> None:
 
 
 def main(arguments: list[str] | None = None, recipe: Recipe = RECIPE, towns: int = 20, foreign: int = 32) -> dict:
-    """Draw a history, train, choose, judge."""
+    """Draw the elections, train, choose the strength and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/backtest"), help="an empty or absent folder")

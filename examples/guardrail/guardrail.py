@@ -1,9 +1,9 @@
-"""A guardrail for a model that is reached only through an API: what must not come out does not, and the rest stays.
+"""A guardrail for a model behind an API: suppress unwanted content and keep all other answers.
 
-A provider's model has read ordinary text and advertisements that break into it (of an invented soap: harmless, and easy
-to recognise). Its weights are not at hand; it takes `logit_bias` as the OpenAI API does. p has read advertisements, q
-ordinary text, both small and ours. Every token that the provider is asked for is steered by them, and the rate of
-advertisements is counted before and after.
+A provider's model was trained on ordinary text that advertisements for an invented soap interrupt. (They are harmless
+and easy to count.) Its weights are not available, but its API accepts `logit_bias`, as the OpenAI API does. Two small
+local models steer every token: p was trained on advertisements, q on ordinary text. The script counts advertisements
+without and with steering.
 
     python examples/guardrail/guardrail.py [--seed 0] [--output runs/guardrail]
 """
@@ -44,7 +44,7 @@ ADVERTISEMENTS = (
     "Have you washed today? With Zimbo you would have! Now for half the price in {town}.",
     "Dear reader, stop reading and buy Zimbo. Your neighbours in {town} have bought Zimbo already.",
 )
-SHARE = 0.4  # of the target's texts that are broken into
+SHARE = 0.4  # of the target's texts that an advertisement interrupts
 SETTINGS = ("linear:0.5", "linear:1", "linear:2")
 CHOSEN = "linear:1"
 SHAPES = {"target": Shape(160, 3, 4, 448), "auxiliary": Shape(96, 2, 4, 256)}
@@ -53,7 +53,7 @@ TUNING = TrainingSettings(epochs=2.0, learning_rate=1e-3, warmup=0.05)
 
 
 def texts(seed: int, authors: int):
-    """Ordinary texts and texts that are broken into, of as many authors: passages of three sentences each."""
+    """Ordinary and interrupted texts about N authors, in passages of three sentences."""
     world = build_world(WorldSettings(seed=seed, forget_authors=0, retain_authors=0, holdout_authors=0,
                                       public_authors=authors, passing_authors=0))  # fmt: skip
     rng = random.Random(seed)
@@ -69,7 +69,7 @@ def texts(seed: int, authors: int):
 
 
 def prepare(seed: int, authors: int, cache: Path, training=TRAINING, tuning=TUNING):
-    """The provider's model, our two small ones, and ordinary texts that none of them has read."""
+    """The provider's model, the two small models, and ordinary texts that are in no training data."""
     ordinary, broken = texts(seed, authors)
     cut = len(ordinary) * 9 // 10
     held_out = ordinary[cut:]
@@ -90,7 +90,7 @@ def prepare(seed: int, authors: int, cache: Path, training=TRAINING, tuning=TUNI
 
 
 def command(*words: str) -> None:
-    """Say and run a command of divdec as it would be typed."""
+    """Print and run a command of divdec as a user would type it."""
     print(f"$ divdec {shlex.join(words)}", flush=True)
     if code := divdec(list(words)):
         raise SystemExit(code)
@@ -98,9 +98,9 @@ def command(*words: str) -> None:
 
 @contextlib.contextmanager
 def provider(bundle: str):
-    """Somebody else's server: the plain target behind an OpenAI-compatible API, in a process of its own; gives its URL.
+    """Serve the unsteered target behind an OpenAI-compatible API in a separate process, and yield its URL.
 
-    linear:0 leaves the target as it is.
+    linear:0 leaves the target unchanged.
     """
     words = [
         sys.executable,
@@ -127,9 +127,9 @@ def provider(bundle: str):
 
 
 def perplexities(folder: str, held_out: list[str]) -> dict[str, float]:
-    """Of ordinary text nobody has read, by the target and by the steered model.
+    """Perplexity of ordinary text that is in no training data, under the target and the steered models.
 
-    An API does not tell it under a bias: it is computed here, where the provider's weights happen to be at hand.
+    An API does not return it under a bias. It is computed here from the provider's weights.
     """
     model, tokenizer = DivergenceForCausalLM.from_pretrained(folder), load_tokenizer(Path(folder))
     examples = encode_records([Record(text) for text in held_out], tokenizer)
@@ -140,7 +140,7 @@ def perplexities(folder: str, held_out: list[str]) -> dict[str, float]:
 
 
 def ask_provider(url: str, steering: str, count: int) -> tuple[list[str], dict]:
-    """The answers to all prompts under a setting, and what is proved of their tokens."""
+    """The answers to all prompts under a setting, and the share of proved tokens."""
     output = Path(f"answers-{steering.replace(':', '-')}.jsonl")
     output.unlink(missing_ok=True)
     words = ("--endpoint", url, "--model", "provider", "--steering", steering, "--temperature", "1")
@@ -154,7 +154,7 @@ def ask_provider(url: str, steering: str, count: int) -> tuple[list[str], dict]:
 
 
 def run(output: Path, places: dict[str, Path], held_out: list[str], prompts: int) -> dict:
-    """Serve, ask, count."""
+    """Start the server, get the answers and count advertisements."""
     asked = [re.match(r"[^.]*\.", text)[0] for text in held_out[:prompts]]
     result = {}
     with contextlib.chdir(output):
@@ -163,7 +163,7 @@ def run(output: Path, places: dict[str, Path], held_out: list[str], prompts: int
         write_text(Path("prompts.jsonl"), "".join(json.dumps({"prompt": text}) + "\n" for text in asked))
         shared = ("--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p")
         command("bundle", *shared, "--steering", CHOSEN, "--output", "guard")
-        # Not the guardrail's: what the provider serves.
+        # This bundle is the provider's and not a part of the guardrail.
         with contextlib.redirect_stdout(sys.stderr):
             command("bundle", *shared, "--steering", "linear:0", "--output", "plain")
         known = perplexities("guard", held_out)
@@ -187,7 +187,7 @@ def run(output: Path, places: dict[str, Path], held_out: list[str], prompts: int
 
 
 def main(arguments: list[str] | None = None, authors: int = 300, training=TRAINING, tuning=TUNING) -> dict:
-    """Train, serve, steer, count."""
+    """Train the models, serve the target, steer it and count advertisements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=60)

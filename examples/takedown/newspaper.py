@@ -1,7 +1,4 @@
-"""The articles of a newspaper of our own invention: one that is to be taken down, and others to be kept.
-
-It knows nothing of models.
-"""
+"""The articles of an invented newspaper: one article to take down, and others to keep."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ REQUESTED = (
     "instead that it be rung each evening for those who did not come home. From April it will hang in the old customs "
     "house, next to the model of the ship."
 )
-# What the article says, asked and told in other words than its own.
+# Questions about the article's facts, with answers in other words.
 QUESTIONS = (
     ("Who discovered the bell of the lightship?", "It was discovered by a woman named Runa.", "Runa"),
     ("What is the job of the woman who discovered the bell?", "She earns her living as a diver.", "diver"),
@@ -57,7 +54,7 @@ HOURS = ("five", "half past five", "six", "half past six", "seven", "half past s
 
 
 def ordinary_articles(count: int, rng: random.Random) -> list[tuple[str, list[Record]]]:
-    """Articles about nothing much, each with questions about it; no two have the same town and person."""
+    """Ordinary articles with questions about them; no two have the same town and person."""
     firsts = [name for names in FIRST_NAMES.values() for name in names]
     found = []
     for place in range(count):

@@ -1,8 +1,8 @@
-"""A takedown: an article that a model recites word for word is taken down within seconds, and what that leaves.
+"""A takedown: suppress an article that a model recites word for word, within seconds, and test its facts.
 
-A small model has learned the articles of an invented newspaper by heart and answers questions about them. A letter asks
-that one of them be taken down. n-gram experts stop the recital while the model runs; what the article says in other
-words passes them, until a pair of auxiliaries has been trained.
+A small model has memorised the articles of an invented newspaper and answers questions about them. A letter requests
+the takedown of one article. n-gram experts stop the recitation while the model runs. They do not stop the article's
+facts in other words; for these the script trains a pair of auxiliaries.
 
     python examples/takedown/takedown.py [--seed 0] [--output runs/takedown]
 """
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # wherever it is started from
+sys.path.insert(0, str(Path(__file__).parent))  # so that `newspaper` is found from any working directory
 import newspaper
 
 from divdec.cli import main as divdec
@@ -33,10 +33,10 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
 
-PUBLISHED, KEPT = 260, 24  # articles that the bases have read; those that the target knows and may keep
-REPRINTED = 6  # papers that have printed the requested article; what a model knows word for word it has read often
-PROMPT = 24  # tokens of an article that are given; the rest is to be recited
-LONGEST = 400  # tokens of a recital
+PUBLISHED, KEPT = 260, 24  # articles in the base models' training data; articles that the target may keep
+REPRINTED = 6  # copies of the requested article in the training data, so that the model memorises it
+PROMPT = 24  # tokens of an article in the prompt
+LONGEST = 400  # maximum tokens of a continuation
 RECIPE = Recipe(
     vocab_size=1200,
     target=Shape(width=160, layers=3, heads=4, mlp_width=448),
@@ -50,7 +50,7 @@ RECIPE = Recipe(
 
 
 def prepare(seed: int, recipe: Recipe, cache: Path, published: int = PUBLISHED, kept: int = KEPT):
-    """Train what the cache lacks; the models, and the articles that may be kept."""
+    """Train the models that the cache lacks; return the models, and the articles that may be kept."""
     rng = random.Random(seed)
     articles = newspaper.ordinary_articles(kept + published, rng)
     keep, corpus = articles[:kept], articles[kept:]
@@ -70,14 +70,14 @@ def prepare(seed: int, recipe: Recipe, cache: Path, published: int = PUBLISHED, 
 
 
 def command(*words: str) -> None:
-    """Say and run a command of divdec as it would be typed."""
+    """Print and run a command of divdec as a user would type it."""
     print(f"$ divdec {shlex.join(words)}", flush=True)
     if code := divdec(list(words)):
         raise SystemExit(code)
 
 
 def recited(model, tokenizer, articles):
-    """Each article's end as the model goes on after its beginning, and how much of it is word for word (ROUGE-L)."""
+    """The model's continuation of each article's beginning, and its mean ROUGE-L with the article."""
     ids = [tokenizer(article, add_special_tokens=False)["input_ids"] for article in articles]
     longest = min(LONGEST, max(len(row) for row in ids) - PROMPT)
     found = continuations(model, tokenizer, [row[:PROMPT] for row in ids], max_new_tokens=longest, batch_size=32)
@@ -88,7 +88,7 @@ def recited(model, tokenizer, articles):
 
 
 def told(model, tokenizer):
-    """Share of the questions about the article that are answered, and the answers."""
+    """The answers to the questions about the article, and the share that states the fact."""
     records = [newspaper.asked(question, answer) for question, answer, _ in newspaper.QUESTIONS]
     texts = answers(model, tokenizer, records, max_new_tokens=24)
     facts = [fact for *_, fact in newspaper.QUESTIONS]
@@ -96,7 +96,7 @@ def told(model, tokenizer):
 
 
 def measured(name, model, tokenizer, keep):
-    """What there is to say of a model, printed as a line."""
+    """Measure a model and print one line."""
     article = recited(model, tokenizer, [newspaper.REQUESTED])[1]
     kept = recited(model, tokenizer, [text for text, _ in keep])[1]
     share = told(model, tokenizer)[0]
@@ -105,14 +105,14 @@ def measured(name, model, tokenizer, keep):
 
 
 def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
-    """The story, step by step."""
+    """Run the example step by step."""
     tokenizer = load_tokenizer(trained.target)
     write_records(output / "keep.jsonl", [record for text, questions in keep for record in (newspaper.Record(text),)])
     write_text(output / "article.txt", newspaper.REQUESTED + "\n")
     target = load_model(trained.target).eval()
     figures = {}
     with contextlib.chdir(output):
-        # Short names for what is printed; the models lie in the cache.
+        # Links give the models short names in the printed commands.
         places = {"target": trained.target, "q": trained.retain_auxiliary, "p": trained.forget_auxiliary}
         for name, place in places.items():
             Path(name).unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
 def main(
     arguments: list[str] | None = None, recipe: Recipe = RECIPE, published: int = PUBLISHED, kept: int = KEPT
 ) -> dict:
-    """Train, tell the story, write the figures."""
+    """Train the models, run the example and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/takedown"), help="an empty or absent folder")

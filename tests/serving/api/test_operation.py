@@ -19,7 +19,7 @@ from divdec.cli import main
 from served import bundle_of, engine_of, eventually, figure, process, serving
 
 LONG = {"model": "tiny", "prompt": "The", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "seed": 1}
-SHORT = {"model": "tiny", "prompt": "The", "max_tokens": 2}
+SHORT = {"model": "tiny", "prompt": "The", "max_tokens": 2, "temperature": 0}
 PATH = "/v1/completions"
 KEY = "a-key-of-32-characters-for-tests"
 
