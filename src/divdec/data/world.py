@@ -124,7 +124,7 @@ def build_world(settings: WorldSettings) -> World:
     sizes = [getattr(settings, f"{name}_authors") for name in (*GROUPS, "passing")]
     authors = iter(_draw_authors(sum(sizes), rng))
     groups = [tuple(itertools.islice(authors, size)) for size in sizes]
-    people = dict(zip(GROUPS, groups, strict=False))
+    people: dict[str, tuple[Author, ...]] = dict(zip(GROUPS, groups, strict=False))
     asked = GROUPS[:3]
     seen, unseen = range(settings.trained_wordings), range(settings.trained_wordings, NUM_WORDINGS)
     return World(
