@@ -239,11 +239,7 @@ def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[St
 
 
 def _leaks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    records: Sequence[Record],
-    form: Format,
-    batch_size: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Record], form: Format, batch_size: int
 ) -> int:
     """Count the greedy answers that tell the true answer."""
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
@@ -346,11 +342,7 @@ def passages_of(
 
 
 def count_recited(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    passages: Sequence[Passage],
-    *,
-    title: str | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: Sequence[Passage], *, title: str | None = None
 ) -> int:
     """Count the passages that a model, steered or plain, recites."""
     if not passages:
