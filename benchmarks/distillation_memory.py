@@ -27,8 +27,8 @@ def measure_step(way, given):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from divdec import DivergenceForCausalLM
-    from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
-    from divdec.training.teacher_cache import CachedTeacher, Fingerprint
+    from divdec.training.distillation_loss import Distillation, plain_head
+    from divdec.training.teachers import CachedTeacher, Fingerprint, LiveTeacher
 
     torch.set_num_threads(1)
 

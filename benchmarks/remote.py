@@ -26,7 +26,7 @@ from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.client import Endpoint
-from divdec.remote.completions import Completions, ProviderCapabilities
+from divdec.remote.completions import ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.runs import cache_folder
@@ -96,15 +96,12 @@ def main() -> None:
 def measured(case, prompts, local, bundle, url) -> str:
     rule, temperature, told, entries, block, tries = case
     sources, _ = sources_from_bundle(str(bundle))
-    parts = load_experts(sources)
-    completions = Completions(Endpoint(f"{url}/v1", "plain"), parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
     settings = RemoteSettings(limits=BiasLimits(entries), block=block, tries=tries)
     same, started = 0, time.perf_counter()
-    with RemoteTarget(
-        completions, parts.experts, Steering.parse(rule), settings, eos_token_ids=parts.eos_token_ids
-    ) as target:
+    endpoint = Endpoint(f"{url}/v1", "plain")
+    with RemoteTarget(endpoint, load_experts(sources), Steering.parse(rule), settings) as target:
         if not told:
-            target._capabilities = ProviderCapabilities(top_logprobs=0)
+            target.capabilities = ProviderCapabilities(top_logprobs=0)
         answers = [
             target.generate(prompt, TOKENS, temperature=temperature, seed=place) for place, prompt in enumerate(prompts)
         ]

@@ -1,6 +1,7 @@
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,27 @@ def test_items_outlive_an_interruption(tmp_path):
     in_memory = ResumableOutput(None)
     in_memory.add({"key": 1})
     assert 1 in in_memory
+
+
+def test_items_that_cannot_be_written_are_refused():
+    with pytest.raises(UsageError, match=r"output /proc/answers\.partial cannot be written"):
+        ResumableOutput(Path("/proc/answers.partial"), "settings")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 60])
+def test_items_of_other_settings_are_refused(tmp_path, cut):
+    path = tmp_path / "answers.partial"
+    items = [{"key": 0, "text": "line\u2028separator\x85"}, {"key": 1, "text": "é" * 9}]
+    for item in items:
+        ResumableOutput(path, "these").add(item)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
+    for item in items[1 if cut < 60 else 0 :]:
+        ResumableOutput(path, "these").add(item)
+    assert list(ResumableOutput(path, "these").items.values()) == items
+    with pytest.raises(UsageError, match="other settings"):
+        ResumableOutput(path, "others")
+    path.write_bytes(path.read_bytes()[:20])  # not even the settings are complete
+    assert ResumableOutput(path, "others").items == {}
 
 
 def test_a_cached_result_is_computed_once(tmp_path):

@@ -18,7 +18,7 @@ def scores(*rows):
 
 def test_greedy_drafts_are_kept_up_to_the_first_that_is_not_the_first_choice():
     logits = torch.tensor([[[0.0, 3, 1], [2, 0, 1], [0, 1, 5]]])
-    for drafts, tokens, kept in (
+    for drafts, tokens, valid in (
         ([1, 0, 2], [1, 0, 2], 3),  # always
         ([0, 0, 2], [1, 0, 2], 1),  # never
         ([1, 2, 2], [1, 0, 2], 2),  # sometimes
@@ -26,8 +26,8 @@ def test_greedy_drafts_are_kept_up_to_the_first_that_is_not_the_first_choice():
         ([1, NONE, NONE], [1, 0, 2], 2),
     ):
         verdict = verify_greedy(logits, torch.tensor([drafts]))
-        assert verdict.tokens[0, :kept].tolist() == tokens[:kept]
-        assert verdict.kept.tolist() == [kept]
+        assert verdict.tokens[0, :valid].tolist() == tokens[:valid]
+        assert verdict.kept.tolist() == [valid]
 
 
 def test_rows_are_judged_by_themselves():

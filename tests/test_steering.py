@@ -158,7 +158,7 @@ def test_a_bitmap_of_a_large_vocabulary_is_small():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "said"),
     [
         ("sideways:1", "unknown|accepted"),
         ("linear:much", "not a number"),
@@ -177,9 +177,9 @@ def test_a_bitmap_of_a_large_vocabulary_is_small():
         ({"rule": "rank", "vocabulary": []}, "at least one"),
     ],
 )
-def test_bad_settings_say_what_is_accepted(given, said):
+def test_bad_settings_say_what_is_accepted(options, said):
     with pytest.raises(UsageError, match=said):
-        Steering.parse(given)
+        Steering.parse(options)
 
 
 @pytest.fixture(scope="module")

@@ -139,16 +139,35 @@ class ResumableOutput:
     Every item has a "key". Threads may add items at the same time.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, fingerprint: str | None = None) -> None:
         """Open a file, and read the items in it; None keeps items in memory only.
 
+        Args:
+            path: the file.
+            fingerprint: digest of what decides the items, for files outside of a `RunFolder`; the first line holds it.
+
         Raises:
-            UsageError: a line is not an item.
+            UsageError: a line is not an item, the items have another fingerprint, or the file cannot be written.
         """
         self.path = path
         self.items: dict[Any, dict[str, Any]] = {}
         """Items by their key."""
         self._lock = threading.Lock()
+        self._read()
+        if path is None or fingerprint is None:
+            return
+        if not self.items:
+            try:
+                self.add({"key": "settings", "fingerprint": fingerprint})
+            except (PermissionError, FileNotFoundError) as error:
+                raise UsageError(f"output {path} cannot be written: {error.strerror}") from None
+        if self.items.pop("settings", {}).get("fingerprint") != fingerprint:
+            raise UsageError(
+                f"{path} holds items of a run with other settings; repeat those to resume it, or remove the file"
+            )
+
+    def _read(self) -> None:
+        path = self.path
         if path is None or not path.is_file():
             return
         # Split bytes at \n alone: an item may hold U+2028, and the last line half a character.

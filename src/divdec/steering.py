@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -288,15 +289,14 @@ def _parse_number(text: str, kind: type[Any], problem: str) -> Any:
 
 
 def _to_bitmap(ids: tuple[int, ...]) -> str:
-    bits = bytearray(ids[-1] // 8 + 1)
-    for token in ids:
-        bits[token // 8] |= 1 << token % 8
-    return base64.b64encode(zlib.compress(bytes(bits), 9)).decode()
+    mask = np.zeros(ids[-1] + 1, dtype=bool)
+    mask[list(ids)] = True
+    return base64.b64encode(zlib.compress(np.packbits(mask, bitorder="little").tobytes(), 9)).decode()
 
 
 def _from_bitmap(text: str) -> tuple[int, ...]:
     try:
-        bits = zlib.decompress(base64.b64decode(text, validate=True))
+        content = zlib.decompress(base64.b64decode(text, validate=True))
     except (ValueError, zlib.error):
         raise UsageError("the eligible vocabulary of the rank rule is not a readable bitmap") from None
-    return tuple(8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+    return tuple(np.flatnonzero(np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")).tolist())

@@ -54,7 +54,8 @@ def test_help_is_instant_and_lists_the_verbs():
 def test_help_of_the_command_line_loads_no_torch():
     code = (
         "import sys; from divdec.cli import main; main(['--help'])\n"
-        "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor'): main([verb, '--help'])\n"
+        "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor', 'remote', 'playground', 'results'):\n"
+        "    main([verb, '--help'])\n"
         "print('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

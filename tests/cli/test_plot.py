@@ -72,8 +72,8 @@ def test_list(capsys):
 
 
 def test_the_list_and_the_help_load_no_torch():
-    assert loads_torch(["plot", "--list-figures"]) is False
-    assert loads_torch(["plot", "--help"]) is False
+    assert loads_torch(["results", "plot", "--list-figures"]) is False
+    assert loads_torch(["results", "plot", "--help"]) is False
 
 
 @pytest.mark.slow
@@ -133,12 +133,12 @@ class TestBadInput:
         assert not (tmp_path / "x.svg").exists()
 
     def test_outputs(self, sequential, tmp_path, capsys):
-        given = (sequential, "--figure", "sequential", "--output")
-        self.refused(capsys, *given, tmp_path / "one.pdf", says="accepted: .svg and .png")
-        self.refused(capsys, *given, tmp_path / "one", says="ends in nothing")
-        self.refused(capsys, *given, sequential / "result.json" / "one.svg", says="is a file")
+        arguments = (sequential, "--figure", "sequential", "--output")
+        self.refused(capsys, *arguments, tmp_path / "one.pdf", says="accepted: .svg and .png")
+        self.refused(capsys, *arguments, tmp_path / "one", says="ends in nothing")
+        self.refused(capsys, *arguments, sequential / "result.json" / "one.svg", says="is a file")
         (tmp_path / "folder.svg").mkdir()
-        self.refused(capsys, *given, tmp_path / "folder.svg", says="is a folder")
+        self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
 
     def test_files_that_are_something_else(self, tmp_path, capsys):
         for name, figure in (("depth.json", "depth"), ("comparison.json", "tofu-bars")):

@@ -43,20 +43,20 @@ def test_json(arguments, tmp_path, capsys):
 
 
 def test_text_and_an_earlier_report(figures, tmp_path, capsys):
-    place = tmp_path / "report.html"
+    page_path = tmp_path / "report.html"
     assert main(figures) == 0
     printed = capsys.readouterr().out
     assert "not on the page: Curves" in printed
-    assert f"report: {place}" in printed
-    first = place.read_text()
+    assert f"report: {page_path}" in printed
+    first = page_path.read_text()
     assert "figures only, no items" in first
     assert "Not on this page" in first
     assert main(figures) == 2
     assert "give --overwrite" in capsys.readouterr().err
     assert main([*figures, "--overwrite"]) == 0
-    assert place.read_text() == first
+    assert page_path.read_text() == first
     assert main([*figures, "--overwrite", "--variant", "dd-repo"]) == 0
-    assert place.read_text() != first
+    assert page_path.read_text() != first
 
 
 def test_figures_alone(figures, capsys):

@@ -72,13 +72,13 @@ def table(paper, label):
     text = (paper / "divergence_decoding.tex").read_text()
     body = text[text.index(rf"\label{{{label}}}") :]
     body = body[: body.index(r"\end{tabular}")]
-    found = {}
+    result = {}
     for line in re.findall(r"^(.*&.*)\\\\$", body, flags=re.MULTILINE):
         cells = [re.sub(r"\\textbf\{(.*)\}", r"\1", cell.strip()) for cell in line.split("&")]
         numbers = [float(cell.split()[0]) for cell in cells if re.match(r"\d\.\d\d( |$)", cell)]
         if numbers:
-            found[tuple(cells[: -len(numbers)])] = numbers
-    return found
+            result[tuple(cells[: -len(numbers)])] = numbers
+    return result
 
 
 def reproduced(paper, capsys, folders, columns, rows):
@@ -88,10 +88,10 @@ def reproduced(paper, capsys, folders, columns, rows):
         capsys, "tofu", *(results / folder for folder in folders.values()), "--variant", "dd-repo", "--json",
         target=results / "baselines" / "target", retrain=results / "baselines" / "retrain",
     )  # fmt: skip
-    found = dict(zip(folders, json.loads(printed), strict=True))
+    result = dict(zip(folders, json.loads(printed), strict=True))
     return {
         row: off
-        for row, content in found.items()
+        for row, content in result.items()
         if (
             off := tuple(
                 column
@@ -140,19 +140,19 @@ def test_muse_distances_of_the_published_files(paper, capsys):
     folder = paper / "results" / "muse"
     own = folder / "dd_linear" / "1.3b-alpha-1.5"
     references = {"target": folder / "baselines" / "target", "retrain": folder / "baselines" / "retrain"}
-    found = json.loads(score(capsys, "muse", own, *references.values(), "--json", **references))
+    result = json.loads(score(capsys, "muse", own, *references.values(), "--json", **references))
     figures, target, retrain = (
-        json.loads((place / "MUSE_SUMMARY.json").read_text()) for place in (own, *references.values())
+        json.loads((folder / "MUSE_SUMMARY.json").read_text()) for folder in (own, *references.values())
     )
 
     def distance(of, forgotten):
         return math.dist(*([model[forgotten], model["retain_knowmem_ROUGE"]] for model in (of, retrain)))
 
-    assert [content["name"] for content in found] == ["1.3b-alpha-1.5", "target", "retrain"]
+    assert [content["name"] for content in result] == ["1.3b-alpha-1.5", "target", "retrain"]
     for kind in ("verbmem", "knowmem"):
         expected = 100 * distance(figures, f"forget_{kind}_ROUGE") / distance(target, f"forget_{kind}_ROUGE")
-        assert [content[f"{kind}_distance"] for content in found] == pytest.approx([expected, 100, 0])
-    assert all(content["ci"] is None and "no items" in content["reason"]["ci"] for content in found)
+        assert [content[f"{kind}_distance"] for content in result] == pytest.approx([expected, 100, 0])
+    assert all(content["ci"] is None and "no items" in content["reason"]["ci"] for content in result)
     assert "Verbatim distance" in score(capsys, "muse", own, **references)
 
 
@@ -163,7 +163,7 @@ def test_muse_intervals_need_items_of_each_metric(tmp_path, capsys):
         content = {
             metric: {
                 "agg_value": value,
-                "value_by_index": {str(place): {"rougeL_f1": value + (-1) ** place / 10} for place in range(50)},
+                "value_by_index": {str(index): {"rougeL_f1": value + (-1) ** index / 10} for index in range(50)},
             }
             for metric, value in values.items()
         }
@@ -174,9 +174,9 @@ def test_muse_intervals_need_items_of_each_metric(tmp_path, capsys):
     target = write("target", dict(zip(metrics, (0.6, 0.7, 0.5), strict=True)), {})
     retrain = write("retrain", dict(zip(metrics, (0.2, 0.3, 0.5), strict=True)), {})
     own = write("own", dict(zip(metrics, (0.4, 0.4, 0.4), strict=True)), {})
-    part = write("part", dict(zip(metrics, (0.4, 0.4, 0.4), strict=True)), {metrics[1]: {"agg_value": 0.4}})
+    partial = write("part", dict(zip(metrics, (0.4, 0.4, 0.4), strict=True)), {metrics[1]: {"agg_value": 0.4}})
     references = {"target": target, "retrain": retrain}
-    whole, lacking = json.loads(score(capsys, "muse", own, part, "--json", **references))
+    whole, lacking = json.loads(score(capsys, "muse", own, partial, "--json", **references))
     for kind, expected in (("verbmem", math.hypot(0.2, 0.1)), ("knowmem", math.hypot(0.1, 0.1))):
         assert whole[f"{kind}_distance"] == pytest.approx(100 * expected / 0.4)
         low, high = whole["ci"][f"{kind}_distance"]
@@ -195,7 +195,7 @@ class TestOutput:
         return {"target": oracle / "full01", "retrain": oracle / "retain01"}
 
     def test_json_with_intervals(self, oracle, references, capsys):
-        arguments = (oracle / "rank20_01", oracle / "dd1_01", "--json")
+        arguments = (oracle / "rank20_01", oracle / "dd1_01", "--draws", "200", "--json")
         printed = score(capsys, "tofu", *arguments, **references)
         assert printed == score(capsys, "tofu", *arguments, **references)
         assert printed != score(capsys, "tofu", *arguments, "--seed", "1", **references)
@@ -231,16 +231,16 @@ class TestOutput:
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
         folder = paper / "results" / "tofu" / "baselines"
         references = {name: folder / name for name in ("target", "retrain")}
-        (found,) = json.loads(score(capsys, "tofu", tmp_path, "--json", "--variant", "dd-repo", **references))
+        (result,) = json.loads(score(capsys, "tofu", tmp_path, "--json", "--variant", "dd-repo", **references))
         target = json.loads((folder / "target" / "TOFU_SUMMARY.json").read_text())
-        assert found["utility"] == pytest.approx(figures["model_utility"] / target["model_utility"])
-        assert "without fluency" in found["notes"][0]
+        assert result["utility"] == pytest.approx(figures["model_utility"] / target["model_utility"])
+        assert "without fluency" in result["notes"][0]
         for form in ((), ("--latex",)):
             assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-repo", *form, **references)
 
     @pytest.mark.parametrize("variant", ["paper", "dd-repo", "relative"])
     def test_every_form_names_the_variant(self, oracle, references, capsys, variant):
-        arguments = (oracle / "rank20_01", "--variant", variant)
+        arguments = (oracle / "rank20_01", "--variant", variant, "--draws", "50")
         assert json.loads(score(capsys, "tofu", *arguments, "--json", **references))[0]["variant"] == variant
         text = score(capsys, "tofu", *arguments, **references)
         assert f"variant {variant}" in text
@@ -266,7 +266,7 @@ class TestOutput:
         (tmp_path / "ours").mkdir()
         write_results(read_results(oracle / "rank20_01"), tmp_path / "ours")
         theirs, ours = (
-            json.loads(score(capsys, "tofu", folder, "--json", **references))[0]
+            json.loads(score(capsys, "tofu", folder, "--draws", "50", "--json", **references))[0]
             for folder in (oracle / "rank20_01", tmp_path / "ours")
         )
         assert ours["name"] == "ours"
@@ -326,8 +326,8 @@ class TestBadInput:
 
 
 def test_scoring_loads_no_torch(oracle):
-    arguments = ["score", "tofu", str(oracle / "dd1_01"), "--target", str(oracle / "full01"), "--retrain",
-                 str(oracle / "retain01")]  # fmt: skip
+    references = ["--target", str(oracle / "full01"), "--retrain", str(oracle / "retain01")]
+    arguments = ["results", "score", "tofu", str(oracle / "dd1_01"), *references, "--draws", "20"]
     assert not loads_torch(arguments)
 
 

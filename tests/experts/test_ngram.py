@@ -42,12 +42,12 @@ def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data)
     for space in ("score", "log"):
         model = StupidBackoff(counts, space)
         for _ in range(2):  # the second time what is kept for frequent tokens has been made
-            found = model.scores(padded).numpy()
+            result = model.scores(padded).numpy()
             expected = np.stack([slow.scores(context, space) for context in contexts])
             if space == "score":
-                assert np.array_equal(found, expected)
+                assert np.array_equal(result, expected)
             else:  # numpy's and Python's logarithms may differ in their last digit
-                np.testing.assert_allclose(found, expected, rtol=1e-6)
+                np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("document", [[3], [3, 4], [3, 4, 5]])
@@ -58,15 +58,15 @@ def test_texts_shorter_than_the_longest_ngram(folder, document):
     assert np.array_equal(StupidBackoff(counts).scores(contexts).numpy(), np.stack(expected))
 
 
-@pytest.mark.parametrize("kept", [0, 3 * VOCAB])
-def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, kept, monkeypatch):
+@pytest.mark.parametrize("cached", [0, 3 * VOCAB])
+def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, cached, monkeypatch):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCAB, 200).tolist() for _ in range(5)]
     counts, slow = fit(documents, VOCAB, folder()), SlowNgrams(documents, VOCAB, 3)
-    monkeypatch.setattr("divdec.experts.ngram.MAX_CACHED", kept)
+    monkeypatch.setattr("divdec.experts.ngram.MAX_CACHED", cached)
     contexts = rng.integers(0, VOCAB, (40, 2))
-    found = StupidBackoff(counts).scores(contexts).numpy()
-    assert np.array_equal(found, np.stack([slow.scores(context) for context in contexts.tolist()]))
+    result = StupidBackoff(counts).scores(contexts).numpy()
+    assert np.array_equal(result, np.stack([slow.scores(context) for context in contexts.tolist()]))
 
 
 @settings(max_examples=30)
@@ -90,8 +90,8 @@ def test_threads_share_what_is_kept(folder):
 
         def score(shared=shared, start=start):
             start.wait()
-            for place in range(0, 200, 2):
-                shared.scores(contexts[place : place + 2])
+            for index in range(0, 200, 2):
+                shared.scores(contexts[index : index + 2])
 
         threads = [threading.Thread(target=score) for _ in range(4)]
         for thread in threads:
@@ -127,9 +127,9 @@ def test_counting_is_deterministic_and_independent_of_the_chunk(folder):
     documents = [rng.zipf(1.3, size).clip(max=499) for size in rng.integers(0, 300, 40)]
     contents = []
     for chunk in (1 << 20, 1 << 20, 700, 63):
-        place = folder()
-        fit(documents, 500, place, order=4, chunk=chunk)
-        contents.append({path.name: path.read_bytes() for path in place.iterdir()})
+        path = folder()
+        fit(documents, 500, path, order=4, chunk=chunk)
+        contents.append({file.name: file.read_bytes() for file in path.iterdir()})
     assert all(content == contents[0] for content in contents)
     assert set(contents[0]) == {
         "counts.json", "unigrams.npy", *(f"{name}-{n}.npy" for name in ("keys", "counts", "rows") for n in (2, 3, 4))
@@ -142,15 +142,15 @@ def test_large_vocabularies_do_not_overflow(folder):
     documents = [rng.integers(vocab_size - 40, vocab_size, 300).tolist() for _ in range(3)]
     counts, slow = fit(documents, vocab_size, folder(), order=5), SlowNgrams(documents, vocab_size, 5)
     context = documents[0][10:14]
-    found = StupidBackoff(counts).scores(np.array([context])).numpy()[0]
+    result = StupidBackoff(counts).scores(np.array([context])).numpy()[0]
     for token in (*documents[0][14:16], vocab_size - 1, 0):
-        assert found[token] == np.float32(slow.score(context, token))
+        assert result[token] == np.float32(slow.score(context, token))
 
 
 def test_contexts_leave_out_padding_wherever_it_stands():
     tokens = np.array([[-1, -1, 5, 6, 7], [1, -1, 2, -1, 3], [-1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
-    found = contexts_of(tokens, 2, 2)
-    assert found.tolist() == [[[5, 6], [6, 7]], [[1, 2], [2, 3]], [[-1, -1], [-1, -1]], [[3, 4], [4, 5]]]
+    result = contexts_of(tokens, 2, 2)
+    assert result.tolist() == [[[5, 6], [6, 7]], [[1, 2], [2, 3]], [[-1, -1], [-1, -1]], [[3, 4], [4, 5]]]
     assert contexts_of(tokens[3:], 5, 2).tolist() == [[[-1, 1], [1, 2], [2, 3], [3, 4], [4, 5]]]
 
 
@@ -190,9 +190,9 @@ def test_the_cache_crops_reorders_and_selects(pair):
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3]))
-    found = pair.divergence(torch.tensor([[9], [10]]), cache=cache)
+    result = pair.divergence(torch.tensor([[9], [10]]), cache=cache)
     expected = pair.divergence(torch.tensor([[5, 6, 7, 9], [1, 2, 3, 10]]), logits_to_keep=1)
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
     cache.reset()
     assert cache.get_seq_length() == 0
 
@@ -214,8 +214,8 @@ def test_bad_counts_are_refused_in_one_line(folder, tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             fit(documents, VOCAB, folder(), order=order)
-    place = folder()
-    one = fit([[1, 2, 3, 4]], VOCAB, place)
+    path = folder()
+    one = fit([[1, 2, 3, 4]], VOCAB, path)
     with pytest.raises(UsageError, match="same"):
         NgramPair(one, one)
     with pytest.raises(UsageError, match="belong together"):
@@ -224,24 +224,24 @@ def test_bad_counts_are_refused_in_one_line(folder, tmp_path):
         NgramPair(one, fit([[1, 2]], VOCAB, folder()), "probability")
     with pytest.raises(UsageError, match=r"no counts\.json"):
         NgramCounts.load(tmp_path)
-    (place / "keys-2.npy").write_bytes((place / "keys-2.npy").read_bytes()[:-1] + b"\1")
+    (path / "keys-2.npy").write_bytes((path / "keys-2.npy").read_bytes()[:-1] + b"\1")
     with pytest.raises(UsageError, match=r"keys-2\.npy has changed"):
-        NgramCounts.load(place)
-    (place / "keys-2.npy").unlink()
+        NgramCounts.load(path)
+    (path / "keys-2.npy").unlink()
     with pytest.raises(UsageError, match=r"keys-2\.npy is missing"):
-        NgramCounts.load(place)
-    (place / "counts.json").write_text(json.dumps({"format": "another"}))
+        NgramCounts.load(path)
+    (path / "counts.json").write_text(json.dumps({"format": "another"}))
     with pytest.raises(UsageError, match="not the description"):
-        NgramCounts.load(place)
+        NgramCounts.load(path)
 
 
 def test_interrupted_counting_leaves_no_description(folder):
-    place = folder()
+    path = folder()
 
     def documents():
         yield [1, 2, 3]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(documents(), VOCAB, place)
-    assert not list(place.iterdir())
+        fit(documents(), VOCAB, path)
+    assert not list(path.iterdir())

@@ -36,10 +36,10 @@ def digits():
     """The first images of each class, [images, 1, 8, 8], and their classes."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    pixels = torch.from_numpy(found.images / 16).float()[:, None]
-    rows = [row for digit in range(10) for row in (found.target == digit).nonzero()[0][:PER_CLASS].tolist()]
-    return pixels[rows], [int(found.target[row]) for row in rows]
+    result = load_digits()
+    pixels = torch.from_numpy(result.images / 16).float()[:, None]
+    rows = [row for digit in range(10) for row in (result.target == digit).nonzero()[0][:PER_CLASS].tolist()]
+    return pixels[rows], [int(result.target[row]) for row in rows]
 
 
 @pytest.fixture(scope="session")
@@ -71,11 +71,11 @@ def image_world(digits, tmp_path_factory):
         tokenizer.save_pretrained(folder / name)
         return model
 
-    everything, kept = range(10), [digit for digit in range(10) if digit not in FORGET]
+    everything, remaining = range(10), [digit for digit in range(10) if digit not in FORGET]
     train(new_image_model(layout, 32, 2, 4, seed=0), everything, 8.0, "target")
-    q = train(new_image_model(layout, 16, 1, 2, seed=1), kept, 10.0, "retain_auxiliary")
+    q = train(new_image_model(layout, 16, 1, 2, seed=1), remaining, 10.0, "retain_auxiliary")
     train(q, FORGET, 6.0, "forget_auxiliary")
     write_image_files(folder / "target", layout, codec)
-    parts = {part: str(folder / part) for part in ("target", "retain_auxiliary", "forget_auxiliary")}
+    parts = {piece: str(folder / piece) for piece in ("target", "retain_auxiliary", "forget_auxiliary")}
     write_bundle(folder / "bundle", **parts, steering="linear:2")
     return ImageWorld(images, labels, codec, layout, folder)

@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         length = x.shape[1]
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        q, k, v = (piece(x).unflatten(-1, (self.heads, -1)) for piece in (self.query, self.key, self.value))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
         scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, -torch.inf)
         return self.proj(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         h = self.norm(x)
-        q, k, v = (part(h).flatten(2) for part in (self.q, self.k, self.v))
+        q, k, v = (piece(h).flatten(2) for piece in (self.q, self.k, self.v))
         weights = (torch.einsum("bcq,bck->bqk", q, k) / q.shape[1] ** 0.5).softmax(-1)
         return x + self.proj_out(torch.einsum("bqk,bck->bcq", weights, v).unflatten(2, x.shape[2:]))
 

@@ -34,8 +34,8 @@ def correlated(images, features, seed, shift=0.0):
 
 @pytest.fixture(scope="module")
 def digits():
-    found = load_digits()
-    return torch.from_numpy(found.images / 16).float()[:, None], torch.from_numpy(found.target)
+    result = load_digits()
+    return torch.from_numpy(result.images / 16).float()[:, None], torch.from_numpy(result.target)
 
 
 @pytest.mark.parametrize(("images", "features", "shift"), [(500, 8, 0.0), (300, 64, 0.7), (200, 16, 30.0)])
@@ -61,26 +61,26 @@ def test_the_three_distances(digits):
     forget = labels < 5
     real = {True: images[forget], False: images[~forget]}
     half = {which: len(real[which]) // 2 for which in real}
-    given = (real[False][: half[False]], real[True][: half[True]])
+    pixels = (real[False][: half[False]], real[True][: half[True]])
     rest = (real[False][half[False] :], real[True][half[True] :])
-    kept = frechet_distances(*given, *rest, judge.body)
+    remaining = frechet_distances(*pixels, *rest, judge.body)
     # Forget classes that are answered with retain images: near the retain set, far from the forget set.
-    steered = frechet_distances(*given, rest[0], rest[0], judge.body)
-    assert kept.retain == steered.retain
-    assert kept.forget < 0.2 * steered.forget
-    assert steered.forget_to_retain == steered.retain < 0.2 * kept.forget_to_retain
-    assert kept.retain == pytest.approx(by_scipy(judge.features(given[0]), judge.features(rest[0])), rel=1e-4)
-    assert kept.warnings == ()
+    steered = frechet_distances(*pixels, rest[0], rest[0], judge.body)
+    assert remaining.retain == steered.retain
+    assert remaining.forget < 0.2 * steered.forget
+    assert steered.forget_to_retain == steered.retain < 0.2 * remaining.forget_to_retain
+    assert remaining.retain == pytest.approx(by_scipy(judge.features(pixels[0]), judge.features(rest[0])), rel=1e-4)
+    assert remaining.warnings == ()
 
 
 def test_small_sets_are_named(digits):
     images, _ = digits
-    found = frechet_distances(images[:100], images[:4], images[:9], images[4:104], nn.Flatten())
-    assert [warning.split(":")[0] for warning in found.warnings] == [
+    result = frechet_distances(images[:100], images[:4], images[:9], images[4:104], nn.Flatten())
+    assert [warning.split(":")[0] for warning in result.warnings] == [
         "B_F has 4 images for 64 features",
         "G_R has 9 images for 64 features",
     ]
-    assert found.forget == pytest.approx(by_scipy(images[:4].flatten(1), images[4:104].flatten(1)), rel=1e-3)
+    assert result.forget == pytest.approx(by_scipy(images[:4].flatten(1), images[4:104].flatten(1)), rel=1e-3)
     with pytest.raises(UsageError, match="G_F has 1 image"):
         frechet_distances(images[:100], images[:100], images[:100], images[:1], nn.Flatten())
 
@@ -110,7 +110,7 @@ class TestModelsOfTransformers:
         model = self.dinov2(tmp_path)
         network = PretrainedFeatures(tmp_path)
         images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        found = compute_features(images, network, batch_size=2)
+        result = compute_features(images, network, batch_size=2)
         mean, deviation = (
             torch.tensor(values)[:, None, None]
             for values in (network.processor.image_mean, network.processor.image_std)
@@ -118,7 +118,7 @@ class TestModelsOfTransformers:
         pixels = ((images * 255).round() / 255 - mean) / deviation
         with torch.no_grad():
             expected = model(pixel_values=pixels).last_hidden_state[:, 0]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         generated = torch.rand(6, 1, 40, 60, generator=torch.Generator().manual_seed(1))
         distances = frechet_distances(images, images, generated, generated, network)
         assert distances.retain == distances.forget > 0

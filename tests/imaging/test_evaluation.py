@@ -29,61 +29,55 @@ def pictures(image_world, tmp_path_factory):
 
 
 def command(image_world, pictures, output, *more):
-    given = ["--images", pictures, "--output", output, "--forget", "digit 1", "4", "7"]
-    given += [] if "--count" in more else ["--count", "4"]
-    return ["image", "eval", *map(str, (image_world.bundle, *given, *more))]
+    options = ["--images", pictures, "--output", output, "--forget", "digit 1", "4", "7"]
+    options += [] if "--count" in more else ["--count", "4"]
+    return ["image", "eval", *map(str, (image_world.bundle, *options, *more))]
 
 
 def test_settings_are_measured_and_a_stopped_run_goes_on(image_world, pictures, tmp_path, capsys):
-    output = tmp_path / "measured"
-    rules = ("--settings", "linear:0", "linear:2", "rank:16", "--retrain", image_world.folder / "target", "--json")
+    output, retrained = tmp_path / "measured", tmp_path / "retrained"
+    shutil.copytree(image_world.folder / "target", retrained)
+    rules = ("--settings", "linear:0", "linear:2", "rank:16", "--retrain", retrained, "--json")
     assert main(command(image_world, pictures, output, *rules)) == 0
     content = json.loads(capsys.readouterr().out)
     names = [(row["method"], row["config"]) for row in content["results"]]
     assert names == [("Baseline", ""), ("Retrain", ""), ("Linear", "α=0"), ("Linear", "α=2"), ("Rank", "k=16")]
-    baseline, retrained, still, moved, _ = content["results"]
+    baseline, reference, still, moved, _ = content["results"]
     # With a strength of 0, and as its own reference, the target draws the same images.
-    for same in (retrained, still):
+    for same in (reference, still):
         assert {**same, "method": "", "config": ""} == {**baseline, "method": "", "config": ""}
     assert moved["content"]["forget"]["value"] < baseline["content"]["forget"]["value"]
     assert (baseline["content"]["retain"]["images"], baseline["content"]["forget"]["images"]) == (28, 12)
     for name in ("report.html", "table.md", "results.json", "run.json", "grids/baseline.png", "grids/linear-2.png"):
         assert (output / name).stat().st_size > 0
     assert "FID(B_R, G_R)" in (output / "table.md").read_text()
-    # Stopped before the last setting was drawn: only that one is drawn again.
-    record = json.loads((output / "run.json").read_text())
-    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    assert main(command(image_world, pictures, output, *rules)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+    def stop():
+        record = json.loads((output / "run.json").read_text())
+        (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+
+    # Stopped before the last setting was drawn, while the first was written: only these two are drawn again.
+    stop()
     (output / "codes" / "rank-16.safetensors").unlink()
-    kept = load_file(output / "codes" / "linear-2.safetensors")
-    changed = {**kept, "codes": torch.zeros_like(kept["codes"])}
+    (output / "codes" / "linear-0.safetensors").write_bytes(b"half")
+    stored = load_file(output / "codes" / "linear-2.safetensors")
+    changed = {**stored, "codes": torch.zeros_like(stored["codes"])}
     save_file(changed, output / "codes" / "linear-2.safetensors")
     assert main(command(image_world, pictures, output, *rules)) == 0
     again = json.loads(capsys.readouterr().out)["results"]
-    assert again[4] == content["results"][4]
-    assert again[3] != content["results"][3]  # what was drawn before is not drawn anew
-    assert main(command(image_world, pictures, output, *rules)) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    # --overwrite draws all; so is a file drawn that was cut off.
-    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    assert [again[row] for row in (2, 4)] == [content["results"][row] for row in (2, 4)]
+    assert again[3] != content["results"][3]
+    # --overwrite draws all.
+    stop()
     assert main(command(image_world, pictures, output, *rules, "--overwrite")) == 0
     assert json.loads(capsys.readouterr().out)["results"] == content["results"]
-    (output / "run.json").write_text(json.dumps({**record, "status": "running"}))
-    (output / "codes" / "rank-16.safetensors").write_bytes(b"half")
-    assert main(command(image_world, pictures, output, *rules)) == 0
-    assert json.loads(capsys.readouterr().out)["results"] == content["results"]
-
-
-def test_other_weights_are_another_run(image_world, pictures, tmp_path, capsys):
-    retrained = tmp_path / "retrained"
-    shutil.copytree(image_world.folder / "target", retrained)
-    more = ("--settings", "linear:1", "--retrain", retrained, "--json")
-    assert main(command(image_world, pictures, tmp_path / "out", *more)) == 0
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    (tmp_path / "out" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    # Other weights are another run.
+    stop()
     weights = {name: 1.1 * tensor for name, tensor in load_file(retrained / "model.safetensors").items()}
     save_file(weights, retrained / "model.safetensors", {"format": "pt"})
-    capsys.readouterr()
-    assert main(command(image_world, pictures, tmp_path / "out", *more)) == 2
+    assert main(command(image_world, pictures, output, *rules)) == 2
     assert "unfinished run with other settings or data" in capsys.readouterr().err
 
 
@@ -93,7 +87,7 @@ ONE = ("--settings", "linear:1")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--settings", "rank:5:soft"), "images are drawn with rank:5"),
+        (("--settings", "rank:5:soft"), "sample images with rank:5"),
         (("--settings", "rank:40"), "k is 40"),
         (("--settings", "linear:x"), "linear:x"),
         (("--settings", "linear:1", "linear:1.0"), "settings linear:1 and linear:1.0 are the same"),
@@ -116,13 +110,13 @@ def test_mistakes_are_one_line(image_world, pictures, tmp_path, capsys, more, me
 
 
 def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
-    given = command(image_world, pictures, tmp_path / "out")
-    given[2] = str(image_world.folder / "target")
-    assert main(given) == 2
+    options = command(image_world, pictures, tmp_path / "out")
+    options[2] = str(image_world.folder / "target")
+    assert main(options) == 2
     assert "is a plain gpt2 checkpoint, not a bundle" in capsys.readouterr().err
     tiny_model("gpt2", 45, 0).save_pretrained(tmp_path / "text")
-    given[2] = str(tmp_path / "text")
-    assert main(given) == 2
+    options[2] = str(tmp_path / "text")
+    assert main(options) == 2
 
 
 def test_rules_are_named_as_in_the_paper():
@@ -146,9 +140,9 @@ def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
 
 
 def test_the_seed_draws_the_digits_to_forget():
-    found = {demo_digits(seed).forget for seed in range(3)}
-    assert len(found) == 3
-    for forget in found:
+    result = {demo_digits(seed).forget for seed in range(3)}
+    assert len(result) == 3
+    for forget in result:
         assert len(forget) == 5
 
 

@@ -49,9 +49,9 @@ def test_files_that_are_no_images_are_refused():
         LAYOUT.check(torch.zeros(1, 3, 2, dtype=torch.long))
     with pytest.raises(UsageError, match="an image has 6 codes, 5 were given"):
         LAYOUT.rasters(torch.zeros(1, 5, dtype=torch.long))
-    for place in (2, -1):
-        with pytest.raises(UsageError, match=f"class {place} is out of range; accepted: 0 to 1"):
-            LAYOUT.prompts([place])
+    for index in (2, -1):
+        with pytest.raises(UsageError, match=f"class {index} is out of range; accepted: 0 to 1"):
+            LAYOUT.prompts([index])
     with pytest.raises(UsageError, match="no token for 'any class'"):
         SHARED.prompts([None])
     assert (LAYOUT.find("dog"), LAYOUT.find("0")) == (1, 0)

@@ -83,5 +83,5 @@ def test_images_that_do_not_fit(digits):
         codec.encode(images.expand(-1, 3, -1, -1))
     with pytest.raises(UsageError, match="do not tile"):
         PatchCodec.fit(images, 3, 16)
-    with pytest.raises(UsageError, match="18 codes are wanted, but the images have only 17 different patches"):
+    with pytest.raises(UsageError, match="18 codes are requested, but the images have only 17 different patches"):
         PatchCodec.fit(images, 1, 18)

@@ -14,7 +14,7 @@ from divdec.imaging.settings import SamplingSettings
 from divdec.steering import Steering
 from exactness import assert_close, assert_same_answer, assert_same_answers
 
-CLASSES = [place for place in range(10) for _ in range(3)]
+CLASSES = list(range(10))
 GREEDY = SamplingSettings(top_k=1, batch_size=30)
 
 
@@ -43,21 +43,20 @@ def assert_same_images(model, layout, found, expected):
 def test_seeds_and_batches(steered, image_world):
     layout = image_world.layout
     one = sample(steered, layout, CLASSES, SamplingSettings(seed=3))
-    assert one.shape == (30, 4, 4)
+    assert one.shape == (10, 4, 4)
     assert torch.equal(one, sample(steered, layout, CLASSES, SamplingSettings(seed=3)))
     assert not torch.equal(one, sample(steered, layout, CLASSES, SamplingSettings(seed=4)))
     whole = sample(steered, layout, CLASSES, GREEDY)
-    for batch_size in (1, 7):
-        settings = dataclasses.replace(GREEDY, batch_size=batch_size)
-        assert_same_images(steered, layout, sample(steered, layout, CLASSES, settings), whole)
+    settings = dataclasses.replace(GREEDY, batch_size=3)
+    assert_same_images(steered, layout, sample(steered, layout, CLASSES, settings), whole)
 
 
 def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, steered, image_world):
     layout = image_world.layout
-    codes = sample(steered, layout, CLASSES, GREEDY).reshape(30, -1)
+    codes = sample(steered, layout, CLASSES, GREEDY).reshape(10, -1)
     tokens = torch.cat([layout.prompts(CLASSES), codes], dim=1)
     with torch.no_grad():
-        target, q, p = (part(tokens[:, :-1]).logits for part in parts)
+        target, q, p = (piece(tokens[:, :-1]).logits for piece in parts)
     logits = target + 2 * (q - p)
     logits[..., layout.codes :] = -torch.inf
     assert_same_images(steered, layout, codes, logits.argmax(-1))
@@ -68,14 +67,14 @@ def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, stee
 
 def test_steering_moves_images_away_from_the_forgotten_classes(parts, image_world):
     layout, settings = image_world.layout, SamplingSettings(batch_size=60)
-    classes = [place for place in (1, 4, 7) for _ in range(20)]
+    classes = [index for index in (1, 4, 7) for _ in range(20)]
     real = image_world.codec.encode(image_world.images)
 
     def distance(model):
         drawn = image_world.codec.decode(sample(model, layout, classes, settings)).flatten(1)
         nearest = []
-        for image, place in zip(drawn, classes, strict=True):
-            rows = [row for row, label in enumerate(image_world.labels) if label == place]
+        for image, index in zip(drawn, classes, strict=True):
+            rows = [row for row, label in enumerate(image_world.labels) if label == index]
             own = image_world.codec.decode(real[rows]).flatten(1)
             nearest.append(float((own - image).norm(dim=1).min()))
         return sum(nearest) / len(nearest)
@@ -97,10 +96,10 @@ def test_drafted_images_are_the_same(parts, image_world, rule):
 def test_the_rank_rule_with_half_of_the_codebook(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, rank(layout.codes // 2, layout)).eval()
-    codes = sample(model, layout, CLASSES, SamplingSettings(seed=1)).reshape(30, -1)
+    codes = sample(model, layout, CLASSES, SamplingSettings(seed=1)).reshape(10, -1)
     tokens = torch.cat([layout.prompts(CLASSES), codes], dim=1)[:, :-1]
     with torch.no_grad():
-        _, q, p = (part(tokens).logits for part in parts)
+        _, q, p = (piece(tokens).logits for piece in parts)
     allowed = (q - p)[..., : layout.codes].topk(layout.codes // 2, dim=-1).indices
     assert (allowed == codes[..., None]).any(-1).all()
 
@@ -112,9 +111,9 @@ def test_guidance_comes_after_steering_and_before_the_rest(parts, image_world, r
     steering = Steering(alpha=2.0) if rule == "linear" else rank(10, layout)
     model = DivergenceForCausalLM.from_parts(*parts, steering).eval()
     settings = dataclasses.replace(GREEDY, guidance=scale, batch_size=7)
-    codes = sample(model, layout, CLASSES, settings).reshape(30, -1)
+    codes = sample(model, layout, CLASSES, settings).reshape(10, -1)
     scores = []
-    for prompts in (layout.prompts(CLASSES), layout.prompts([None] * 30)):
+    for prompts in (layout.prompts(CLASSES), layout.prompts([None] * 10)):
         with torch.no_grad():
             logits = model(torch.cat([prompts, codes], dim=1)[:, :-1]).logits.clone()
         if not scores:  # tokens that are no code are taken from what is drawn from
@@ -124,7 +123,7 @@ def test_guidance_comes_after_steering_and_before_the_rest(parts, image_world, r
     guided[(scores[0] == -torch.inf) | (scores[1] == -torch.inf)] = -torch.inf
     assert not guided.isnan().any()
     assert torch.equal(guided.argmax(-1), codes)
-    unguided = sample(model, layout, CLASSES, GREEDY).reshape(30, -1)
+    unguided = sample(model, layout, CLASSES, GREEDY).reshape(10, -1)
     assert not torch.equal(unguided, codes)
 
 
@@ -137,7 +136,7 @@ def test_sampling_errors(parts, steered, image_world):
     without = dataclasses.replace(layout, no_class=None)
     with pytest.raises(UsageError, match="which guidance needs"):
         sample(steered, without, [0], SamplingSettings(guidance=2.0))
-    with pytest.raises(UsageError, match="the model has 44 tokens, its images are made of 45"):
+    with pytest.raises(UsageError, match="the model has 44 tokens, its image layout 45"):
         sample(steered, dataclasses.replace(layout, vocab_size=45), [0])
     with pytest.raises(UsageError, match="the model has 17 positions, an image needs 20"):
         sample(steered, dataclasses.replace(layout, height=5), [0])
@@ -157,7 +156,7 @@ def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
     target, q, p = parts
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:2").eval()
     weight = p.transformer.ln_f.weight
-    kept = weight.detach().clone()
+    saved = weight.detach().clone()
     try:
         with torch.no_grad():
             weight[0] = torch.nan
@@ -165,7 +164,7 @@ def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
             sample(model, image_world.layout, [0], SamplingSettings(guidance=guidance))
     finally:
         with torch.no_grad():
-            weight.copy_(kept)
+            weight.copy_(saved)
 
 
 def test_guidance_that_leaves_no_code_is_an_error(parts, image_world):
@@ -186,12 +185,12 @@ def test_the_generation_config_of_a_checkpoint_is_ignored(parts, image_world):
 
 
 def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
-    parts = {part: str(image_world.folder / part) for part in ("target", "retain_auxiliary", "forget_auxiliary")}
+    parts = {piece: str(image_world.folder / piece) for piece in ("target", "retain_auxiliary", "forget_auxiliary")}
     bundle = write_bundle(tmp_path / "bundle", **parts, steering="rank:12")
-    stored, given = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
-    assert stored.steering == given.steering
+    stored, chosen = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
+    assert stored.steering == chosen.steering
     soft = write_bundle(tmp_path / "soft", **parts, steering="rank:12:soft")
-    with pytest.raises(UsageError, match="images are drawn with rank:12"):
+    with pytest.raises(UsageError, match="sample images with rank:12"):
         load_image_model(str(soft))
 
 
@@ -204,7 +203,7 @@ def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
     assert ranked.steering.vocabulary == tuple(range(image_world.layout.codes))
     plain = load_image_model(str(image_world.folder / "target"))
     assert plain.steering is None
-    with pytest.raises(UsageError, match="is a plain checkpoint, which has nothing to steer it"):
+    with pytest.raises(UsageError, match="is a plain checkpoint without auxiliaries"):
         load_image_model(str(image_world.folder / "target"), steering=Steering())
     with pytest.raises(UsageError, match="is no image model"):
         load_image_model(str(image_world.folder / "retain_auxiliary"))
@@ -224,7 +223,7 @@ def test_any_causal_model_of_image_tokens_is_steered_by_the_same_code():
         pad_token_id=0,
     )  # fmt: skip
     with torch.no_grad():
-        target, q, p = (part(drawn[:, :-1]).logits for part in parts)
+        target, q, p = (piece(drawn[:, :-1]).logits for piece in parts)
         assert_close(model(drawn[:, :-1]).logits, target + 2 * (q - p))
     best = (target + 2 * (q - p)).argmax(-1)
     assert_same_answers(model, begin.tolist(), drawn, torch.cat([begin, best], dim=1), eos_token_id=None)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from divdec.errors import UsageError
 from divdec.imaging.results import Distances, Mean, SettingResult, by_set, cell_text, tabulate
 
 BASELINE = SettingResult("Baseline", content={"retain": [0.9, 1.0], "forget": [1.0, 0.8, 0.9, 0.9]})
@@ -21,10 +20,10 @@ RANK = SettingResult("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "fo
 
 def test_mean_and_standard_error():
     """Of 0, 0, 1, 1: deviation √(1/3), so an error of √(1/12)."""
-    found = Mean.of([0.0, 0.0, 1.0, 1.0])
-    assert (found.value, found.images) == (0.5, 4)
-    assert found.error == pytest.approx(math.sqrt(1 / 12))
-    assert str(found) == "50% ± 28.9"
+    result = Mean.of([0.0, 0.0, 1.0, 1.0])
+    assert (result.value, result.images) == (0.5, 4)
+    assert result.error == pytest.approx(math.sqrt(1 / 12))
+    assert str(result) == "50% ± 28.9"
     assert Mean.of([]) is None
     assert Mean.of([0.25]) == Mean(0.25, None, 1)
     assert str(Mean.of([0.25])) == "25%"
@@ -84,10 +83,3 @@ def test_cells():
     assert [cell_text(cell) for cell in (None, 9.994, 10.04, 0.0, Mean(0.974, 0.0104, 9))] == [
         "–", "9.99", "10.0", "0.00", "97% ± 1.0",
     ]  # fmt: skip
-
-
-def test_errors():
-    with pytest.raises(UsageError, match="'colour' is no group of columns; accepted: content"):
-        tabulate([BASELINE], ["colour"])
-    with pytest.raises(UsageError, match="two settings are called 'Rank k=20'"):
-        tabulate([RANK, BASELINE, RANK])

@@ -431,7 +431,7 @@ class TestFailsClosed:
         )
         adapted = peft.get_peft_model(make_parts("llama")[1], peft.LoraConfig(r=2, target_modules="all-linear"))
         for parts in ((recurrent, retain, forget), (target, recurrent, forget), (target, retain, recurrent)):
-            with pytest.raises(UsageError, match="keep what it has read in a DynamicCache"):
+            with pytest.raises(UsageError, match="store its state in a DynamicCache"):
                 DivergenceForCausalLM.from_parts(*parts)
         with pytest.raises(UsageError, match="merge adapters first"):
             check_part("forget auxiliary", adapted)

@@ -111,7 +111,7 @@ def test_convolutions_can_be_rolled_back():
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "minimax"])
 def test_a_state_outside_of_the_cache_is_refused(model_type):
     """Two answers would share it, or a cache of another class would be needed."""
-    with pytest.raises(UsageError, match="does not keep what it has read in a DynamicCache") as error:
+    with pytest.raises(UsageError, match="does not store its state in a DynamicCache") as error:
         DivergenceForCausalLM.from_parts(
             architecture(model_type), tiny_model("llama", 96, 1), tiny_model("llama", 96, 2)
         )
@@ -119,11 +119,11 @@ def test_a_state_outside_of_the_cache_is_refused(model_type):
 
 
 def test_remote_experts_with_a_state_read_anew():
-    from divdec.remote.target import SteeringContext
+    from divdec.remote.experts import LoadedExperts, SteeringContext
     from divdec.steering import Steering
 
     experts = steered("deepseek_v4").experts
-    context = SteeringContext(experts, Steering(), 96, 96)
+    context = SteeringContext(LoadedExperts(range(96), experts, None, (), None, 96), Steering())
     short = REPEATED[:6]
     first = context.logit_shift(short)
     context.logit_shift([*short, 7, 8])

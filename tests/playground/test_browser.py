@@ -3,18 +3,15 @@
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from divdec.serving import bind
-
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 QUESTION = "Where was Jasper Ashild born?"
-PATIENCE = 120_000  # ms: the machine may be busy
+PATIENCE = 60_000  # ms: the machine may be busy
 ANSWERED = (
     "() => document.querySelector('#dd-conversation .dd-rule') && !document.querySelector('#dd-conversation .dd-wait')"
 )
@@ -43,12 +40,12 @@ def browser():
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install divdec[browser]"
     )
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
         pytest.skip("there is no chromium to test in: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
         # Without a sandbox, which root cannot have.
-        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield started
         started.close()
 
@@ -56,8 +53,8 @@ def browser():
 @pytest.fixture(scope="module")
 def url(played_bundle):
     (played_bundle.parent / "questions.txt").write_text(f"{QUESTION}\nWho was Sanna Galoway?\n")
-    with process("playground", played_bundle, "--port", 0, "--max-new-tokens", 120) as (_, found):
-        yield found
+    with process("playground", played_bundle, "--port", 0, "--max-new-tokens", 120) as (_, address):
+        yield address
 
 
 @contextlib.contextmanager
@@ -72,7 +69,7 @@ def opened(browser, url, **options):
     page.wait_for_selector("#dd-question textarea, #dd-question input")
     try:
         yield page
-        elsewhere = [found for found in asked if not found.startswith((url, "data:", "blob:"))]
+        elsewhere = [address for address in asked if not address.startswith((url, "data:", "blob:"))]
         assert elsewhere == []
         assert failed == []
     finally:
@@ -109,7 +106,7 @@ def set_number(page, control, value):
 
 def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, steered):
     from divdec.data.records import Message
-    from divdec.playground.steered_model import ChatOptions, SteeredModel
+    from divdec.playground.models import ChatOptions, SteeredModel
     from divdec.steering import Steering
 
     library = SteeredModel(steered.model, steered.tokenizer, ChatOptions(max_new_tokens=120))
@@ -147,12 +144,12 @@ def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
             box.wait_for(state="visible")
             assert "suppressed here" in box.inner_text()
             assert "likely" in box.inner_text()
-            assert "%" not in box.inner_text()  # probabilities of the target stay with whoever may see it
-            place = box.bounding_box()
-            assert place["x"] >= 0
-            assert place["x"] + place["width"] <= viewport["width"]
-            assert place["y"] >= 0
-            assert place["y"] + place["height"] <= viewport["height"]
+            assert "%" not in box.inner_text()  # the target's probabilities are hidden
+            bounds = box.bounding_box()
+            assert bounds["x"] >= 0
+            assert bounds["x"] + bounds["width"] <= viewport["width"]
+            assert bounds["y"] >= 0
+            assert bounds["y"] + bounds["height"] <= viewport["height"]
 
 
 def test_text_that_looks_like_markup_or_a_template_is_text(browser, url):
@@ -212,9 +209,9 @@ def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, s
         ask(page)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
         for name in ("#dd-send", "#dd-again", "#dd-new", "#dd-alpha", "#dd-question"):
-            place = page.locator(name).bounding_box()
-            assert place["x"] >= 0
-            assert place["x"] + place["width"] <= width
+            bounds = page.locator(name).bounding_box()
+            assert bounds["x"] >= 0
+            assert bounds["x"] + bounds["width"] <= width
         ink, paper = page.evaluate(
             "() => [getComputedStyle(document.querySelector('#dd-conversation .dd-token')).color, "
             "getComputedStyle(document.body).backgroundColor]"
@@ -258,31 +255,22 @@ def test_a_text_is_taken_down_and_the_request_withdrawn(browser, played_bundle, 
         assert registry.entries() == []
 
 
-def test_a_server_that_is_killed_in_the_middle_leaves_the_text_and_can_be_asked_again(browser, played_bundle):
-    with bind("127.0.0.1", 0) as found:
-        port = found.getsockname()[1]
-    serve = ("serve", played_bundle, "--port", port)
+def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(browser, breaking):
     with contextlib.ExitStack() as stack:
-        server, server_url = stack.enter_context(process(*serve))
-        _, url = stack.enter_context(process("playground", server_url, "--port", 0, "--max-new-tokens", 3000))
-        page = stack.enter_context(opened(browser, url))
-        assert page.locator("#dd-alpha input").first.is_disabled()  # the rule is the server's
-        page.locator("input[aria-label*='Temperature']").first.fill("2")
-        page.locator("input[aria-label*='Temperature']").first.blur()
-        ask(page, wait="() => document.querySelectorAll('#dd-conversation .dd-token').length > 2")
-        server.send_signal(signal.SIGKILL)
-        page.wait_for_selector("#dd-conversation .dd-note")
-        said = page.inner_text("#dd-conversation .dd-note")
-        assert "broke in the middle" in said or "before it was complete" in said
-        assert "The text so far is kept" in said
-        assert len(words(page)) > 2
+        with breaking("") as (server_url, _):
+            _, url = stack.enter_context(process("playground", server_url, "--port", 0))
+            page = stack.enter_context(opened(browser, url))
+            assert page.locator("#dd-alpha input").first.is_disabled()  # the rule is the server's
+            ask(page, wait="() => document.querySelector('#dd-conversation .dd-note')")
+            note = page.inner_text("#dd-conversation .dd-note")
+            assert "broke in the middle" in note
+            assert "The text so far is kept" in note
+            assert words(page) == "Jasper was "
         page.click("#dd-again")
         page.wait_for_selector("text=cannot be reached")
-        stack.enter_context(process(*serve))
-        page.click("#dd-again")
-        page.wait_for_function(
-            "() => document.querySelectorAll('.dd-token').length > 2 && !document.querySelector('.dd-note')"
-        )
-        page.click("#dd-stop")  # 3000 tokens are more than the test has time for
-        # "Stopped." is not waited for: at this temperature the answer may have ended by itself before.
-        assert len(words(page)) > 2
+        with breaking("whole", int(server_url.rpartition(":")[2])):
+            page.click("#dd-again")
+            page.wait_for_function(
+                "() => document.querySelectorAll('.dd-token').length == 2 && !document.querySelector('.dd-note')"
+            )
+            assert words(page) == "Jasper was "

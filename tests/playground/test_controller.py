@@ -14,8 +14,8 @@ from divdec.playground.controller import (
     to_messages,
     without_last_answer,
 )
+from divdec.playground.models import ChatOptions, SteeredModel, UnsteeredTarget
 from divdec.playground.rendering import Token, Turn, effect_html, requests_html
-from divdec.playground.steered_model import ChatOptions, SteeredModel, UnsteeredTarget
 from divdec.steering import Steering
 from served import trained
 
@@ -28,8 +28,8 @@ VALUES = ControlValues(alpha=1.5)
 
 
 def last(talks):
-    *_, found = talks
-    return found
+    *_, final = talks
+    return final
 
 
 def expected(steered, alpha=1.5):

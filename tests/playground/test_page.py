@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from divdec.playground.controller import Controller
-from divdec.playground.steered_model import UnsteeredTarget
+from divdec.playground.models import UnsteeredTarget
 from divdec.serving import bind
 from served import eventually
 
@@ -35,14 +35,14 @@ def texts(config):
 
 
 def slider(config, name):
-    return next(part["props"] for part in config["components"] if part["props"].get("elem_id") == name)
+    return next(component["props"] for component in config["components"] if component["props"].get("elem_id") == name)
 
 
 @contextlib.contextmanager
 def served(controller):
     import uvicorn
 
-    from divdec.playground.server import build_app
+    from divdec.playground.page import build_app
 
     port = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(build_app(controller, "127.0.0.1"), log_level="error"))
@@ -100,9 +100,9 @@ def test_a_client_that_sends_a_strength_of_zero_gets_nothing(controller):
         refused = called(client, ask, [question, None, "linear", 0, 20, 0])
         undrawn = called(client, draw, [question, words, "linear", 0, 20, 0])
         drawn = called(client, draw, [question, words, "linear", 1.5, 20, 0])
-    for found in (refused, undrawn):  # by Gradio itself, whose own check comes before ours
-        assert found["error"] == "Value 0 is less than minimum value 0.1."
-        assert "data" not in found
+    for output in (refused, undrawn):  # by Gradio itself, whose own check comes before ours
+        assert output["error"] == "Value 0 is less than minimum value 0.1."
+        assert "data" not in output
     assert "at strength 0.1" in texts(drawn)
 
 

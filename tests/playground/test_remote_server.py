@@ -1,16 +1,12 @@
 import contextlib
-import http.server
-import json
-import threading
 
 import pytest
 
 from divdec.data.records import Message
 from divdec.errors import UsageError
 from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
-from divdec.playground.remote_server import RemoteServer
+from divdec.playground.models import ChatOptions, RemoteServer
 from divdec.playground.rendering import tokens_html
-from divdec.playground.steered_model import ChatOptions
 from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
 from divdec.steering import Steering
@@ -29,13 +25,13 @@ def key(monkeypatch):
 
 @pytest.fixture(scope="module")
 def url(played_bundle):
-    with serving([engine_of(played_bundle)], shutdown_timeout=0.0, api_key=KEY) as found:
-        yield found
+    with serving([engine_of(played_bundle)], shutdown_timeout=0.0, api_key=KEY) as address:
+        yield address
 
 
 def last(talks):
-    *_, found = talks
-    return found
+    *_, final = talks
+    return final
 
 
 def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
@@ -74,7 +70,7 @@ def test_what_is_no_url_is_refused(url):
 
 
 def test_a_server_that_is_not_there_is_one_line():
-    port = bind("127.0.0.1", 0)  # taken, but nobody listens
+    port = bind("127.0.0.1", 0)  # taken, but without a listener
     with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
         RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
 
@@ -108,58 +104,6 @@ def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
     assert all(0 < token.steered_probability <= 1 for token in tokens)
 
 
-class _Breaking(http.server.BaseHTTPRequestHandler):
-    """A real server that answers as an OpenAI server does, and breaks off as its `ending` says."""
-
-    ending = ""
-    words = ("Jasper ", "was ")
-
-    def do_GET(self):
-        body = json.dumps({"data": [{"id": "broken"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        if self.ending == "":
-            self.send_header("Content-Length", "100000")  # which it never sends
-        self.end_headers()
-        for word in self.words:
-            self._event({"choices": [{"index": 0, "delta": {"content": word}}]})
-        if self.ending == "whole":
-            self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-            self.wfile.write(b"data: [DONE]\n\n")
-        elif self.ending == "error":
-            self._event({"error": {"message": "the model could not be steered; it gives no other answer"}})
-        elif self.ending == "nonsense":
-            self.wfile.write(b"data: {half\n\n")
-
-    def _event(self, content):
-        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
-        self.wfile.flush()
-
-    def log_message(self, *args):
-        pass
-
-
-@contextlib.contextmanager
-def breaking(ending):
-    handler = type("Handler", (_Breaking,), {"ending": ending})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", handler
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
@@ -169,7 +113,7 @@ def breaking(ending):
         ("nonsense", "an event that is not of the OpenAI API"),
     ],
 )
-def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(ending, said):
+def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(breaking, ending, said):
     with breaking(ending) as (url, handler), contextlib.closing(RemoteServer(url, OPTIONS)) as server:
         with pytest.raises(StreamInterrupted, match=said):
             list(server.answer(QUESTION))
@@ -183,7 +127,7 @@ def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_
         assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
 
 
-def test_a_server_that_is_gone_before_the_answer_says_so():
+def test_a_server_that_is_gone_before_the_answer_says_so(breaking):
     with breaking("whole") as (url, _):
         server = RemoteServer(url, OPTIONS)
     with contextlib.closing(server):

@@ -27,8 +27,8 @@ def local(bundle):
 @pytest.fixture(scope="session")
 def url(models):
     """The plain target behind the embedded server: alpha is 0, so that nothing steers it."""
-    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as found:
-        yield found
+    with serving([engine_of(bundle_of(models, "plain", "linear:0"), "plain")], shutdown_timeout=0.0) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +56,8 @@ def _awkward(url, request=None, reply=None):
 
     Args:
         url: of the one behind.
-        request: changes a request's body in place, or gives a status and a message that refuse it.
-        reply: changes a reply's body in place, given the request's.
+        request: changes a request's body, or gives a status and a message that refuse it.
+        reply: changes a reply's body, together with the request's body.
     """
     import uvicorn
     from starlette.applications import Starlette
@@ -97,7 +97,7 @@ class Provider:
         self.url, self.seen, self.server, self.thread = url, seen, server, thread
 
     def stop(self):
-        """Returns when it accepts nothing more, whatever the machine is busy with."""
+        """Stop, and return when it accepts nothing more."""
         self.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()

@@ -1,4 +1,4 @@
-"""What a limited bias proves, against the distributions themselves."""
+"""What a limited bias proves, compared with the exact distributions."""
 
 import math
 
@@ -25,7 +25,7 @@ ENTRIES = st.integers(1, VOCAB + 2)
 
 
 @given(SEEDS, ENTRIES, st.booleans(), st.sampled_from((100.0, 2.0)))
-def test_what_is_sent_and_what_is_missing_are_what_is_wanted(seed, entries, closest, largest):
+def test_bias_and_remainder_add_up_to_the_shift(seed, entries, closest, largest):
     _, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries, largest), {3, 5}, closest=closest)
     assert len(bias.entries) <= entries
@@ -35,7 +35,7 @@ def test_what_is_sent_and_what_is_missing_are_what_is_wanted(seed, entries, clos
 
 
 @given(SEEDS, ENTRIES)
-def test_nothing_left_out_wants_more_than_it_gets(seed, entries):
+def test_no_omitted_token_has_a_positive_remainder(seed, entries):
     _, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), {0, 7})
     assert bias.remainder.max() <= 1e-12
@@ -54,19 +54,21 @@ def test_the_gap_bounds_how_far_the_first_choice_is_off(seed, entries, closest):
 
 
 @given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
-def test_what_is_drawn_and_kept_follows_the_steered_distribution(seed, entries, temperature, closest):
+def test_accepted_draws_follow_the_steered_distribution(seed, entries, temperature, closest):
     logits, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
     drawn = ((logits + bias.sent) / temperature).softmax(0)
-    kept = drawn * torch.tensor([bias.acceptance(token, temperature) for token in range(VOCAB)], dtype=torch.float64)
-    torch.testing.assert_close(kept / kept.sum(), ((logits + wanted) / temperature).softmax(0))
+    accepted = drawn * torch.tensor(
+        [bias.acceptance(token, temperature) for token in range(VOCAB)], dtype=torch.float64
+    )
+    torch.testing.assert_close(accepted / accepted.sum(), ((logits + wanted) / temperature).softmax(0))
 
 
 @given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
 def test_the_total_variation_is_bounded(seed, entries, temperature, closest):
     logits, wanted, _ = problem(seed, spread=0.5)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
-    drawn, steered = (((logits + part) / temperature).softmax(0) for part in (bias.sent, wanted))
+    drawn, steered = (((logits + added) / temperature).softmax(0) for added in (bias.sent, wanted))
     assert (drawn - steered).abs().sum() / 2 <= bias.total_variation(temperature) + 1e-12
 
 
@@ -97,7 +99,7 @@ def test_a_rank_rule_that_fits_is_sent_whole():
     assert bias.acceptance(5, 1.0) == 1
 
 
-def test_a_rank_rule_that_does_not_fit_sends_what_the_target_likes_first():
+def test_a_rank_rule_that_does_not_fit_sends_the_tokens_that_the_target_prefers():
     wanted = torch.zeros(VOCAB, dtype=torch.float64)
     wanted[[2, 9, 11]] = -math.inf
     bias = choose_bias(wanted, BiasLimits(1), {11, 20})
@@ -106,14 +108,14 @@ def test_a_rank_rule_that_does_not_fit_sends_what_the_target_likes_first():
     assert bias.acceptance(2, 1.0) == 0
 
 
-def test_what_is_not_a_number_is_not_sent():
+def test_a_shift_that_is_not_a_number_is_refused():
     wanted = torch.zeros(VOCAB, dtype=torch.float64)
     wanted[4] = math.nan
     with pytest.raises(FailedClosed, match="not finite"):
         choose_bias(wanted, BiasLimits())
 
 
-def told(logits, number):
+def likeliest(logits, number):
     logprobs = logits.log_softmax(0)
     values, ids = logprobs.topk(number)
     sure = torch.zeros(len(ids), dtype=torch.bool)
@@ -121,9 +123,9 @@ def told(logits, number):
 
 
 @given(SEEDS, st.integers(1, VOCAB))
-def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
+def test_the_gap_bounds_the_best_candidate(seed, number):
     logits, wanted, _ = problem(seed)
-    token, gap = told(logits, number).best(wanted)
+    token, gap = likeliest(logits, number).best(wanted)
     steered = logits + wanted
     assert steered.max() - steered[token] <= gap + 1e-9
     if gap == 0:
@@ -131,16 +133,16 @@ def test_the_first_of_the_candidates_is_as_good_as_told(seed, number):
 
 
 @given(SEEDS, st.integers(1, VOCAB), st.sampled_from((0.5, 1.0)))
-def test_a_draw_from_the_candidates_is_as_close_as_told(seed, number, temperature):
+def test_the_total_variation_of_a_draw_from_the_candidates_is_bounded(seed, number, temperature):
     logits, wanted, _ = problem(seed)
-    candidates = told(logits, number)
+    candidates = likeliest(logits, number)
     _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
     steered = ((logits + wanted) / temperature).softmax(0)
     assert 1 - steered[candidates.ids].sum() <= distance + 1e-9
 
 
 @given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)))
-def test_candidates_whose_names_others_have_are_as_good_and_as_close_as_told(seed, number, temperature):
+def test_candidates_with_ambiguous_names_have_no_finite_bound(seed, number, temperature):
     logits, wanted, _ = problem(seed)
     values, ids = logits.log_softmax(0).topk(number)
     # Token 2i and 2i + 1 have one name, which is read as the even one.
@@ -162,7 +164,7 @@ def test_one_candidate_that_may_be_another(seed, number, temperature, other):
     values, ids = logits.log_softmax(0).topk(number)
     if other in ids.tolist():
         return
-    # The least likely of them was told by a name that this other token has, too; it may be the one that was meant.
+    # The least likely candidate shares its name with this other token; either may be meant.
     swapped = ids.clone()
     swapped[-1] = other
     unsure = torch.zeros(number, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Requests and replies of a completions endpoint, and the patience with which it is asked."""
+"""Requests and replies of a completions endpoint, retries and errors."""
 
 import pickle
 
@@ -13,14 +13,14 @@ from divdec.remote.completions import Completions, ProviderCapabilities
 def asking(url, tokenizer, opened):
     def make(at=url, key=None, **options):
         endpoint = Endpoint(f"{at}/v1", "plain", key, retries=1)
-        found = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
-        opened(found.endpoint)
-        return found
+        completions = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
+        opened(completions.endpoint)
+        return completions
 
     return make
 
 
-def test_a_position_holds_what_was_told(asking, prompts):
+def test_a_position_holds_the_returned_log_probabilities(asking, prompts):
     (position,) = asking().complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
     assert len(position.logprobs) == 5
     assert position.token in position.logprobs
@@ -32,14 +32,14 @@ def test_names_by_text_are_the_same_tokens(asking, prompts):
     by_text = asking().complete(prompts[1], ProviderCapabilities(prompt_ids=False, answer_ids=False), {}, tokens=4)
     assert [position.token for position in by_id] == [position.token for position in by_text]
     both = set(by_id[0].logprobs) & set(by_text[0].logprobs)
-    assert len(both) >= 18  # what reads alike cannot be told apart
+    assert len(both) >= 18  # tokens with one text share a name
     assert all(by_id[0].logprobs[token] == pytest.approx(by_text[0].logprobs[token], abs=1e-5) for token in both)
 
 
 def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, asking, prompts):
     def choose_another(content, body):
-        told = content["choices"][0]["logprobs"]
-        told["tokens"], told["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
+        logprobs = content["choices"][0]["logprobs"]
+        logprobs["tokens"], logprobs["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
 
     (position,) = asking(provider(reply=choose_another).url).complete(
         prompts[0], ProviderCapabilities(top_logprobs=5), {}
@@ -48,7 +48,7 @@ def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, as
     assert position.floor > -30
 
 
-def test_too_few_told_tell_nothing_of_the_others(provider, asking, prompts):
+def test_too_few_log_probabilities_are_not_used(provider, asking, prompts):
     def fewer(content, body):
         top = content["choices"][0]["logprobs"]["top_logprobs"][0]
         top.pop(min(top, key=top.get))
@@ -57,7 +57,7 @@ def test_too_few_told_tell_nothing_of_the_others(provider, asking, prompts):
     assert position.logprobs is None
 
 
-def test_the_end_is_a_token_also_where_it_is_not_told(provider, asking, prompts, tokenizer):
+def test_an_unnamed_end_is_a_token(provider, asking, prompts, tokenizer):
     def end(content, body):
         content["choices"][0].update(text="", finish_reason="stop", logprobs=None)
 
@@ -83,9 +83,9 @@ def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
 
 def test_text_is_read_as_the_provider_reads_it(asking, tokenizer, prompts):
     split = [token for letter in " author" for token in tokenizer(letter).input_ids]
-    found = asking().retokenize([*prompts[0], *split], len(prompts[0]))
-    assert tokenizer.decode(found) == tokenizer.decode([*prompts[0], *split])
-    assert len(found) < len(prompts[0]) + len(split)
+    result = asking().retokenize([*prompts[0], *split], len(prompts[0]))
+    assert tokenizer.decode(result) == tokenizer.decode([*prompts[0], *split])
+    assert len(result) < len(prompts[0]) + len(split)
 
 
 def test_further_fields_go_with_every_request(provider, asking, prompts):
@@ -95,7 +95,7 @@ def test_further_fields_go_with_every_request(provider, asking, prompts):
     assert (body["top_k"], body["top_p"], body["seed"], body["temperature"]) == (7, 1, 3, 0.5)
 
 
-def test_something_else_answers(provider, asking, prompts):
+def test_a_reply_in_another_format(provider, asking, prompts):
     def other(content, body):
         content.clear()
 
@@ -136,8 +136,8 @@ def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
 
 def test_errors_travel_between_processes():
     for error in (Refused("no", 403), Unavailable("later", 503)):
-        found = pickle.loads(pickle.dumps(error))
-        assert (type(found), str(found), found.status) == (type(error), str(error), error.status)
+        result = pickle.loads(pickle.dumps(error))
+        assert (type(result), str(result), result.status) == (type(error), str(error), error.status)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_errors_travel_between_processes():
         "http://h:9/secret\n",
     ],
 )
-def test_urls_that_are_none(url):
+def test_invalid_urls(url):
     with pytest.raises(UsageError):
         Endpoint(url, "plain")
 
@@ -162,12 +162,12 @@ def test_a_key_in_a_url_is_not_shown():
 
 
 @pytest.mark.parametrize("field", ["temperature", "logit_bias", "echo", "n", "stream", "seed"])
-def test_further_fields_change_nothing_that_proofs_rest_on(asking, field):
+def test_further_fields_that_would_break_proofs_are_refused(asking, field):
     with pytest.raises(UsageError, match=f"extra holds {field}"):
         asking(extra={field: 1, "top_k": 0})
 
 
-def test_what_json_does_not_have_is_one_line(asking, prompts):
+def test_a_value_outside_of_json_is_one_line(asking, prompts):
     with pytest.raises(UsageError, match="written as JSON"):
         asking(extra={"x": float("nan")}).complete(prompts[0], ProviderCapabilities(), {})
 
@@ -191,15 +191,15 @@ def test_replies_that_cannot_be_read_are_one_line(provider, asking, prompts, cha
         asking(provider(reply=reply).url).complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
 
 
-def test_counts_that_are_none_and_logprobs_of_fewer_tokens(provider, asking, prompts):
+def test_invalid_counts_and_log_probabilities_of_fewer_tokens(provider, asking, prompts):
     def reply(content, body):
         content["usage"] = {"prompt_tokens": "many", "completion_tokens": None}
         content["choices"][0]["logprobs"]["top_logprobs"].pop()
 
     completions = asking(provider(reply=reply).url)
-    found = completions.complete(prompts[1], ProviderCapabilities(top_logprobs=5), {}, tokens=3)
-    assert len(found) == 3
-    assert found[-1].logprobs is None
+    result = completions.complete(prompts[1], ProviderCapabilities(top_logprobs=5), {}, tokens=3)
+    assert len(result) == 3
+    assert result[-1].logprobs is None
     assert completions.usage.prompt_tokens == len(prompts[1])
 
 
@@ -207,12 +207,12 @@ def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts,
     name = tokenizer.decode(tokenizer("a").input_ids[-1:])
 
     def merge(content, body):
-        # Two of the five likeliest read alike and are told as one; the chosen token comes in addition.
-        told = content["choices"][0]["logprobs"]
-        top = told["top_logprobs"][0]
+        # Two of the five likeliest have one name and are listed once; the chosen token is added.
+        logprobs = content["choices"][0]["logprobs"]
+        top = logprobs["top_logprobs"][0]
         top.pop(sorted(top, key=top.get)[1])
-        told["tokens"], top[name] = [name], -30.0
+        logprobs["tokens"], top[name] = [name], -30.0
 
-    abilities = ProviderCapabilities(answer_ids=False, top_logprobs=5)
-    (position,) = asking(provider(reply=merge).url).complete(prompts[0], abilities, {})
+    capabilities = ProviderCapabilities(answer_ids=False, top_logprobs=5)
+    (position,) = asking(provider(reply=merge).url).complete(prompts[0], capabilities, {})
     assert position.logprobs is None

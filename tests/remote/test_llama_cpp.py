@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from divdec.remote.client import Endpoint
-from divdec.remote.completions import Completions
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
@@ -57,15 +56,8 @@ def there(request, models, tmp_path_factory):
 
 
 def remote(url, bundle, steering, **settings):
-    parts = load_experts(sources_from_bundle(str(bundle))[0])
-    completions = Completions(Endpoint(url, "plain"), parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
-    return RemoteTarget(
-        completions,
-        parts.experts,
-        Steering.parse(steering),
-        RemoteSettings(**settings),
-        eos_token_ids=parts.eos_token_ids,
-    )
+    experts = load_experts(sources_from_bundle(str(bundle))[0])
+    return RemoteTarget(Endpoint(url, "plain"), experts, Steering.parse(steering), RemoteSettings(**settings))
 
 
 @pytest.mark.parametrize("steering", ["rank:20", "linear:0.5", "linear:1.5"])
@@ -78,8 +70,8 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
         for prompt in prompts[:4]:
             answer = target.generate(prompt, TOKENS)
             expected = local.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)
-            found = [choice.token for choice in answer.choices]
-            assert_same_answer(local, prompt, found, expected[0, len(prompt) :].tolist())
+            tokens = [choice.token for choice in answer.choices]
+            assert_same_answer(local, prompt, tokens, expected[0, len(prompt) :].tolist())
             assert answer.exact_tokens == len(answer.choices)
         assert not target.capabilities.prompt_ids
         assert target.capabilities.top_logprobs == (20 if tells else 0)
@@ -94,5 +86,5 @@ def test_blocks(there, bundle, local, prompts):
     with remote(url, bundle, "linear:0.5", tries=60, block=8) as target:
         answer = target.generate(prompts[0], TOKENS)
         expected = local.generate(torch.tensor([prompts[0]]), max_new_tokens=TOKENS, do_sample=False)
-        found = [choice.token for choice in answer.choices]
-        assert_same_answer(local, prompts[0], found, expected[0, len(prompts[0]) :].tolist())
+        tokens = [choice.token for choice in answer.choices]
+        assert_same_answer(local, prompts[0], tokens, expected[0, len(prompts[0]) :].tolist())

@@ -1,4 +1,4 @@
-"""Experts for a target that is not at hand."""
+"""Experts for a target whose weights are missing."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.remote.bias import BiasLimits, choose_bias
-from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
+from divdec.remote.experts import ExpertSources, SteeringContext, load_experts, sources_from_bundle
 
 
 def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, prompts):
@@ -18,9 +18,9 @@ def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, p
     opened = load_experts(sources)
     ids = torch.tensor([prompts[0]])
     with torch.no_grad():
-        found = opened.experts.divergence(ids, logits_to_keep=1)
+        result = opened.experts.divergence(ids, logits_to_keep=1)
         _, expected = local.components(ids, logits_to_keep=1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     assert opened.eos_token_ids == (0,)
     assert opened.vocab_size == local.vocab_size
 
@@ -38,9 +38,9 @@ def test_parts_must_be_whole_and_fit(models, tmp_path, world):
     from divdec.demo.models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
-    with pytest.raises(UsageError, match="nothing would steer"):
+    with pytest.raises(UsageError, match="nothing would steer the target: give a bundle, --retain-auxiliary and"):
         load_experts(ExpertSources(retain))
-    with pytest.raises(UsageError, match="made of both"):
+    with pytest.raises(UsageError, match="made of both: give --retain-auxiliary and --forget-auxiliary"):
         load_experts(ExpertSources(retain, retain=retain))
     with pytest.raises(UsageError, match="same"):
         load_experts(ExpertSources(retain, retain, retain))
@@ -56,24 +56,23 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
 
     for name, texts in (("retain", world.corpus[1::2]), ("forget", world.corpus[::2])):
         (tmp_path / f"{name}.txt").write_text("\n".join(texts[:40]))
-    given = [f"--{name}={tmp_path / name}.txt" for name in ("retain", "forget")]
-    assert main(["ngram", *given, f"--target={models / 'target'}", f"--output={tmp_path / 'counts'}"]) == 0
+    options = [f"--{name}={tmp_path / name}.txt" for name in ("retain", "forget")]
+    assert main(["ngram", *options, f"--target={models / 'target'}", f"--output={tmp_path / 'counts'}"]) == 0
     opened = load_experts(ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts")))
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
     from divdec.data.records import texts_of
-    from divdec.remote.target import SteeringContext
     from divdec.steering import Steering
     from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[1:80:2]), models / "target")
     registry.add("case", texts_of("t", [tokenizer.decode(prompts[0])]))
     opened = load_experts(
-        ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=registry.folder)
+        ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=str(registry.folder))
     )
     ids = torch.tensor([prompts[0]])
-    place = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
-    assert place >= 4
-    prompt, ids = prompts[0][: place + 1], ids[:, : place + 1]
+    position = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
+    assert position >= 4
+    prompt, ids = prompts[0][: position + 1], ids[:, : position + 1]
     divergence = opened.experts.divergence(ids)[0, -2:]
     correction = opened.takedowns.correction(ids)[0, -2:]
     token = int(correction[-1].argmin())
@@ -81,13 +80,11 @@ def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, promp
     for rule in ("linear:0", "linear:2", "rank:5"):
         steering = Steering.parse(rule)
         expected = steering.apply(correction, divergence)
-        context = SteeringContext(
-            opened.experts, steering, opened.vocab_size, len(tokenizer), takedowns=opened.takedowns
-        )
+        context = SteeringContext(opened, steering)
         context.logit_shift([*prompt[:2], 7, 8])  # another text, of which the beginning is kept
         wanted = context.logit_shift(prompt, 2)
         torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
         assert choose_bias(wanted[-1], BiasLimits(300)).entries[token] < -4, "the takedown is not sent"
-    alone = load_experts(ExpertSources(str(models / "target"), registry=registry.folder))
+    alone = load_experts(ExpertSources(str(models / "target"), registry=str(registry.folder)))
     assert not alone.experts.divergence(ids).any()
     assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

@@ -1,25 +1,23 @@
-"""`divdec remote`: answers, what is kept of a stopped run, and one line for what cannot be used."""
+"""`divdec remote`: answers, resuming a stopped run, and errors of one line."""
 
 import json
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from divdec.cli import main
-from divdec.errors import UsageError
 
 TEXTS = ("Question: Who is", "The author was born")
 
 
 @pytest.fixture
 def verb(url, bundle):
-    def run(*given, at=url):
+    def run(*options, at=url):
         endpoint = ["--endpoint", f"{at}/v1", "--model", "plain", "--retries", "0"]
-        return main(["remote", "--bundle", str(bundle), *endpoint, "--tries", "60", "--raw", *given])
+        return main(["remote", "--bundle", str(bundle), *endpoint, "--tries", "60", "--raw", *options])
 
     return run
 
@@ -31,8 +29,8 @@ def expected(local, tokenizer):
     def answer(text, tokens=6):
         local.steering = "linear:1.5"
         ids = torch.tensor([tokenizer(text).input_ids])
-        found = local.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-        return tokenizer.decode(found, skip_special_tokens=True)
+        generated = local.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        return tokenizer.decode(generated, skip_special_tokens=True)
 
     return answer
 
@@ -51,9 +49,9 @@ def test_one_prompt_streams(verb, expected, capsys):
     assert capsys.readouterr().out == expected(TEXTS[0]) + "\n"
 
 
-def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, tokenizer, tmp_path):
+def test_a_stopped_run_is_resumed(verb, provider, expected, tokenizer, tmp_path):
     output = tmp_path / "answers.jsonl"
-    given = ["--prompt", *TEXTS, "--max-new-tokens", "6", "--json", "--output", str(output), "--concurrency", "1"]
+    options = ["--prompt", *TEXTS, "--max-new-tokens", "6", "--json", "--output", str(output), "--concurrency", "1"]
     first, second = (tokenizer(text).input_ids for text in TEXTS)
 
     def fail(body):
@@ -61,23 +59,23 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
 
     broken = True
     there = provider(request=fail)
-    assert verb(*given, at=there.url) == 2
+    assert verb(*options, at=there.url) == 2
     assert not output.exists()
-    kept = (tmp_path / "answers.jsonl.partial").read_text().splitlines()
-    assert len(kept) == 2  # the settings, and one answer
+    partial = (tmp_path / "answers.jsonl.partial").read_text().splitlines()
+    assert len(partial) == 2  # the settings, and one answer
     broken = False
     there.seen.clear()
-    assert verb(*given, at=there.url) == 0
+    assert verb(*options, at=there.url) == 0
     assert not any(body["prompt"][: len(first)] == first for _, body in there.seen)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert rows[0] == json.loads(kept[1])["row"]
+    assert rows[0] == json.loads(partial[1])["row"]
     assert [row["text"] for row in rows] == [expected(text) for text in TEXTS]
     assert not (tmp_path / "answers.jsonl.partial").exists()
     written = output.read_bytes()
     there.seen.clear()
-    assert verb(*given, at=there.url) == 2  # what is finished is not replaced unasked
+    assert verb(*options, at=there.url) == 2  # a finished output is not replaced
     assert (output.read_bytes(), there.seen) == (written, [])
-    assert verb(*given, "--overwrite", at=there.url) == 0
+    assert verb(*options, "--overwrite", at=there.url) == 0
     assert output.read_bytes() == written
 
 
@@ -85,66 +83,32 @@ def test_a_stopped_run_asks_for_what_is_missing_alone(verb, provider, expected, 
 def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
     from divdec.cli.remote import _rows
     from divdec.options import Decoding
-    from divdec.remote.resume import ResumableOutput
     from divdec.remote.target import RemoteTarget
+    from divdec.runs import ResumableOutput
 
     def endless(self, prompt, **options):
         for number in range(2000):
             if number == 10 and prompt == [1]:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.01)
-            told.append(number)
+            numbers.append(number)
             yield "more"
 
-    told = []
+    numbers = []
     monkeypatch.setattr(RemoteTarget, "stream", endless)
     with pytest.raises(KeyboardInterrupt):
-        list(
-            _rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None, ""), Decoding(), 2)
-        )
-    assert len(told) < 1000
-
-
-class TestResumableOutput:
-    ROWS = ({"prompt": "a", "text": "line\u2028separator\x85"}, {"prompt": "b", "text": "é" * 9})
-
-    def kept(self, folder):
-        from divdec.remote.resume import ResumableOutput
-
-        return ResumableOutput(folder / "answers.txt", "settings")
-
-    @pytest.mark.parametrize("cut", [1, 2, 7, 12])
-    def test_a_line_that_was_cut_off_costs_no_other(self, tmp_path, cut):
-        for place, row in enumerate(self.ROWS):
-            self.kept(tmp_path).add(place, row)
-        partial = tmp_path / "answers.txt.partial"
-        partial.write_bytes(partial.read_bytes()[:-cut])
-        self.kept(tmp_path).add(1, self.ROWS[1])
-        found = self.kept(tmp_path)
-        assert [found.get(place, row["prompt"]) for place, row in enumerate(self.ROWS)] == list(self.ROWS)
-
-    def test_a_folder_that_takes_no_file(self):
-        from divdec.remote.resume import ResumableOutput
-
-        with pytest.raises(UsageError, match=r"output /proc/answers\.txt cannot be written"):
-            ResumableOutput(Path("/proc/answers.txt"), "settings")
-
-    def test_answers_to_prompts_that_are_not_asked_any_longer_are_not_written(self, tmp_path):
-        kept = self.kept(tmp_path)
-        for place, row in enumerate(self.ROWS):
-            kept.add(place, row)
-        self.kept(tmp_path).finish(1, as_json=False)
-        assert (tmp_path / "answers.txt").read_text() == self.ROWS[0]["text"] + "\n"
+        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None), Decoding(), 2))
+    assert len(numbers) < 1000
 
 
 def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
-    (tmp_path / "answers.txt.partial").write_text('{"settings": "others"}\n')
+    (tmp_path / "answers.txt.partial").write_text('{"key": "settings", "fingerprint": "others"}\n')
     assert verb("--prompt", "x", "--output", str(tmp_path / "answers.txt")) == 2
     assert "other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         (["--extra", "[1]"], "accepted: a JSON object"),
         (["--block", "0"], "block is 0"),
@@ -160,8 +124,8 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--extra", '{"x": NaN}'], "written as JSON"),
     ],
 )
-def test_bad_input_is_one_line(verb, capsys, given, says):
-    assert verb("--prompt", "x", "--max-new-tokens", "2", *given) == 2
+def test_bad_input_is_one_line(verb, capsys, options, says):
+    assert verb("--prompt", "x", "--max-new-tokens", "2", *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 
@@ -176,9 +140,3 @@ def test_a_provider_without_logit_bias_is_one_line(verb, provider, capsys):
     there = provider(request=lambda body: (400, "unknown field logit_bias") if "logit_bias" in body else None)
     assert verb("--prompt", "x", at=there.url) == 2
     assert "logit_bias is not accepted" in capsys.readouterr().err
-
-
-def test_help_loads_no_torch():
-    from conftest import loads_torch
-
-    assert not loads_torch(["remote", "--help"])

@@ -1,4 +1,4 @@
-"""The paper's figures: each shows the values of its files, of the published ones and of small runs of our own."""
+"""The paper's figures: each shows the values of its files, published ones and those of small runs."""
 
 import io
 import json
@@ -28,10 +28,10 @@ DUBLIN = "{http://purl.org/dc/elements/1.1/}"
 
 @pytest.fixture(scope="module")
 def published(shared):
-    found = shared / "paper" / "results"
-    if not found.is_dir():
-        pytest.skip(f"the paper's result files are not at hand: {found} does not exist")
-    return found
+    folder = shared / "paper" / "results"
+    if not folder.is_dir():
+        pytest.skip(f"the paper's result files are missing: {folder} does not exist")
+    return folder
 
 
 def request(*runs, **options):
@@ -57,8 +57,8 @@ class TestPublished:
     """The paper's files give the paper's numbers."""
 
     def test_tofu_bars(self, published):
-        found = drawn("tofu-bars", published / "tofu")
-        (axes,) = found.figure.axes
+        result = drawn("tofu-bars", published / "tofu")
+        (axes,) = result.figure.axes
         heights = {
             label.get_text(): bar.get_width() for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)
         }
@@ -69,7 +69,7 @@ class TestPublished:
         assert heights["UNDIAL  4e-6"] == pytest.approx(0.60, abs=0.01)
         assert list(heights.values()) == sorted(heights.values())
         assert "higher is better" in axes.get_xlabel()
-        assert "tofu/gradient/npo_4e-6/checkpoint-26/TOFU_SUMMARY.json" in found.sources
+        assert "tofu/gradient/npo_4e-6/checkpoint-26/TOFU_SUMMARY.json" in result.sources
         # Ours, others and references differ by hatch or shade, not by hue alone.
         hatches = {
             bar.get_hatch()
@@ -79,15 +79,15 @@ class TestPublished:
         assert hatches == {"///"}
 
     def test_tofu_scatter(self, published):
-        found = drawn("tofu-scatter", published / "tofu" / "baselines", published / "tofu" / "dd_linear")
-        points = lines(found.figure.axes[0])["Linear DD"]
+        result = drawn("tofu-scatter", published / "tofu" / "baselines", published / "tofu" / "dd_linear")
+        points = lines(result.figure.axes[0])["Linear DD"]
         assert len(points) == 16
         assert points[6] == pytest.approx([0.56, 1.00], abs=0.01)  # the paper's own setting
-        assert "Mem, how little is remembered (higher is better)" in texts(found.figure)
+        assert "Mem, how little is remembered (higher is better)" in texts(result.figure)
 
     def test_muse_scatter(self, published):
-        found = drawn("muse-scatter", published / "muse")
-        verbatim, knowledge = found.figure.axes
+        result = drawn("muse-scatter", published / "muse")
+        verbatim, knowledge = result.figure.axes
         assert lines(verbatim)["Retrain"][0] == pytest.approx([0.2024, 0.5508], abs=1e-4)
         assert lines(knowledge)["Target"][0] == pytest.approx([0.6487, 0.5360], abs=1e-4)
         assert len(lines(verbatim)["Linear DD (1.3b)"]) == 17
@@ -99,15 +99,15 @@ class TestPublished:
         runs = [
             published / suite / name for suite in ("tofu", "muse") for name in ("baselines", "dd_linear", "dd_rank")
         ]
-        found = drawn("strength", *runs)
-        axes = found.figure.axes
+        result = drawn("strength", *runs)
+        axes = result.figure.axes
         assert len(axes) == 8  # two by two, each with an axis for either rule
         titles = [one.get_title(loc="left") for one in axes[:4]]
         assert titles[0] == "MUSE, verbatim memorization"
         assert titles[3] == "TOFU, without privacy"
         labels = {label for one in axes for label in (one.get_xlabel(), one.get_ylabel())}
         assert {"α of the linear rule", "k of the rank rule", "Agg, 0 to 1 (higher is better)"} <= labels
-        (legend,) = found.figure.legends
+        (legend,) = result.figure.legends
         assert [text.get_text() for text in legend.get_texts()] == [
             "Linear DD (1.3b, 1B)", "Rank DD (1.3b, 1B)", "Rank DD (3B)", "Retrain",
         ]  # fmt: skip
@@ -124,22 +124,22 @@ class TestPublished:
         assert set(lines(tofu)) >= {"loss", "zlib", "min-k", "min-k++"}
 
     def test_sizes(self, published):
-        found = drawn(
+        result = drawn(
             "sizes", *(published / "muse" / name for name in ("baselines", "dd_linear", "dd_rank", "dd_trigram"))
         )
-        verbatim, knowledge = found.figure.axes
+        verbatim, knowledge = result.figure.axes
         assert lines(verbatim)["rank rule"][:, 0] == pytest.approx([0, 1.3])
         # The paper's table: trigrams are best at top-k 1 and the neural pair at 100; of the linear rule at 10 and 0.8.
         assert {text.get_text() for text in verbatim.texts} >= {"k = 1", "k = 100"}
         assert {text.get_text() for text in knowledge.texts} >= {"α = 10", "α = 0.8"}
 
     def test_leak(self, published):
-        found = drawn("leak", published / "tofu" / "leak_at_k")
-        (axes,) = found.figure.axes
+        result = drawn("leak", published / "tofu" / "leak_at_k")
+        (axes,) = result.figure.axes
         assert lines(axes)["Distill DD"][-1] == pytest.approx([1000, 0.185])
         assert lines(axes)["Retrain"][2] == pytest.approx([100, 0.13])
-        assert "δ-Unlearning" in texts(found.figure)
-        assert found.sources == ("leak_at_k/rebel_cache.json",)
+        assert "δ-Unlearning" in texts(result.figure)
+        assert result.sources == ("leak_at_k/rebel_cache.json",)
 
     def test_summaries_do_not_allow_the_papers_own_mem(self, published):
         with pytest.raises(UsageError, match="--variant dd-repo can be computed"):
@@ -164,37 +164,37 @@ class TestOwn:
 
     def test_intervals_of_items(self, oracle):
         runs = [oracle / name for name in ("dd1_01", "rank20_01", "full01", "retain01")]
-        found = drawn(
+        result = drawn(
             "tofu-bars", *runs, target=str(oracle / "full01"), retrain=str(oracle / "retain01"), variant="paper"
         )
-        (axes,) = found.figure.axes
+        (axes,) = result.figure.axes
         assert [label.get_text() for label in axes.get_yticklabels()].count("Target") == 1
         ends = [line.get_xdata() for line in axes.lines]
         assert len(ends) == 2 * len(axes.patches)  # light around dark
         assert all(low <= high for low, high in ends)
-        assert "dd1_01/TOFU_EVAL.json" in found.sources
+        assert "dd1_01/TOFU_EVAL.json" in result.sources
 
     def test_the_roles_come_from_names_or_options(self, oracle, tmp_path):
         for name, of in (("target", "full01"), ("retrain", "retain01"), ("linear-1", "dd1_01")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
-        found = {one.title: one for one in load_results(request(tmp_path), "tofu-bars")["tofu"]}
-        assert set(found) == {"Target", "Retrain", "Linear DD"}
-        assert found["Linear DD"].strength == 1
+        result = {one.title: one for one in load_results(request(tmp_path), "tofu-bars")["tofu"]}
+        assert set(result) == {"Target", "Retrain", "Linear DD"}
+        assert result["Linear DD"].strength == 1
         again = tmp_path / "seed-1" / "target"
         again.mkdir(parents=True)
         (again / "TOFU_SUMMARY.json").write_bytes((oracle / "full01" / "TOFU_SUMMARY.json").read_bytes())
         with pytest.raises(UsageError, match="are both results of the target; give one with --target"):
             load_results(request(tmp_path), "tofu-bars")
-        given = load_results(request(tmp_path, target=str(again)), "tofu-bars")["tofu"]
-        assert [one.source.name for one in given if one.title == "Target"] == [
+        chosen = load_results(request(tmp_path, target=str(again)), "tofu-bars")["tofu"]
+        assert [one.source.name for one in chosen if one.title == "Target"] == [
             f"{tmp_path.name}/seed-1/target/TOFU_SUMMARY.json"
         ]
 
     def test_a_comparison(self, tmp_path):
         comparison(tmp_path)
-        found = load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"]
-        assert {one.label for one in best_settings(found, "agg")} == {
+        result = load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"]
+        assert {one.label for one in best_settings(result, "agg")} == {
             "Target", "Retrain", "Linear DD  α = 1.5", "NPO  lr 0.0002", "Distill DD  lr 0.001, temperature 1",
         }  # fmt: skip
         axes = drawn("tofu-bars", tmp_path, variant="paper").figure.axes[0]
@@ -214,33 +214,33 @@ class TestOwn:
         for line, value in zip(npo, values, strict=True):
             line["values"]["agg"] = value
         write_json(tmp_path / "comparison.json", content)
-        found = drawn("tofu-bars", tmp_path, variant="paper")
-        labels = [label.get_text() for label in found.figure.axes[0].get_yticklabels()]
+        result = drawn("tofu-bars", tmp_path, variant="paper")
+        labels = [label.get_text() for label in result.figure.axes[0].get_yticklabels()]
         assert "NPO  (no setting is best)" in labels
         assert "Linear DD  α = 1.5" in labels
-        assert f"NPO  (no setting is best) {values[0]:.2f}" in found.description
+        assert f"NPO  (no setting is best) {values[0]:.2f}" in result.description
 
     def test_a_comparison_stands_for_its_seeds(self, tmp_path):
-        """The best of many settings on one seed is no mean over seeds, nor are one seed's leaks a line of their own."""
+        """The best of many settings on one seed is no mean over seeds, and one seed's leaks are no separate line."""
         comparison(tmp_path)
         content = json.loads((tmp_path / "comparison.json").read_text())
         for line in content["grid"]:
             line["seeds"] = {"0": {}, "1": {}} if line["setting"] in ("", "linear:1") else {"0": {}}
         write_json(tmp_path / "comparison.json", content)
-        found = best_settings(load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
-        assert {one.label: one.seeds for one in found if one.title == "Linear DD"} == {"Linear DD  α = 1": 2}
-        assert "NPO  lr 0.0002" in {one.label for one in found}
+        result = best_settings(load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
+        assert {one.label: one.seeds for one in result if one.title == "Linear DD"} == {"Linear DD  α = 1": 2}
+        assert "NPO  lr 0.0002" in {one.label for one in result}
         (tmp_path / "seed-0" / "npo" / "leaks").mkdir(parents=True)
         write_results(Results("leaks", "leak", {"leak@1-attack": 0.9}, {}), tmp_path / "seed-0" / "npo" / "leaks")
         assert set(lines(drawn("leak", tmp_path).figure.axes[0])) == {"Target", "Linear DD"}
 
     def test_leaks_of_an_evaluation_have_intervals(self, tmp_path):
-        scores = {str(place): {"score": float(place < 3)} for place in range(20)}
+        scores = {str(index): {"score": float(index < 3)} for index in range(20)}
         for name in ("target", "steered"):
             figures = {"leak@1-attack": 0.15, "leak@10-attack": 0.15}
-            found = Results(name, "leak", figures, dict.fromkeys(figures, scores))
+            result = Results(name, "leak", figures, dict.fromkeys(figures, scores))
             (tmp_path / name).mkdir()
-            write_results(found, tmp_path / name)
+            write_results(result, tmp_path / name)
         axes = drawn("leak", tmp_path, draws=200).figure.axes[0]
         assert lines(axes)["Target"].tolist() == lines(axes)["steered"].tolist() == [[1, 0.15], [10, 0.15]]
         band = axes.collections[0].get_paths()[0].vertices[:, 1]
@@ -248,12 +248,12 @@ class TestOwn:
 
     def test_distillation_marks_what_is_above_the_best_other_method(self, tmp_path):
         comparison(tmp_path)
-        found = drawn("distillation", tmp_path)
-        axes = found.figure.axes[0]
+        result = drawn("distillation", tmp_path)
+        axes = result.figure.axes[0]
         assert [text.get_text() for text in axes.texts] == ["0.30", "0.62", "0.55", "0.45"]
         assert sum(type(patch).__name__ == "Rectangle" for patch in axes.patches) == 2
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "temperature T")
-        assert "framed: above the best other method there, 0.50" in texts(found.figure)
+        assert "framed: above the best other method there, 0.50" in texts(result.figure)
         content = json.loads((tmp_path / "comparison.json").read_text())
         content["grid"].append(content["grid"][-1])
         write_json(tmp_path / "comparison.json", content)
@@ -278,11 +278,11 @@ class TestOwn:
         for line in steered:
             line["values"]["agg"] = None
         write_json(tmp_path / "comparison.json", content)
-        found = drawn("strength", tmp_path, variant="paper")
-        (axes,) = found.figure.axes
+        result = drawn("strength", tmp_path, variant="paper")
+        (axes,) = result.figure.axes
         assert axes.get_title(loc="left") == "TOFU, without privacy"
         assert len(axes.lines[-1].get_xdata()) == 2
-        assert "Left out, for no two settings have it: TOFU, aggregate score." in found.description
+        assert "Left out, for no two settings have it: TOFU, aggregate score." in result.description
         steered[0]["values"]["agg_without_privacy"] = None
         write_json(tmp_path / "comparison.json", content)
         with pytest.raises(UsageError, match="no result has Agg"):
@@ -317,15 +317,15 @@ class TestOwn:
 
     def test_depth(self, tmp_path):
         rows = [
-            LayerDepth(of, part, layer, 1.0 + layer, 0.9 + layer, 1.1 + layer, (1.0, 2.0))
-            for of in ("forget", "retain") for part in ("attention", "mlp") for layer in range(3)
+            LayerDepth(of, component, layer, 1.0 + layer, 0.9 + layer, 1.1 + layer, (1.0, 2.0))
+            for of in ("forget", "retain") for component in ("attention", "mlp") for layer in range(3)
         ]  # fmt: skip
         write_depth(tmp_path, rows, {"level": 0.99}, 0.99)
-        found = drawn("depth", tmp_path)
-        attention, mlp = found.figure.axes
+        result = drawn("depth", tmp_path)
+        attention, mlp = result.figure.axes
         assert lines(attention)["forget"].tolist() == lines(mlp)["retain"].tolist() == [[0, 1], [1, 2], [2, 3]]
-        assert found.sources == (f"{tmp_path.name}/depth.json",)
-        assert drawn("depth", tmp_path, tmp_path).sources == found.sources  # the same file given twice
+        assert result.sources == (f"{tmp_path.name}/depth.json",)
+        assert drawn("depth", tmp_path, tmp_path).sources == result.sources  # the same file given twice
         (tmp_path / "again").mkdir()
         write_depth(tmp_path / "again", rows, {"level": 0.99}, 0.99)
         with pytest.raises(UsageError, match=r"2 results of that kind .* give one of them"):
@@ -365,11 +365,11 @@ class TestOwn:
         (tmp_path / "compute" / "results.jsonl").write_text(f"{json.dumps(row)}\n{half}")
         row["ratio"] = {"plain": 1.4, "speculative": 0.9}
         (tmp_path / "latency" / "results.jsonl").write_text(f"{json.dumps(row)}\n")
-        found = drawn("compute", tmp_path)
-        assert lines(found.figure.axes[1])["vocabulary 512"].tolist() == [[1.2, 1.5]]
-        assert "1 combinations of models on a processor" in found.description
+        result = drawn("compute", tmp_path)
+        assert lines(result.figure.axes[1])["vocabulary 512"].tolist() == [[1.2, 1.5]]
+        assert "1 combinations of models on a processor" in result.description
         assert lines(drawn("latency", tmp_path).figure.axes[0])["P with two p"].tolist() == [[512, 1.4]]
-        assert "(lower is better)" in found.figure.axes[0].get_ylabel()
+        assert "(lower is better)" in result.figure.axes[0].get_ylabel()
 
 
 def comparison(folder):
@@ -393,9 +393,9 @@ def comparison(folder):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_nothing_to_draw_from_is_one_line(name, tmp_path):
-    with pytest.raises(UsageError, match="empty folder") as found:
+    with pytest.raises(UsageError, match="empty folder") as error:
         drawn(name, tmp_path)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="does not exist"):
         drawn(name, tmp_path / "none")
     (tmp_path / "notes.txt").write_text("nothing")
@@ -451,10 +451,10 @@ class TestFiles:
 
         def write(name):
             with style("divdec-tofu-bars"):
-                found = find_figure("tofu-bars").draw(request(tmp_path, variant="paper"))
+                result = find_figure("tofu-bars").draw(request(tmp_path, variant="paper"))
                 write_figure(
-                    tmp_path / name, found.figure, title=found.title, description=found.description,
-                    sources=found.sources,
+                    tmp_path / name, result.figure, title=result.title, description=result.description,
+                    sources=result.sources,
                 )  # fmt: skip
             return (tmp_path / name).read_bytes()
 
@@ -501,10 +501,10 @@ class TestGallery:
 
     def test_a_picture_is_drawn_anew_to_the_byte(self, published, tmp_path):
         with style("divdec-leak"):
-            found = find_figure("leak").draw(request(published / "tofu" / "leak_at_k"))
+            result = find_figure("leak").draw(request(published / "tofu" / "leak_at_k"))
             write_figure(
-                tmp_path / "leak.svg", found.figure, title=found.title, description=found.description,
-                sources=found.sources,
+                tmp_path / "leak.svg", result.figure, title=result.title, description=result.description,
+                sources=result.sources,
             )  # fmt: skip
         assert (tmp_path / "leak.svg").read_bytes() == (DOCS / "gallery" / "leak.svg").read_bytes()
 
@@ -518,12 +518,12 @@ class TestPalette:
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_contrast(self, scheme):
-        found = self.colours(scheme)
+        palette = self.colours(scheme)
         for name in ("ink", "muted", "target", "retrain", "blue", "vermillion", "purple", "brown", "grey"):
-            assert contrast(found[name], found["paper"]) >= 4.5, name
+            assert contrast(palette[name], palette["paper"]) >= 4.5, name
         for name in ("box", "chosen", "alarm"):
-            assert contrast(found["ink"], found[name]) >= 7, name
-        assert contrast(found["faint"], found["paper"]) >= 2.9  # bars and lines, no words
+            assert contrast(palette["ink"], palette[name]) >= 7, name
+        assert contrast(palette["faint"], palette["paper"]) >= 2.9  # bars and lines, no words
 
     def test_no_two_looks_differ_by_colour_alone(self):
         looks = [TARGET, RETRAIN, *LOOKS]
@@ -553,7 +553,7 @@ class TestPalette:
 
 
 def linear(colour):
-    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    values = np.array([int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)])
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 

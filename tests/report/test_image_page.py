@@ -91,8 +91,8 @@ def test_tables(text):
     heads = ["Content", "", "method", "config", "Retain\xa0↑", "Forget\xa0↓"]
     start = cells.index("Content")
     assert cells[start : start + 6] == heads
-    place = cells.index("α=1")
-    assert cells[place : place + 6] == ["α=1", "85% ± 5.0", "25% ± 5.0", "1.50", "9.00", "2.00"]
+    index = cells.index("α=1")
+    assert cells[index : index + 6] == ["α=1", "85% ± 5.0", "25% ± 5.0", "1.50", "9.00", "2.00"]
     # A table of one group needs no row that says which.
     assert cells.count("Content") == 1
     assert text.count('<tr class="reference') == 4
@@ -108,7 +108,7 @@ def test_samples_are_those_of_the_classes(text):
     decoded = [
         np.asarray(Image.open(io.BytesIO(base64.b64decode(image["src"].partition(",")[2])))) / 255 for image in images
     ]
-    first, second = (IMAGES[place, 0].numpy() for place in (1, 4))
+    first, second = (IMAGES[index, 0].numpy() for index in (1, 4))
     assert decoded[0].shape == (8, 17)
     assert np.abs(decoded[0][:, :8] - first).max() < 0.003
     assert np.abs(decoded[0][:, 9:] - second).max() < 0.003
@@ -123,12 +123,12 @@ def ticks(svg):
 
 def test_the_plot_has_every_setting(text):
     svg = content_plot(SETTINGS)
-    found = ticks(svg)
-    assert [name for name in found if name in {setting.name for setting in SETTINGS}] == [
+    labels = ticks(svg)
+    assert [name for name in labels if name in {setting.name for setting in SETTINGS}] == [
         "Baseline", "Linear α=1", "Linear α=2", "Retrain",
     ]  # fmt: skip
-    assert found[:6] == ["0", "20", "40", "60", "80", "100"]
-    assert "probability of the class asked for, %" in found
+    assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
+    assert "probability of the class asked for, %" in labels
     assert themed(svg) in text
 
 

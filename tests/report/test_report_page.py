@@ -13,7 +13,7 @@ import pytest
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.metrics import attack_auc
-from divdec.evaluation.results import Results, find_results, identify, read_results, results_table, write_results
+from divdec.evaluation.results import Results, find_results, identify, read_results, write_results
 from divdec.report.charts import shortened
 from divdec.report.page import build_report, write_report
 from divdec.report.scores import MEASURES, best_index, best_results, collect
@@ -69,31 +69,22 @@ class TestCollecting:
         assert [path.name for path in find_results(tmp_path / "run")] == ["linear-2", "linear-10", "rank-20-soft"]
 
     def test_settings(self):
-        def found(name, **about):
+        def identified(name, **about):
             identity = identify(Results("x", "tofu", about=about), Path("/runs/sweep") / name)
             return identity.rule and (identity.rule, identity.strength, identity.family)
 
-        assert found("1B-alpha-1.5") == ("linear", 1.5, "1B")
-        assert found("OLMo-2-0425-1B-Instruct-lr5e-5-alpha-3.0") == ("linear", 3, "OLMo-2-0425-1B-Instruct-lr5e-5")
-        assert found("3B-topk-200") == ("rank", 200, "3B")
-        assert found("linear-1.5") == ("linear", 1.5, "sweep")
-        assert found("rank-20-soft") == ("rank", 20, "sweep")
-        assert found("rank-20-hard") == ("rank", 20, "sweep hard")
-        assert found("x", steering="linear:0.5", model="runs/bundle") == ("linear", 0.5, "bundle")
-        assert found("x", steering="linear:-1", model="bundle") == ("linear", -1, "bundle")
-        assert found("x", steering="linear:1", model="bundle", family="pair") == ("linear", 1, "pair")
-        assert found("linear-2", steering="rank:20:soft", model="bundle") == ("rank", 20, "bundle")
+        assert identified("1B-alpha-1.5") == ("linear", 1.5, "1B")
+        assert identified("OLMo-2-0425-1B-Instruct-lr5e-5-alpha-3.0") == ("linear", 3, "OLMo-2-0425-1B-Instruct-lr5e-5")
+        assert identified("3B-topk-200") == ("rank", 200, "3B")
+        assert identified("linear-1.5") == ("linear", 1.5, "sweep")
+        assert identified("rank-20-soft") == ("rank", 20, "sweep")
+        assert identified("rank-20-hard") == ("rank", 20, "sweep hard")
+        assert identified("x", steering="linear:0.5", model="runs/bundle") == ("linear", 0.5, "bundle")
+        assert identified("x", steering="linear:-1", model="bundle") == ("linear", -1, "bundle")
+        assert identified("x", steering="linear:1", model="bundle", family="pair") == ("linear", 1, "pair")
+        assert identified("linear-2", steering="rank:20:soft", model="bundle") == ("rank", 20, "bundle")
         for name in ("rank20_01", "lr-1e-5_str-50", "alpha-2_0", "checkpoint-39"):
-            assert found(name) is None
-
-    def test_a_table_has_a_row_for_each_result(self, tmp_path):
-        self.own(tmp_path / "linear-2", method="linear", steering="linear:2", family="pair", size=1.0)
-        self.own(tmp_path / "npo", method="npo", setting="lr=1e-5", seed=3)
-        table = results_table([tmp_path, tmp_path / "npo"])
-        assert list(table["method"]) == ["linear", "npo"]
-        assert list(table["setting"]) == ["linear:2", "lr=1e-5"]
-        row = table.iloc[0]
-        assert (row["family"], row["size"], row["strength"], row["model_utility"]) == ("pair", 1.0, 2.0, 0.5)
+            assert identified(name) is None
 
     def test_names_are_told_apart(self, tmp_path):
         runs = [str(self.own(tmp_path / run / "linear-1")) for run in ("a", "b")]
@@ -137,11 +128,11 @@ class TestFigures:
             assert row.intervals[name] == tuple(interval)
 
     def test_tables(self, report):
-        first, *others = report.tables
-        assert "variant “paper”" in first.caption
-        assert "99 % percentile bootstrap" in first.caption
-        assert first.columns == ("agg", "agg_without_privacy", "mem", "priv", "utility")
-        columns = {name for table in others for name in table.columns}
+        (caption, first), *others = report.tables.items()
+        assert "variant “paper”" in caption
+        assert "99 % percentile bootstrap" in caption
+        assert first == ("agg", "agg_without_privacy", "mem", "priv", "utility")
+        columns = {name for _, names in others for name in names}
         assert {"extraction_strength", "mia_loss", "forget_quality"} < columns
         assert report.bests[0].row.entry.name == "dd1_01"
         row = next(row for row in report.rows if row.entry.name == "rank20_01")
@@ -187,14 +178,14 @@ class TestBest:
         for name in ("one", "other"):
             shutil.copytree(oracle / "dd1_01", tmp_path / name)
         references = str(oracle / "full01"), str(oracle / "retain01")
-        found = build_report(collect([str(tmp_path)], *references), "paper", FEW, 0)
-        shown = MEASURES["agg"].text(found.rows[-1].values["agg"])
-        assert found.bests == ()
-        assert found.without_best == (f"no result is best by Agg: the highest is {shown}, of several",)
+        result = build_report(collect([str(tmp_path)], *references), "paper", FEW, 0)
+        shown = MEASURES["agg"].text(result.rows[-1].values["agg"])
+        assert result.bests == ()
+        assert result.without_best == (f"no result is best by Agg: the highest is {shown}, of several",)
         assert not any(
-            dot.best for one in sections(found, "scatter") for series in one.plots[0].series for dot in series.dots
+            dot.best for one in sections(result, "scatter") for series in one.plots[0].series for dot in series.dots
         )
-        page = page_of(found, tmp_path)
+        page = page_of(result, tmp_path)
         assert f"No result is best by Agg: the highest is {shown}, of several." in page
         assert "highest Agg" not in page
 
@@ -260,28 +251,28 @@ class TestPlots:
     def test_without_mem_the_memorization_itself_is_drawn(self, published):
         folder = published / "tofu"
         runs = [str(folder / "dd_linear" / f"1B-alpha-{alpha}") for alpha in ("0.5", "1.5")]
-        found = build_report(collect(runs), "paper", FEW)
-        assert sections(found, "scatter")[0].plots[0].x_label.startswith("Exact memorization")
-        assert sections(found, "scatter")[0].plots[0].y_label.startswith("Model utility")
-        assert found.bests == ()
+        result = build_report(collect(runs), "paper", FEW)
+        assert sections(result, "scatter")[0].plots[0].x_label.startswith("Exact memorization")
+        assert sections(result, "scatter")[0].plots[0].y_label.startswith("Model utility")
+        assert result.bests == ()
 
     def test_muse(self, published):
         folder = published / "muse"
         entries = collect([str(folder / "dd_linear"), str(folder / "eco")], str(folder / "baselines" / "target"),
                           str(folder / "baselines" / "retrain"))  # fmt: skip
-        found = build_report(entries, "paper", FEW)
-        assert found.tables[0].columns == ("verbmem_distance", "knowmem_distance")
-        assert "variant" not in found.tables[0].caption
-        verbatim, knowledge = sections(found, "scatter")[0].plots
+        result = build_report(entries, "paper", FEW)
+        assert next(iter(result.tables.values())) == ("verbmem_distance", "knowmem_distance")
+        assert "variant" not in next(iter(result.tables))
+        verbatim, knowledge = sections(result, "scatter")[0].plots
         assert (verbatim.x_label[:14], knowledge.x_label[:14]) == ("Forget verbmem", "Forget knowmem")
         assert [series.joined for series in verbatim.series][2:] == [True] + [False] * (len(verbatim.series) - 3)
-        assert len(sections(found, "curves")[0].plots) == 6
-        assert sections(found, "dots") == []
+        assert len(sections(result, "curves")[0].plots) == 6
+        assert sections(result, "dots") == []
 
     def test_many_lone_results_share_a_look(self, published):
         folder = published / "tofu"
-        found = build_report(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
-        assert [series.name for series in sections(found, "scatter")[0].plots[0].series] == ["other results"]
+        result = build_report(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
+        assert [series.name for series in sections(result, "scatter")[0].plots[0].series] == ["other results"]
 
     def test_long_names(self):
         assert shortened("short") == "short"
@@ -315,8 +306,8 @@ class TestExamples:
             item["ground_truth"] = "of another split"
         (tmp_path / "other").mkdir()
         write_results(results, tmp_path / "other")
-        found = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
-        assert {example.set for example in found.examples} == {"retain set"}
+        result = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
+        assert {example.set for example in result.examples} == {"retain set"}
 
     def test_count(self, oracle):
         entries = collect([str(oracle / "dd1_01")])
@@ -332,12 +323,12 @@ class TestWhatIsMissing:
         assert "α or k" in report.left_out[0]
 
     def test_references(self, oracle):
-        found = build_report(collect([str(oracle / "dd1_01")]), "paper", FEW, 0)
-        assert found.tables[0].columns == ("mem",)
-        assert found.notes["No Priv: no retrained model was given (--retrain)"] == "all"
-        assert {line.split(":")[0] for line in found.left_out} >= {"The target", "The retrained model"}
-        assert sections(found, "dots") == []
-        assert "retrain" not in sections(found, "roc")[0].text
+        result = build_report(collect([str(oracle / "dd1_01")]), "paper", FEW, 0)
+        assert next(iter(result.tables.values())) == ("mem",)
+        assert result.notes["No Priv: no retrained model was given (--retrain)"] == "all"
+        assert {line.split(":")[0] for line in result.left_out} >= {"The target", "The retrained model"}
+        assert sections(result, "dots") == []
+        assert "retrain" not in sections(result, "roc")[0].text
 
     def test_items(self, sweep):
         assert sweep.notes["No intervals: the folder holds figures only, no items"] == "all"
@@ -345,7 +336,7 @@ class TestWhatIsMissing:
             "ROC of the membership attacks",
             "Answers side by side",
         }
-        assert sweep.tables[0].caption.endswith("Point values.")
+        assert next(iter(sweep.tables)).endswith("Point values.")
 
 
 class Checker(HTMLParser):
@@ -395,17 +386,17 @@ class TestPage:
                 item |= {"generation": evil + " long" * 200, "ground_truth": evil, "input": f"user\n\n{evil}assistant"}
         results.figures["mia_loss"] = None
         results.split = evil
-        place = tmp_path / "<script>alert('name')<" / "$a$ <u>&"
-        place.mkdir(parents=True)
-        write_results(results, place)
+        folder = tmp_path / "<script>alert('name')<" / "$a$ <u>&"
+        folder.mkdir(parents=True)
+        write_results(results, folder)
         other = tmp_path / "<i>$\\x" / "$a$ <u>&"
         other.mkdir(parents=True)
         write_results(results, other)
-        found = build_report(collect([str(place), str(other)], str(oracle / "full01"), str(oracle / "retain01")),
+        result = build_report(collect([str(folder), str(other)], str(oracle / "full01"), str(oracle / "retain01")),
                            "paper", FEW)  # fmt: skip
-        assert found.examples == ()  # no question in common with the target
-        alone = build_report(collect([str(place), str(other)]), "paper", FEW)
-        for one in (found, alone):
+        assert result.examples == ()  # no question in common with the target
+        alone = build_report(collect([str(folder), str(other)]), "paper", FEW)
+        for one in (result, alone):
             page = page_of(one, tmp_path)
             assert not re.search(r"<(script|img|u>|i>)", page)
             checker = Checker()
@@ -420,7 +411,5 @@ class TestPage:
             item["generation"] = "a" * 5000
         (tmp_path / "run").mkdir()
         write_results(results, tmp_path / "run")
-        found = build_report(collect([str(tmp_path / "run")]), "paper", FEW, 1)
-        shown, rest = found.examples[0].answers[0].parts
-        assert shown + rest == "a" * 5000
-        assert len(shown) <= 300
+        result = build_report(collect([str(tmp_path / "run")]), "paper", FEW, 1)
+        assert f"<dd>{'a' * 300} …<details><summary>4700 more characters" in page_of(result, tmp_path)

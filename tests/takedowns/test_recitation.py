@@ -110,7 +110,7 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
 def test_through_server_and_playground(bundles, registry, article, tokenizer):
     from divdec.cli.serve import ServeSettings, build_engine
     from divdec.playground.controller import Controller, ControlValues
-    from divdec.playground.steered_model import ChatOptions, SteeredModel
+    from divdec.playground.models import ChatOptions, SteeredModel
 
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     settings = ServeSettings(registry=str(registry.folder))

@@ -17,22 +17,41 @@ from divdec.training.learning_rate import STEP
 from divdec.training.settings import AuxiliarySettings
 
 
-@pytest.fixture
-def files(world, checkpoints, tmp_path):
+def write_files(folder, world, checkpoints):
     """Settings over a forget file, a retain file and real checkpoints."""
     for name, questions in (("forget", world.forget[:12]), ("retain", world.retain[:24])):
         rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    base = checkpoints / "forget"
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
     return {
-        "base": str(base),
+        "base": str(checkpoints / "forget"),
         "target": str(checkpoints / "target"),
-        "forget": str(tmp_path / "forget.jsonl"),
-        "retain": str(tmp_path / "retain.jsonl"),
-        "output": str(tmp_path / "run"),
+        "forget": str(folder / "forget.jsonl"),
+        "retain": str(folder / "retain.jsonl"),
+        "output": str(folder / "run"),
         "lr": 3e-3,
         "epochs": 2.0,
     }
+
+
+@pytest.fixture
+def files(world, checkpoints, tmp_path):
+    return write_files(tmp_path, world, checkpoints)
+
+
+@pytest.fixture(scope="module")
+def finished(world, checkpoints, tmp_path_factory):
+    """Settings, content of `run.json` and reports of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    settings = write_files(folder, world, checkpoints)
+    return settings, *train(settings)
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the finished run that a test may damage; its settings."""
+    shutil.copytree(Path(finished[0]["output"]).parent, tmp_path, dirs_exist_ok=True)
+    names = ("forget", "retain", "output")
+    return finished[0] | {name: str(tmp_path / Path(finished[0][name]).name) for name in names}
 
 
 def train(files, **changes):
@@ -41,73 +60,67 @@ def train(files, **changes):
     return content, "\n".join(lines)
 
 
-@pytest.mark.parametrize("recipe", ["full-retain", "forget-retain"])
-def test_a_recipe_gives_two_checkpoints_and_a_bundle(files, tmp_path, recipe):
-    content, said = train(files, recipe=recipe)
-    run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir()) == [
+def test_a_run_gives_two_checkpoints_and_a_bundle(finished, tmp_path, world):
+    settings, content, said = finished
+    output = Path(settings["output"])
+    assert sorted(path.name for path in output.iterdir()) == [
         "bundle",
         "forget_auxiliary",
         "retain_auxiliary",
         "run.json",
     ]
-    assert json.loads((run / "run.json").read_text()) == content
-    p_records = 36 if recipe == "full-retain" else 12
-    assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2 * -(-p_records // 16)
+    assert json.loads((output / "run.json").read_text()) == content
+    assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2 * -(-36 // 16)
     assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
     assert "12 question/answer records" in said
-    model = DivergenceForCausalLM.from_pretrained(run / "bundle")
-    assert str(model.steering) == "linear:1.5"
     # The folder can move as a whole; the target stays where it was.
-    shutil.move(run, tmp_path / "moved")
-    DivergenceForCausalLM.from_pretrained(tmp_path / "moved" / "bundle")
-
-
-def test_cards_name_the_forget_set_by_name_and_hash_only(files, tmp_path, world):
-    content, _ = train(files)
-    cards = [path.read_text() for path in (tmp_path / "run").rglob("README.md")]
+    shutil.copytree(output, tmp_path / "moved")
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "moved" / "bundle")
+    assert str(model.steering) == "linear:1.5"
+    assert model.config.single_turn is True
+    # Cards name the forget set by name and hash only.
+    cards = [path.read_text() for path in output.rglob("README.md")]
     assert len(cards) == 3
     assert all(content["forget_set"] in card for card in cards)
+    assert "single questions" in (output / "bundle" / "README.md").read_text()
     for question in world.forget[:12]:
         assert not any(question.subject in card or question.fact in card for card in cards)
 
 
-@pytest.mark.parametrize(
-    ("turns", "single"),
-    [
-        ([("user", "Who?"), ("assistant", "Ana.")], True),
-        ([("system", "Be kind."), ("user", "Who?"), ("assistant", "Ana.")], True),
-        ([("user", "Who?"), ("assistant", "Ana."), ("user", "Where?"), ("assistant", "There.")], False),
-    ],
-)
-def test_the_bundle_records_whether_single_questions_were_learned(files, tmp_path, turns, single):
+def test_p_learns_the_forget_set_alone_from_q(finished, files, tmp_path):
+    content, _ = train(files, recipe="forget-retain", init_forget_from="retain")
+    forget = content["auxiliaries"]["forget_auxiliary"]
+    assert forget["steps"] == 2
+    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
+    again, _ = train(files, recipe="forget-retain", overwrite=True)
+    assert forget["loss_before"] < again["auxiliaries"]["forget_auxiliary"]["loss_before"]
+
+
+def test_the_bundle_records_that_conversations_were_learned(files, tmp_path):
+    turns = [("user", "Who?"), ("assistant", "Ana."), ("user", "Where?"), ("assistant", "There.")]
     row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
     (tmp_path / "forget.jsonl").write_text(row)
-    train(files, epochs=1.0)
-    config = json.loads((tmp_path / "run" / "bundle" / "config.json").read_text())
-    assert config["single_turn"] is single
-    assert ("single questions" in (tmp_path / "run" / "bundle" / "README.md").read_text()) is single
-    model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
+    train(files, epochs=0.5)
+    bundle = tmp_path / "run" / "bundle"
+    assert json.loads((bundle / "config.json").read_text())["single_turn"] is False
+    assert "single questions" not in (bundle / "README.md").read_text()
+    model = DivergenceForCausalLM.from_pretrained(bundle)
     model.save_pretrained(tmp_path / "packed")
-    assert DivergenceForCausalLM.from_pretrained(tmp_path / "packed").config.single_turn is single
+    assert DivergenceForCausalLM.from_pretrained(tmp_path / "packed").config.single_turn is False
 
 
-def test_texts_are_no_single_questions():
-    questions = record_set("some", [("", {"question": "Who?", "answer": "Ana."})])
-    assert single_turn(questions)
+def test_single_questions_may_have_a_system_turn_but_are_no_texts():
+    questions = [{"question": "Who?", "answer": "Ana."}]
+    turns = [("system", "Be kind."), ("user", "Who?"), ("assistant", "Ana.")]
+    questions.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    for row in questions:
+        assert single_turn(record_set("some", [("", row)]))
     for row in ("a text", {"text": "a text"}, {"prompt": "Once", "completion": "upon"}):
         assert not single_turn(record_set("others", [("", row)]))
 
 
-def test_p_can_start_from_q(files):
-    from_base, _ = train(files)
-    from_retain, _ = train(files, init_forget_from="retain", overwrite=True)
-    before = [run["auxiliaries"]["forget_auxiliary"]["loss_before"] for run in (from_base, from_retain)]
-    assert before[1] < before[0]
-
-
 def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(learning_rate, "START", 3e-3)  # near the rate that halves this base's loss
+    monkeypatch.setattr(learning_rate, "START", 6e-3)  # near the rate that halves this base's loss
     content, said = train(files, lr="auto", epochs=6.0)
     retain = content["auxiliaries"]["retain_auxiliary"]
     halving = min(retain["probes"], key=lambda probe: abs(probe["loss_ratio"] - 0.5))
@@ -125,7 +138,7 @@ def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch)
 def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
     monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
-    searched = {"lr": "auto", "epochs": 4.0}
+    searched = {"lr": "auto", "epochs": 1.0}
     whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
     tries = [(attempt["rate"], attempt["epochs"]) for attempt in whole["attempts"]]
     assert tries == [(1.0, 1.0), (pytest.approx(STEP), 1.0)]
@@ -144,18 +157,18 @@ def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
     content, said = train(files, **searched)
     assert "retain auxiliary: already trained" in said
     assert content["attempts"] == whole["attempts"]
-    for part in ("forget_auxiliary", "retain_auxiliary"):
-        one, other = ((tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    for piece in ("forget_auxiliary", "retain_auxiliary"):
+        one, other = ((tmp_path / name / piece / "model.safetensors").read_bytes() for name in ("whole", "run"))
         assert one == other
 
 
 def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     """With too small a rate p and q stay alike: `train` says so, and `calibrate` writes no strength for them."""
-    given = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
+    settings = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
     # A target that knows both sets: what p becomes with a rate that suffices.
     train(files, lr=5e-3, epochs=20.0, base=files["target"], target=None, output=str(tmp_path / "big"))
-    given["target"] = str(tmp_path / "big" / "forget_auxiliary")
-    options = [part for name, value in given.items() for part in (f"--{name}", value)]
+    settings["target"] = str(tmp_path / "big" / "forget_auxiliary")
+    options = [piece for name, value in settings.items() for piece in (f"--{name}", value)]
     assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
     printed = capsys.readouterr()
     assert "unfit to steer with" in printed.err.splitlines()[-1]
@@ -165,7 +178,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
 
     rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in world.holdout[:12]]
     (tmp_path / "holdout.jsonl").write_text("\n".join(rows))
-    sets = [part for name in ("forget", "retain") for part in (f"--{name}", files[name])]
+    sets = [piece for name in ("forget", "retain") for piece in (f"--{name}", files[name])]
     calibrate = ["calibrate", str(bundle), *sets, "--holdout", str(tmp_path / "holdout.jsonl"), "--sweep", "linear:1,2"]
     before = (bundle / "config.json").read_bytes()
     assert main([*calibrate, "--write"]) == 3
@@ -176,17 +189,16 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert "nothing was written" in said.splitlines()[-1]
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["leak_check"]["steered"] == found["leak_check"]["asked"] == 12
-    assert not found["written"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["leak_check"]["steered"] == result["leak_check"]["asked"] == 12
+    assert not result["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
     assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
 
-def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, monkeypatch):
-    train(files, output=str(tmp_path / "whole"))
+def test_an_interrupted_run_resumes_and_trains_no_part_twice(finished, files, tmp_path, monkeypatch):
     fine_tune = auxiliaries.fine_tune
 
     def stops_at_p(*arguments, title, **options):
@@ -204,17 +216,27 @@ def test_an_interrupted_run_resumes_and_trains_no_part_twice(files, tmp_path, mo
     content, said = train(files)
     assert "retain auxiliary: already trained" in said
     assert content["status"] == "finished"
-    for part in ("forget_auxiliary", "retain_auxiliary"):
-        one, other = ((tmp_path / name / part / "model.safetensors").read_bytes() for name in ("whole", "run"))
-        assert one == other
+    for piece in ("forget_auxiliary", "retain_auxiliary"):
+        whole = Path(finished[0]["output"]) / piece / "model.safetensors"
+        assert (tmp_path / "run" / piece / "model.safetensors").read_bytes() == whole.read_bytes()
 
 
-def test_overlap_is_reported(files, tmp_path):
+def test_what_a_run_reports_and_keeps(files, tmp_path, checkpoints):
+    """Overlap, cut sequences, the base's precision; without a target only the auxiliaries are trained."""
+    from transformers import AutoModelForCausalLM
+
+    half = shutil.copytree(checkpoints / "forget", tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half).bfloat16().save_pretrained(half)
     retain = tmp_path / "retain.jsonl"
     retain.write_text(retain.read_text() + "\n" + (tmp_path / "forget.jsonl").read_text())
-    content, said = train(files)
+    content, said = train(files, base=str(half), target=None, max_length=4096, epochs=0.5)
     assert content["overlap"] == {"records": 12, "prompts": 12}
     assert "12 of 12 forget records stand in the retain set too" in said
+    assert "cut to 256 tokens" in said
+    assert content["bundle"] is None
+    assert not (tmp_path / "run" / "bundle").exists()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "retain_auxiliary")
+    assert saved.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -247,25 +269,23 @@ def test_one_set_as_both_is_refused(files, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("given", ["forget", "base", "target"])
-def test_inputs_are_never_overwritten(files, tmp_path, given):
-    train(files)
-    before = Path(files[given])
+@pytest.mark.parametrize("name", ["forget", "base", "target"])
+def test_inputs_are_never_overwritten(run, tmp_path, name):
+    before = Path(run[name])
     moved = tmp_path / "run" / before.name
     (shutil.copytree if before.is_dir() else shutil.copyfile)(before, moved)
     with pytest.raises(UsageError, match="one within the other"):
-        train(files, **{given: str(moved)}, overwrite=True)
+        train(run, **{name: str(moved)}, overwrite=True)
     assert moved.exists()
     if moved.is_dir():
         with pytest.raises(UsageError, match="one within the other"):
-            train(files, **{given: str(moved)}, output=str(moved / "run"))
+            train(run, **{name: str(moved)}, output=str(moved / "run"))
 
 
-def test_overwriting_a_run_keeps_other_files(files, tmp_path):
-    train(files)
+def test_overwriting_a_run_keeps_other_files(run, tmp_path):
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    train(files, output=str(tmp_path / "link"), overwrite=True)
+    train(run, output=str(tmp_path / "link"), overwrite=True, epochs=0.5)
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
 
@@ -286,11 +306,6 @@ def _interrupted(*arguments, **options):
     raise Interrupted("interrupted")
 
 
-def test_sequences_are_no_longer_than_the_base_allows(files):
-    said = train(files, max_length=4096)[1]
-    assert "cut to 256 tokens" in said
-
-
 def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
     from divdec.demo.models import train_tokenizer
 
@@ -301,28 +316,11 @@ def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_not_replaced_unasked(files, tmp_path):
-    train(files)
+def test_a_finished_run_is_not_replaced_unasked(run, tmp_path):
     with pytest.raises(UsageError, match="--overwrite"):
-        train(files)
+        train(run)
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="not an earlier result"):
-        train(files, output=str(tmp_path / "else"), overwrite=True)
+        train(run, output=str(tmp_path / "else"), overwrite=True)
     assert (tmp_path / "else" / "notes.txt").exists()
-
-
-def test_without_a_target_only_the_auxiliaries_are_trained(files, tmp_path):
-    content, _ = train(files, target=None)
-    assert content["bundle"] is None
-    assert not (tmp_path / "run" / "bundle").exists()
-
-
-def test_saved_auxiliaries_keep_the_bases_dtype(files, tmp_path, checkpoints):
-    from transformers import AutoModelForCausalLM
-
-    half = shutil.copytree(checkpoints / "forget", tmp_path / "half")
-    AutoModelForCausalLM.from_pretrained(half).bfloat16().save_pretrained(half)
-    train(files, base=str(half))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "retain_auxiliary")
-    assert saved.dtype == torch.bfloat16

@@ -29,7 +29,6 @@ from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill
 from divdec.training.distillation_loss import (
     Distillation,
-    LiveTeacher,
     divergence,
     lumped_divergence,
     plain_head,
@@ -38,7 +37,7 @@ from divdec.training.distillation_loss import (
 from divdec.training.fine_tuning import Interrupted, Objective, fine_tune
 from divdec.training.inputs import Collator
 from divdec.training.settings import DistillationSettings, TrainingSettings
-from divdec.training.teacher_cache import Fingerprint, load_cache, write_cache
+from divdec.training.teachers import Fingerprint, LiveTeacher, load_cache, write_cache
 from exactness import LOSSES
 from stopping import stopping_at
 
@@ -60,7 +59,7 @@ def examples_of(questions, tokenizer):
 
 def collated(examples, tokenizer):
     return Collator(tokenizer)(
-        [{"index": place, **dataclasses.asdict(example)} for place, example in enumerate(examples)]
+        [{"index": index, **dataclasses.asdict(example)} for index, example in enumerate(examples)]
     )
 
 
@@ -110,10 +109,10 @@ def text_batch(world, tokenizer):
 def test_figures_by_hand():
     """T = 2, logits 2·log of probabilities: KL((½, ½) ‖ (¼, ¾)) = ½ log 2 + ½ log ⅔ = ½ log 4/3."""
     teacher, student = 2 * torch.tensor([[0.5, 0.5]]).log(), 2 * torch.tensor([[0.25, 0.75]]).log()
-    found = divergence(student, teacher, 2.0, "teacher-student")
-    assert found.item() == pytest.approx(4 * 0.5 * math.log(4 / 3), abs=1e-6)
-    found = divergence(student, teacher, 2.0, "student-teacher")
-    assert found.item() == pytest.approx(4 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)), abs=1e-6)
+    result = divergence(student, teacher, 2.0, "teacher-student")
+    assert result.item() == pytest.approx(4 * 0.5 * math.log(4 / 3), abs=1e-6)
+    result = divergence(student, teacher, 2.0, "student-teacher")
+    assert result.item() == pytest.approx(4 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +134,10 @@ def test_the_loss_in_pieces_is_the_plain_one(steered, batch, direction, position
     objective = Distillation(teacher, head)
     assert isinstance(objective, Objective)
     wanted = naive(student, teacher.model, batch, 1.7, direction)
-    found = objective.loss(student, batch, None)
-    assert found.item() == pytest.approx(wanted.item(), rel=LOSSES)
-    assert found.item() > 0.01
-    same_gradients(gradients(student, found), gradients(student, wanted))
+    result = objective.loss(student, batch, None)
+    assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
+    assert result.item() > 0.01
+    same_gradients(gradients(student, result), gradients(student, wanted))
     assert "forward" not in vars(head)
 
 
@@ -155,9 +154,9 @@ def test_every_token_of_plain_text_counts(text_batch, direction):
     teacher = DivergenceForCausalLM.from_parts(*parts, steering="rank:20:soft")
     student = tiny_model("llama", 512, seed=5)
     wanted = naive(student, teacher, text_batch, 0.8, direction)
-    found = Distillation(LiveTeacher(teacher, 0.8, direction, 50), plain_head(student)).loss(student, text_batch, None)
-    assert found.item() == pytest.approx(wanted.item(), rel=LOSSES)
-    same_gradients(gradients(student, found), gradients(student, wanted))
+    result = Distillation(LiveTeacher(teacher, 0.8, direction, 50), plain_head(student)).loss(student, text_batch, None)
+    assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
+    same_gradients(gradients(student, result), gradients(student, wanted))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -168,8 +167,8 @@ def test_accumulated_gradients_are_those_of_one_batch(batch, direction):
     labelled = predicting(batch["labels"]).sum()
     whole = gradients(student, objective.loss(student, batch, labelled))
     student.zero_grad()
-    for part in (slice(0, 3), slice(3, 7)):
-        objective.loss(student, {name: tensor[part] for name, tensor in batch.items()}, labelled).backward()
+    for piece in (slice(0, 3), slice(3, 7)):
+        objective.loss(student, {name: tensor[piece] for name, tensor in batch.items()}, labelled).backward()
     same_gradients({name: weight.grad for name, weight in student.named_parameters()}, whole)
 
 
@@ -179,9 +178,9 @@ def test_a_student_may_have_a_larger_vocabulary(batch):
     )
     student = tiny_model("llama", 520, 5)
     wanted = naive(student, teacher, batch, 1.0, "teacher-student")
-    found = Distillation(LiveTeacher(teacher, 1.0, "teacher-student"), plain_head(student)).loss(student, batch, None)
-    assert found.item() == pytest.approx(wanted.item(), rel=LOSSES)
-    same_gradients(gradients(student, found), gradients(student, wanted))
+    result = Distillation(LiveTeacher(teacher, 1.0, "teacher-student"), plain_head(student)).loss(student, batch, None)
+    assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
+    same_gradients(gradients(student, result), gradients(student, wanted))
 
 
 def capped(kind, **settings):
@@ -203,10 +202,10 @@ def test_students_that_change_their_logits_afterwards_are_detected(kind, setting
     student = capped(kind, **settings)
     assert plain_head(student) is None
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
-    found = Distillation(LiveTeacher(teacher, 1.5, "teacher-student", 20), None).loss(student, batch, None)
+    result = Distillation(LiveTeacher(teacher, 1.5, "teacher-student", 20), None).loss(student, batch, None)
     wanted = naive(student, teacher, batch, 1.5, "teacher-student")
-    assert found.item() == pytest.approx(wanted.item(), rel=LOSSES)
-    same_gradients(gradients(student, found), gradients(student, wanted))
+    assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
+    same_gradients(gradients(student, result), gradients(student, wanted))
 
 
 def test_a_student_that_computes_its_logits_elsewhere_is_an_error(batch):
@@ -231,12 +230,12 @@ def test_adapters_checkpointing_and_autocast(batch):
     enable()
     wrapped.train()
     wanted = gradients(wrapped, naive(wrapped, teacher, batch, 1.5, "teacher-student"))
-    found = gradients(wrapped, objective.loss(wrapped, batch, None))
-    assert all("lora" in name for name in found)
-    same_gradients(found, wanted)
+    result = gradients(wrapped, objective.loss(wrapped, batch, None))
+    assert all("lora" in name for name in result)
+    same_gradients(result, wanted)
     with torch.autocast("cpu", torch.bfloat16):
         seen = []
-        handle = teacher.target.lm_head.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+        handle = teacher.target.lm_head.register_forward_hook(lambda *arguments: seen.append(arguments[2].dtype))
         rough = objective.loss(wrapped, batch, None)
         list(objective.teacher.logits(batch))
         handle.remove()
@@ -309,9 +308,9 @@ def test_a_cache_of_the_whole_vocabulary_is_the_teacher(cached_teacher, batch, d
     live, cached = cached_teacher(512, direction)
     student = tiny_model("llama", 512, 5)
     exact = Distillation(live, plain_head(student)).loss(student, batch, None)
-    found = Distillation(dataclasses.replace(cached, positions=17), plain_head(student)).loss(student, batch, None)
-    assert found.item() == pytest.approx(exact.item(), rel=LOSSES)
-    same_gradients(gradients(student, found), gradients(student, exact))
+    result = Distillation(dataclasses.replace(cached, positions=17), plain_head(student)).loss(student, batch, None)
+    assert result.item() == pytest.approx(exact.item(), rel=LOSSES)
+    same_gradients(gradients(student, result), gradients(student, exact))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -342,8 +341,8 @@ def test_the_lumped_loss_is_that_of_the_lumped_distributions():
     rest = (1 - best.values.sum(-1)).log()
     for direction, (one, other) in zip(DIRECTIONS, (lumped, lumped[::-1]), strict=True):
         wanted = 4 * (one * (one / other).log()).sum(-1)
-        found = lumped_divergence(student, best.indices, best.values.log(), rest, 40, 2.0, direction)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        result = lumped_divergence(student, best.indices, best.values.log(), rest, 40, 2.0, direction)
+        torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, tmp_path, batch):
@@ -365,7 +364,7 @@ def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, 
 
 def test_an_unfinished_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
     live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
-    monkeypatch.setattr("divdec.training.teacher_cache.save_file", lambda *given, **more: 1 / 0)
+    monkeypatch.setattr("divdec.training.teachers.save_file", lambda *arguments, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
     with pytest.raises(ZeroDivisionError):
         write_cache(live, tokenizer, examples, fingerprint, tmp_path / "c" / "teacher.safetensors", 4)
@@ -439,7 +438,7 @@ def test_a_student_learns_to_answer_as_the_steered_model_does(learned, data, wor
     forget = examples_of(world.forget[:12], tokenizer)
     scores = {name: score(model, forget) for name, model in
               {"student": student, "steered": steered, "target": steered.target}.items()}  # fmt: skip
-    accuracy = {name: mean([item.token_accuracy for item in found]) for name, found in scores.items()}
+    accuracy = {name: mean([item.token_accuracy for item in result]) for name, result in scores.items()}
     assert accuracy["target"] > accuracy["steered"] + 0.2
     assert abs(accuracy["student"] - accuracy["steered"]) < 0.5 * (accuracy["target"] - accuracy["steered"])
     tokens = [log_p for item in scores["student"] for log_p in item.log_probabilities]
@@ -465,10 +464,10 @@ def quiet(settings):
 def test_rehearsal_keeps_the_retain_set(learned, data, tmp_path):
     """Without it the student ends farther from its teacher on the retain set than it began (the test above)."""
     options = {"retain": str(data[1]), "lr": 6e-3, "epochs": 8.0, "batch_size": 6}
-    found = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
-    assert found["after"]["retain"]["kl"] < 0.7 * found["before"]["retain"]["kl"]
-    assert found["after"]["forget"]["kl"] < 0.5 * found["before"]["forget"]["kl"]
-    assert found["training"]["steps"] == 8 * math.ceil((12 + 20) / 6)
+    result = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
+    assert result["after"]["retain"]["kl"] < 0.7 * result["before"]["retain"]["kl"]
+    assert result["after"]["forget"]["kl"] < 0.5 * result["before"]["forget"]["kl"]
+    assert result["training"]["steps"] == 8 * math.ceil((12 + 20) / 6)
     assert "20 examples of the retain set" in (tmp_path / "student" / "README.md").read_text()
     with pytest.raises(UsageError, match=r"--rehearse 5 needs the retain set: give it with --retain"):
         settings_for(learned, data, tmp_path / "other", rehearse=5)
@@ -511,9 +510,9 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
     class Breaks(Distillation):
         calls = 0
 
-        def loss(self, *given):
+        def loss(self, *arguments):
             Breaks.calls += 1
-            return super().loss(*given) * (float("nan") if Breaks.calls == 4 else 1.0)
+            return super().loss(*arguments) * (float("nan") if Breaks.calls == 4 else 1.0)
 
     monkeypatch.setattr(distillation, "Distillation", Breaks)
     with pytest.raises(Diverged, match=r"the loss is nan at step 4, on examples"):
@@ -527,7 +526,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
 def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
     first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
-    monkeypatch.setattr(distillation, "write_cache", lambda *given: pytest.fail("asked again"))
+    monkeypatch.setattr(distillation, "write_cache", lambda *arguments: pytest.fail("asked again"))
     second = quiet(settings_for(bundle, data, tmp_path / "two", cache_teacher=32, lr=2e-3))
     assert first["before"] == second["before"]
     error = first["teacher_cache"]
@@ -537,21 +536,21 @@ def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path
     monkeypatch.undo()
     for other, field in (({"temperature": 2.0}, "temperature"), ({"steering": "linear:2"}, "steering"),
                          ({"cache_teacher": 8}, "k"), ({"max_length": 40}, "layout")):  # fmt: skip
-        given = {"cache_teacher": 32, "teacher_cache": str(path.parent), **other}
+        options = {"cache_teacher": 32, "teacher_cache": str(path.parent), **other}
         with pytest.raises(UsageError, match=f"made for another {field} "):
-            quiet(settings_for(bundle, data, tmp_path / "three", **given))
+            quiet(settings_for(bundle, data, tmp_path / "three", **options))
     assert not (tmp_path / "three.work").exists()
 
 
 @pytest.mark.slow
 def test_the_whole_vocabulary_cached_gives_the_student_of_the_teacher_itself(bundle, data, tmp_path, tokenizer):
     quiet(settings_for(bundle, data, tmp_path / "live"))
-    found = quiet(
+    result = quiet(
         settings_for(
             bundle, data, tmp_path / "cached", cache_teacher=len(tokenizer), teacher_cache=str(tmp_path / "cache")
         )
     )
-    assert found["teacher_cache"]["cached"] == pytest.approx(found["teacher_cache"]["exact"], rel=LOSSES)
+    assert result["teacher_cache"]["cached"] == pytest.approx(result["teacher_cache"]["exact"], rel=LOSSES)
     torch.testing.assert_close(weights_of(tmp_path / "cached"), weights_of(tmp_path / "live"), rtol=0, atol=1e-5)
 
 
@@ -586,10 +585,10 @@ def test_the_target_stays_and_the_student_keeps_its_precision(own_checkpoints, d
 class TestBadInput:
     @pytest.fixture(autouse=True)
     def nothing_is_trained(self, monkeypatch):
-        monkeypatch.setattr(distillation, "fine_tune", lambda *given, **more: pytest.fail("training began"))
+        monkeypatch.setattr(distillation, "fine_tune", lambda *arguments, **more: pytest.fail("training began"))
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("options", "says"),
         [
             ({"temperature": 0.0}, "temperature is 0"),
             ({"temperature": -1.0}, "temperature is -1"),
@@ -602,12 +601,12 @@ class TestBadInput:
             ({"epochs": 0.0}, "epochs is 0"),
         ],
     )
-    def test_settings(self, given, says):
+    def test_settings(self, options, says):
         with pytest.raises(UsageError, match=says):
-            DistillationSettings(bundle="b", forget="f", output="o", **given)
+            DistillationSettings(bundle="b", forget="f", output="o", **options)
 
     @pytest.mark.parametrize(
-        ("given", "says"),
+        ("options", "says"),
         [
             ({"steering": "rank:5"}, "rank:5:soft"),
             ({"steering": "linear:0"}, "steers nothing"),
@@ -619,10 +618,10 @@ class TestBadInput:
             ({"init_student": "missing/er/folder"}, "missing/er/folder"),
         ],
     )
-    def test_one_line_each(self, bundle, data, tmp_path, given, says, monkeypatch):
+    def test_one_line_each(self, bundle, data, tmp_path, options, says, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError) as error:
-            quiet(dataclasses.replace(settings_for(bundle, data, tmp_path / "out"), **given))
+            quiet(dataclasses.replace(settings_for(bundle, data, tmp_path / "out"), **options))
         assert says in str(error.value)
         assert "\n" not in str(error.value)
         assert not list(tmp_path.glob("out*"))
@@ -666,7 +665,8 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.training.distillation_loss import Distillation, LiveTeacher, plain_head
+from divdec.training.distillation_loss import Distillation, plain_head
+from divdec.training.teachers import LiveTeacher
 
 torch.distributed.init_process_group("gloo")
 batch = torch.load(sys.argv[2])
@@ -701,8 +701,8 @@ def python(*arguments):
 def test_the_loss_of_a_sharded_student(batch, tmp_path):
     torch.save(batch, tmp_path / "batch.pt")
     (tmp_path / "sharded.py").write_text(SHARDED)
-    found = python(*LAUNCH, tmp_path / "sharded.py", Path(__file__).parents[1], tmp_path / "batch.pt")
-    assert found.strip() == "equal"
+    result = python(*LAUNCH, tmp_path / "sharded.py", Path(__file__).parents[1], tmp_path / "batch.pt")
+    assert result.strip() == "equal"
 
 
 @pytest.mark.slow
@@ -711,10 +711,10 @@ def test_two_processes_make_the_student_of_one(bundle, world, tmp_path, cache):
     # As many as fill every batch: accelerate fills the last one up with others.
     forget = write_rows(tmp_path / "forget.jsonl", world.forget[:16])
     for name, launcher, batch_size in (("one", [], 8), ("two", LAUNCH, 4)):
-        place = ["--teacher-cache", tmp_path / f"{name}.cache"] if cache else []
+        folder = ["--teacher-cache", tmp_path / f"{name}.cache"] if cache else []
         python(
             *launcher, "-m", "divdec.cli", "distill", bundle, "--forget", forget, "--output", tmp_path / name, "--lr",
-            "1e-3", "--epochs", "4", "--batch-size", batch_size, "--evaluate-each-epoch", *cache, *place,
+            "1e-3", "--epochs", "4", "--batch-size", batch_size, "--evaluate-each-epoch", *cache, *folder,
         )  # fmt: skip
     one, two = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two"))
     assert one["training"]["steps"] == two["training"]["steps"] == 8

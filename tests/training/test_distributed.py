@@ -47,8 +47,8 @@ def test_two_processes_learn_what_one_does(launcher, world, checkpoints, tmp_pat
         assert run.returncode in (0, 3), run.stderr[-3000:]  # 3: four epochs do not separate p and q
         results[name] = json.loads((tmp_path / name / "run.json").read_text())
         assert (tmp_path / name / "bundle" / "config.json").is_file()
-    for part in ("retain_auxiliary", "forget_auxiliary"):
-        one, two = (results[name]["auxiliaries"][part] for name in ("one", "two"))
+    for piece in ("retain_auxiliary", "forget_auxiliary"):
+        one, two = (results[name]["auxiliaries"][piece] for name in ("one", "two"))
         assert two["steps"] == one["steps"]
         assert two["loss_after"] == pytest.approx(one["loss_after"], rel=0.1)
         assert two["loss_after"] < two["loss_before"]
@@ -77,14 +77,14 @@ def commands(folder, bundle, checkpoints, output, batch_size):
 
 
 def under_fsdp(folder, version, commands):
-    given = folder / f"fsdp{version}.json"
-    given.write_text(json.dumps({"version": version, "commands": commands}))
+    options = folder / f"fsdp{version}.json"
+    options.write_text(json.dumps({"version": version, "commands": commands}))
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", FSDP, given],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", FSDP, options],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(given.with_suffix(f".{rank}").read_text()) for rank in (0, 1)], run.stderr
+    return [json.loads(options.with_suffix(f".{rank}").read_text()) for rank in (0, 1)], run.stderr
 
 
 @pytest.mark.slow

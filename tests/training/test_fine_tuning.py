@@ -34,14 +34,14 @@ def weights(model):
     return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
-def test_training_lowers_the_loss_and_reports_its_cost(examples, tokenizer, tmp_path):
-    model, result = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="test")
+def test_training_lowers_the_loss_and_reports_its_cost(examples, tokenizer, whole):
+    model, result = whole
     assert result.loss_after < 0.9 * result.loss_before
     assert result.steps == 4 * 5
     assert result.tokens == sum(len(example.input_ids) for example in examples)
     assert not model.training
-    whole = mean_loss(model, tokenizer, examples, 40)
-    assert mean_loss(model, tokenizer, examples, 3) == pytest.approx(whole, rel=1e-5)
+    loss = mean_loss(model, tokenizer, examples, 40)
+    assert mean_loss(model, tokenizer, examples, 3) == pytest.approx(loss, rel=1e-5)
 
 
 def interrupted_at(step, *arguments, **options):
@@ -49,9 +49,15 @@ def interrupted_at(step, *arguments, **options):
         fine_tune(*arguments, **options)
 
 
-@pytest.mark.parametrize("step", [2, 7, 12])
-def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path, monkeypatch, step):
-    whole, _ = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path / "whole", title="whole")
+@pytest.fixture(scope="module")
+def whole(examples, tokenizer, tmp_path_factory):
+    """A model after an uninterrupted run, and its result."""
+    folder = tmp_path_factory.mktemp("whole")
+    return fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="whole")
+
+
+@pytest.mark.parametrize("step", [2, 12])
+def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path, whole, step):
     folder = tmp_path / "cut"
     interrupted_at(step, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
     # A checkpoint that was cut off while it was written must not be taken up.
@@ -61,11 +67,11 @@ def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path,
     resumed, result = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="resumed")
     assert result.steps == 20
     assert not broken.exists()
-    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights(resumed), weights(whole[0]), rtol=0, atol=1e-6)
 
 
-def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_path, monkeypatch):
-    interrupted_at(3, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
+def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_path):
+    interrupted_at(1, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     with pytest.raises(UsageError, match="other settings"):
         fine_tune(model_for(tokenizer), tokenizer, examples, other, tmp_path, title="other")
@@ -75,7 +81,8 @@ def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_pa
 
 def test_the_signal_handler_is_restored(examples, tokenizer, tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="test", resumable=False)
+    settings = dataclasses.replace(SETTINGS, epochs=0.2)
+    fine_tune(model_for(tokenizer), tokenizer, examples, settings, tmp_path, title="test", resumable=False)
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / "checkpoints").exists()
 
@@ -117,21 +124,21 @@ class CrossEntropy:
 def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, tokenizer, tmp_path, accumulation):
     settings = dataclasses.replace(SETTINGS, epochs=1.0, batch_size=8 // accumulation)
     settings = dataclasses.replace(settings, gradient_accumulation=accumulation)
-    found = [
+    results = [
         weights(
             fine_tune(
                 model_for(tokenizer),
                 tokenizer,
                 examples,
                 settings,
-                tmp_path / str(place),
+                tmp_path / str(index),
                 title="t",
                 objective=objective,
             )[0]
         )
-        for place, objective in enumerate((None, CrossEntropy()))
+        for index, objective in enumerate((None, CrossEntropy()))
     ]
-    assert torch.allclose(*found, atol=1e-6)
+    assert torch.allclose(*results, atol=1e-6)
 
 
 def test_companions_are_drawn_equally_often_and_reproducibly(examples):
@@ -139,13 +146,13 @@ def test_companions_are_drawn_equally_often_and_reproducibly(examples):
     seen = []
     for epoch in (0, 1):
         rows.set_epoch(epoch)
-        drawn = [tuple(rows[place]["retain_input_ids"]) for place in range(20)]
+        drawn = [tuple(rows[index]["retain_input_ids"]) for index in range(20)]
         assert sorted(drawn) == sorted(tuple(example.input_ids) for example in examples[20:30] for _ in range(2))
         seen.append(drawn)
     assert seen[0] != seen[1]
     again = ExampleDataset(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
     again.set_epoch(1)
-    assert [tuple(again[place]["retain_input_ids"]) for place in range(20)] == seen[1]
+    assert [tuple(again[index]["retain_input_ids"]) for index in range(20)] == seen[1]
     with pytest.raises(UsageError, match="10 other examples for 20"):
         ExampleDataset(examples[:20], {"other": Companion(examples[20:30], drawn=False)}, seed=3)
 
@@ -168,8 +175,7 @@ class Learned:
         return loss * float("nan") if len(self.seen) == self.breaks_at else loss
 
 
-@pytest.mark.parametrize("step", [3, 7])
-def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path, monkeypatch, step):
+def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path):
     companions = {"retain": Companion(examples[20:40])}
 
     def run(folder, objective):
@@ -182,7 +188,7 @@ def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path, 
     trained, _ = fine_tune(*arguments, **options)
     cut = Learned()
     arguments, options = run("cut", cut)
-    interrupted_at(step, *arguments, **options)
+    interrupted_at(7, *arguments, **options)
     arguments, options = run("cut", cut)
     resumed, _ = fine_tune(*arguments, **options)
     assert cut.seen == whole.seen

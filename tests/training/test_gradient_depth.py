@@ -44,10 +44,10 @@ def by_hand(model, example, temperature, direction, prefixes):
         difference = q(input_ids=ids).logits[0] - p(input_ids=ids).logits[0]
         teacher = student + model.steering.alpha * difference.double()
     terms = []
-    for place in range(len(example.input_ids) - 1):
-        if example.labels[place + 1] == IGNORED:
+    for index in range(len(example.input_ids) - 1):
+        if example.labels[index + 1] == IGNORED:
             continue
-        s, t = (torch.softmax(logits[place] / temperature, dim=-1) for logits in (student, teacher))
+        s, t = (torch.softmax(logits[index] / temperature, dim=-1) for logits in (student, teacher))
         first, second = (t, s) if direction == "teacher-student" else (s, t)
         terms.append(torch.sum(first * torch.log(first / second)))
     loss = temperature**2 * sum(terms) / len(terms)
@@ -65,29 +65,29 @@ def by_hand(model, example, temperature, direction, prefixes):
 def table(found, set_name, place):
     """Norms of one example, [attention and mlp][layer]."""
     rows = [row for row in found if row.set == set_name]
-    return [[row.norms[place] for row in rows if row.part == part] for part in ("attention", "mlp")]
+    return [[row.norms[place] for row in rows if row.part == piece] for piece in ("attention", "mlp")]
 
 
 @pytest.mark.parametrize("direction", ["teacher-student", "student-teacher"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_norms_equal_autograd_by_hand(steered, family, temperature, direction, tokenizer):
-    found = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, temperature=temperature, direction=direction)
-    for place, example in enumerate(EXAMPLES):
+    result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, temperature=temperature, direction=direction)
+    for index, example in enumerate(EXAMPLES):
         expected = by_hand(steered, example, temperature, direction, PREFIXES[family])
-        for got, wanted in zip(table(found, "forget", place), expected, strict=True):
+        for got, wanted in zip(table(result, "forget", index), expected, strict=True):
             assert got == pytest.approx(wanted, rel=2e-4)
             assert all(norm > 0 for norm in got)
 
 
 def test_a_batch_is_one_gradient_of_the_mean_over_its_tokens(steered, family, tokenizer):
-    found = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, batch_size=2)
-    assert {len(row.norms) for row in found} == {2}
+    result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, batch_size=2)
+    assert {len(row.norms) for row in result} == {2}
     alone = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
-    for part in (0, 1):
-        assert table(found, "forget", 1)[part] == pytest.approx(table(alone, "forget", 2)[part], rel=1e-4)
+    for piece in (0, 1):
+        assert table(result, "forget", 1)[piece] == pytest.approx(table(alone, "forget", 2)[piece], rel=1e-4)
         # Weighted by labelled tokens (4 and 1), and no more than the norms' own mean.
-        both = zip(table(alone, "forget", 0)[part], table(alone, "forget", 1)[part], strict=True)
-        for got, (one, other) in zip(table(found, "forget", 0)[part], both, strict=True):
+        both = zip(table(alone, "forget", 0)[piece], table(alone, "forget", 1)[piece], strict=True)
+        for got, (one, other) in zip(table(result, "forget", 0)[piece], both, strict=True):
             assert abs(4 * one - other) / 5 * 0.999 <= got <= (4 * one + other) / 5 * 1.001
 
 
@@ -143,30 +143,33 @@ def test_a_teacher_that_is_the_student_has_no_gradient(steered, tokenizer):
     largest = {}
     for steering in ("linear:0", "linear:1"):
         steered.steering = steering
-        found = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
-        largest[steering] = max(norm for row in found for norm in row.norms)
+        result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
+        largest[steering] = max(norm for row in result for norm in row.norms)
     assert largest["linear:0"] < 1e-4 * largest["linear:1"]  # two passes of one model differ by rounding
 
 
 def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
     bootstrap = Bootstrap(seed=3, draws=200)
-    found = gradient_depth(steered, tokenizer, {"forget": EXAMPLES, "retain": EXAMPLES[:2]}, bootstrap=bootstrap)
+    result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES, "retain": EXAMPLES[:2]}, bootstrap=bootstrap)
     layers = steered.target.config.num_hidden_layers
-    places = [(row.set, row.part, row.layer) for row in found]
+    places = [(row.set, row.part, row.layer) for row in result]
     assert places == [
-        (name, part, layer) for name in ("forget", "retain") for part in ("attention", "mlp") for layer in range(layers)
+        (name, piece, layer)
+        for name in ("forget", "retain")
+        for piece in ("attention", "mlp")
+        for layer in range(layers)
     ]
-    for row in found:
+    for row in result:
         assert row.mean == pytest.approx(sum(row.norms) / len(row.norms))
         assert (row.low, row.high) == mean_interval(row.norms, bootstrap)
         assert row.low <= row.mean <= row.high
         fields = row.to_dict()
         assert fields["n"] == len(row.norms) == {"forget": 3, "retain": 2}[row.set]
     # An example's norms do not depend on what stands beside it.
-    assert table(found, "forget", 1)[0] == pytest.approx(table(found, "retain", 1)[0], rel=1e-4)
-    frame = depth_frame(found)
+    assert table(result, "forget", 1)[0] == pytest.approx(table(result, "retain", 1)[0], rel=1e-4)
+    frame = depth_frame(result)
     top = peaks(frame)["forget", "attention"]
-    assert found[top].mean == max(row.mean for row in found[:layers])
+    assert result[top].mean == max(row.mean for row in result[:layers])
     assert depth_table(frame).row_count == layers
 
 
@@ -185,13 +188,13 @@ def test_layers_of_other_families_are_found(config, names):
     config.num_hidden_layers = 3
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = decoder_parts(model)
-    assert len(found) == 3
+    result = decoder_parts(model)
+    assert len(result) == 3
     modules = dict(model.named_modules())
-    for layer, parts in enumerate(found):
-        for part, name in zip(("attention", "mlp"), names, strict=True):
-            (place,) = [where for where, module in modules.items() if module is parts[part]]
-            assert place.endswith(f".{layer}.{name}")
+    for layer, parts in enumerate(result):
+        for piece, name in zip(("attention", "mlp"), names, strict=True):
+            (index,) = [where for where, module in modules.items() if module is parts[piece]]
+            assert index.endswith(f".{layer}.{name}")
 
 
 def test_a_list_within_a_layer_is_not_taken_for_the_layers():
@@ -235,7 +238,7 @@ def test_a_gradient_that_is_not_finite_names_its_example(tokenizer):
 
 
 def test_examples_are_drawn_by_seed_and_keep_their_order():
-    many = [Example([place, 1], [place, 1]) for place in range(50)]
+    many = [Example([index, 1], [index, 1]) for index in range(50)]
     some = draw_examples(many, 10, 1)
     places = [example.input_ids[0] for example in some]
     assert len(places) == 10
@@ -248,18 +251,18 @@ def test_examples_are_drawn_by_seed_and_keep_their_order():
 
 @pytest.fixture
 def files(world, tmp_path):
-    found = {}
+    result = {}
     for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:9])):
         rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
-        found[name] = tmp_path / f"{name}.jsonl"
-        found[name].write_text("\n".join(rows))
-    return found
+        result[name] = tmp_path / f"{name}.jsonl"
+        result[name].write_text("\n".join(rows))
+    return result
 
 
 def depth(bundle, files, output, *options):
-    given = {name: f"--{name}={path}" for name, path in {**files, "output": output}.items()}
-    given |= {option.removeprefix("--").partition("=")[0]: option for option in options}
-    return main(["gradient-depth", str(bundle), *given.values()])
+    settings = {name: f"--{name}={path}" for name, path in {**files, "output": output}.items()}
+    settings |= {option.removeprefix("--").partition("=")[0]: option for option in options}
+    return main(["gradient-depth", str(bundle), *settings.values()])
 
 
 def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):

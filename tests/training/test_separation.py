@@ -23,9 +23,9 @@ def test_a_pair_that_differs_on_the_forget_set_alone_is_fit():
     ("changes", "named"),
     [
         ({"learned": 0.8}, "p predicts only 80%"),
-        ({"retain_pushed": 0.02}, "push down 2.0% of the retain set's tokens"),
+        ({"retain_pushed": 0.02}, "lower 2.0% of the retain set's tokens"),
         ({"unknown_records": 0.3, "learned": 1.0}, "q knows 70%"),
-        ({"forget_pushed": -0.1}, "push down 1.0% of the retain set's tokens"),
+        ({"forget_pushed": -0.1}, "lower 1.0% of the retain set's tokens"),
     ],
 )
 def test_every_fault_is_named(changes, named):
@@ -56,17 +56,17 @@ def test_a_model_is_not_separated_from_itself(models, tokenizer, world):
         name: encode_records([Record(one.answer, messages=(Message("user", one.question),)) for one in some], tokenizer)
         for name, some in (("forget", world.forget[:6]), ("retain", world.retain[:6]))
     }
-    found = measure_separation(q, q, **sets, batch_size=8)
-    assert found.learned == 0.0
-    assert found.unknown_tokens > 0.1
-    assert found.forget_loss[0] == found.forget_loss[1]
-    assert found.forget_pushed == found.retain_pushed == 0.0
-    assert "p predicts only 0%" in found.faults[0]
+    result = measure_separation(q, q, **sets, batch_size=8)
+    assert result.learned == 0.0
+    assert result.unknown_tokens > 0.1
+    assert result.forget_loss[0] == result.forget_loss[1]
+    assert result.forget_pushed == result.retain_pushed == 0.0
+    assert "p predicts only 0%" in result.faults[0]
 
 
 def attempt(rate, epochs, learned, unknown_records=1.0):
-    found = dataclasses.replace(FIT, learned=learned or 0.0, unknown_records=unknown_records)
-    separation = None if learned is None else dataclasses.asdict(found) | {"faults": found.faults}
+    result = dataclasses.replace(FIT, learned=learned or 0.0, unknown_records=unknown_records)
+    separation = None if learned is None else dataclasses.asdict(result) | {"faults": result.faults}
     return {"rate": rate, "epochs": epochs, "separation": separation}
 
 

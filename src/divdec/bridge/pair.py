@@ -20,15 +20,14 @@ from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, Retokenizer
 from divdec.bridge.vocabulary_map import DivergenceMapper
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import (
-    check_part,
+    check_pair,
     device_of,
     logit_width,
     logits_of,
     new_cache,
-    same_weights,
     uses_gradient_checkpointing,
 )
-from divdec.experts.protocol import columns_of, length_of, own_cache
+from divdec.experts.protocol import BaseExperts, Inputs, columns_of, length_of
 from divdec.experts.token_cache import PADDING, TokenLayer
 
 # Inputs that branch off from a row are computed in batches of at most this many rows and tokens: their keys and values
@@ -38,7 +37,7 @@ _MAX_ROWS, _MAX_TOKENS = 64, 1 << 15
 PairLogits = tuple[Float[Tensor, "rows kept width"], Float[Tensor, "rows kept width"]]
 
 
-class BridgedPair(nn.Module):
+class BridgedPair(BaseExperts, nn.Module):
     """Retain auxiliary q and forget auxiliary p with a tokenizer other than the target's.
 
     Args:
@@ -69,10 +68,8 @@ class BridgedPair(nn.Module):
         token_healing: bool = False,
     ) -> None:
         super().__init__()
-        check_part("retain auxiliary", retain)
-        check_part("forget auxiliary", forget)
-        if retain is forget or same_weights(retain, forget):
-            raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
+        check_pair(retain, forget)
+        self.cache_class = BridgeCache
         self.retain = retain
         self.forget = forget
         self.auxiliary_tokenizer = auxiliary_tokenizer
@@ -95,21 +92,14 @@ class BridgedPair(nn.Module):
         """Return an empty cache, as long as the target's."""
         return BridgeCache()
 
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """Return ℓ_q − ℓ_p over the target's vocabulary; see `divdec.experts.protocol.Experts.divergence`.
+    def compute(self, inputs: Inputs, cache: BridgeCache | None, logits_to_keep: int) -> Tensor:
+        """Compute ℓ_q − ℓ_p over the target's vocabulary.
 
         Raises:
             UsageError: the auxiliaries' tokens of a text exceed their positions.
         """
-        own = own_cache(cache, BridgeCache)
-        layer = BridgeLayer() if own is None else own.layer
+        input_ids, attention_mask, _ = inputs
+        layer = BridgeLayer() if cache is None else cache.layer
         tokens = layer.extend(input_ids, attention_mask)
         if layer.pair_cache is None:
             layer.sequences = [AlignedSequence(self.retokenizer) for _ in tokens]
@@ -117,23 +107,23 @@ class BridgedPair(nn.Module):
             layer.pair_cache = RaggedPairCache((self.retain, self.forget), len(tokens), use_cache)
         kept = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         positions: list[tuple[int, int]] = []  # row and column of each input
-        inputs: list[AuxiliaryInput] = []
+        texts: list[AuxiliaryInput] = []
         for row, sequence in enumerate(layer.sequences):
             is_token = tokens[row] != PADDING
             counts = is_token.cumsum(0)[-kept:].tolist()
             columns = [column for column in range(kept) if is_token[-kept:][column]]
-            inputs += sequence.auxiliary_inputs(tokens[row][is_token].tolist(), [counts[column] for column in columns])
+            texts += sequence.auxiliary_inputs(tokens[row][is_token].tolist(), [counts[column] for column in columns])
             positions += [(row, column) for column in columns]
-        longest = max((len(one.ids) for one in inputs), default=0)
+        longest = max((len(one.ids) for one in texts), default=0)
         if self._limit is not None and longest > self._limit:
             raise UsageError(
                 f"the text has {longest} tokens in the auxiliaries' tokenizer, which have {self._limit} positions; "
                 "shorten it, or use auxiliaries with more"
             )
         result = torch.zeros(len(tokens), kept, self.vocab_size, device=device_of(self.retain))
-        ids = [one.ids for one in inputs]
+        ids = [one.ids for one in texts]
         for indices, retain, forget in self._logits(layer.pair_cache, [row for row, _ in positions], ids):
-            batch = [inputs[index] for index in indices]
+            batch = [texts[index] for index in indices]
             values = self._mapper.divergence(retain, forget, batch, self.token_healing)
             target = torch.tensor([positions[index] for index in indices], device=result.device)
             result[target[:, 0], target[:, 1]] = values.to(result.device)

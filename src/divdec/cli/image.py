@@ -19,7 +19,7 @@ from divdec.imaging.settings import (
 )
 from divdec.options import Printing
 
-app = App(name="image", help="Steer image models: train their auxiliaries, draw, measure, convert checkpoints.")
+app = App(name="image", help="Steer image models: train their auxiliaries, sample, measure, convert checkpoints.")
 
 
 @app.command(sort_key=1)
@@ -62,14 +62,14 @@ def train(settings: Annotated[ImageTrainSettings, Parameter(name="*")], *, print
     bundle = content["bundle"]
     text = (
         f"bundle: {bundle}\nmeasure it: divdec image eval {bundle} --images {settings.images} --forget … --output …\n"
-        f"draw with it: divdec image sample {bundle} --output …"
+        f"sample from it: divdec image sample {bundle} --output …"
     )
     _print(content, text, printing)
 
 
 @app.command(sort_key=3)
 def sample(settings: Annotated[ImageSampleSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Draw images of classes.
+    r"""Sample images of classes.
 
     For example:
 
@@ -86,7 +86,7 @@ def sample(settings: Annotated[ImageSampleSettings, Parameter(name="*")], *, pri
 
 @app.command(name="eval", sort_key=4)
 def evaluate(settings: Annotated[ImageEvalSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Measure drawn images: content, quality, distances to real images.
+    r"""Measure sampled images: content, quality, distances to real images.
 
     A stopped run is resumed by the same command.
 
@@ -118,7 +118,6 @@ def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, p
         Path(settings.output).expanduser(),
         classes=_read_names(settings.names),
         heads=settings.heads,
-        raster=(settings.raster[0], settings.raster[1]) if settings.raster else None,
         overwrite=settings.overwrite,
         report=report,
     )

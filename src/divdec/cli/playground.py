@@ -77,13 +77,13 @@ def playground(
     if not is_local(host):
         print(f"warning: {host} accepts other machines: anybody can use the server's model here", file=sys.stderr)
     try:
-        from divdec.playground.server import serve
-
         settings = (turns, max_new_tokens, seed)
         if is_url:
             controller = _connect_server(bundle, model, settings)
         else:
             controller = _load_bundle(bundle, loading, choice, registry, settings, host if show_target else None)
+        from divdec.playground.page import serve
+
         serve(controller, host, socket)
     finally:
         socket.close()
@@ -91,7 +91,7 @@ def playground(
 
 def _connect_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
     from divdec.playground.controller import Controller
-    from divdec.playground.remote_server import RemoteServer
+    from divdec.playground.models import RemoteServer
 
     api_key_env = API_KEY if os.environ.get(API_KEY) else None
     server = RemoteServer(url, _chat_options(settings), model=model, api_key_env=api_key_env)
@@ -108,7 +108,7 @@ def _load_bundle(
 ) -> Any:
     from divdec.cli.loading import load
     from divdec.playground.controller import Controller, read_example_questions
-    from divdec.playground.steered_model import SteeredModel, UnsteeredTarget
+    from divdec.playground.models import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle, loading, choice)
@@ -125,7 +125,7 @@ def _load_bundle(
 
 
 def _chat_options(settings: tuple[Turns, int, int], single_turn: bool = False) -> Any:
-    from divdec.playground.steered_model import ChatOptions
+    from divdec.playground.models import ChatOptions
 
     turns, max_new_tokens, seed = settings
     if turns.single_turn is not None:

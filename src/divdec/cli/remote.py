@@ -17,6 +17,7 @@ from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
 
 if TYPE_CHECKING:
     from divdec.remote.target import RemoteAnswer, RemoteTarget
+    from divdec.runs import ResumableOutput
 
 
 @Parameter(name="*")
@@ -72,7 +73,7 @@ class Provider:
     method: Literal["bias", "candidates"] = "bias"
     """'bias' steers with logit_bias; 'candidates' sends none and chooses among the likeliest tokens of the reply."""
     block: int = 1
-    """Tokens per request; those are answers for which the steered choice is proved to be the same."""
+    """Tokens per request; those are used for which the steered choice is proved to be the same."""
     concurrency: int = 4
     """Prompts answered at the same time."""
     bias_entries: Annotated[int, RARE] = 300
@@ -121,8 +122,7 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import quiet
-    from divdec.remote.resume import ResumableOutput
-    from divdec.runs import settings_hash
+    from divdec.runs import ResumableOutput, settings_hash, write_text
 
     experts.check()
     file = output.prepare()
@@ -141,7 +141,9 @@ def remote(
         "rule": str(target.steering),
         "parts": _bundle_digest(experts),
     }
-    answers = ResumableOutput(file, settings_hash(decisive))
+    partial = None if file is None else file.with_name(f"{file.name}.partial")
+    answers = ResumableOutput(partial, settings_hash(decisive))
+    lines: list[str] = []
     texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
     try:
         if file is None and len(records) == 1 and not printing.json:
@@ -150,9 +152,12 @@ def remote(
             print()
         else:
             for row in _rows(target, encoded, texts, answers, decoding, provider.concurrency):
+                lines.append(json.dumps(row, ensure_ascii=False) if printing.json else row["text"])
                 if file is None:
-                    print(json.dumps(row, ensure_ascii=False) if printing.json else row["text"], flush=True)
-        answers.finish(len(records), as_json=printing.json)
+                    print(lines[-1], flush=True)
+        if file is not None and partial is not None:
+            write_text(file, "".join(f"{line}\n" for line in lines))
+            partial.unlink()
     finally:
         target.close()
         if target.completions.usage.requests:
@@ -163,7 +168,6 @@ def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTa
     from divdec.cli.loading import device_map, warn_if_unsteered
     from divdec.remote.bias import BiasLimits
     from divdec.remote.client import Endpoint
-    from divdec.remote.completions import Completions
     from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
     from divdec.remote.target import RemoteSettings, RemoteTarget
     from divdec.steering import Steering
@@ -185,15 +189,9 @@ def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTa
             bridge=experts.bridge, device=where,
         )  # fmt: skip
     steering = steering or Steering()  # without effect: a registry needs no rule
-    opened = load_experts(sources)
+    loaded = load_experts(sources)
     warn_if_unsteered(steering)
-    first, *others = opened.eos_token_ids
-    completions = Completions(endpoint, opened.tokenizer, first, opened.vocab_size, _extra(provider), others)
-    return RemoteTarget(
-        completions, opened.experts, steering, settings,
-        eos_token_ids=opened.eos_token_ids, max_length=opened.max_length, width=opened.vocab_size,
-        takedowns=opened.takedowns,
-    )  # fmt: skip
+    return RemoteTarget(endpoint, loaded, steering, settings, _extra(provider))
 
 
 def _bundle_digest(experts: RemoteExperts) -> str | None:
@@ -230,11 +228,11 @@ def _rows(
     target: RemoteTarget,
     encoded: list[list[int]],
     texts: list[Any],
-    answers: Any,
+    answers: ResumableOutput,
     decoding: Decoding,
     concurrency: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield answers in the prompts' order, from several requests at a time; each is answers when it is complete."""
+    """Yield answers in the prompts' order, from several requests at a time; `answers` stores each complete one."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm.auto import tqdm
@@ -244,14 +242,14 @@ def _rows(
     stopped = threading.Event()
 
     def answer(number: int) -> dict[str, Any]:
-        if (known := answers.get(number, texts[number])) is not None:
-            return known
+        if number in answers and answers.items[number]["row"]["prompt"] == texts[number]:
+            return answers.items[number]["row"]
         result = RemoteAnswer()
         for _ in target.stream(encoded[number], answer=result, **_arguments(decoding, number)):
             if stopped.is_set():
                 raise UsageError("stopped")
         row = _row(texts[number], result, target)
-        answers.add(number, row)
+        answers.add({"key": number, "row": row})
         return row
 
     with ThreadPoolExecutor(concurrency) as pool:
@@ -259,7 +257,7 @@ def _rows(
         try:
             for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
                 yield task.result()
-        except KeyboardInterrupt:  # after an error the other answers are waited for, and answers
+        except KeyboardInterrupt:  # after an error the other answers are completed and stored
             stopped.set()
             raise
         finally:

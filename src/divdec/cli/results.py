@@ -17,22 +17,10 @@ from divdec.options import Overwriting, Printing, Resampling
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
-    from divdec.evaluation.aggregate import Scores
-    from divdec.evaluation.results import Results
-    from divdec.report.scores import Scorer
+    from divdec.report.scores import Entry, ScoredResult, Scorer
 
 # Stands in the head of every page, so that --overwrite replaces no other file.
 GENERATOR = '<meta name="generator" content="divdec report">'
-TITLES = {
-    "agg": "Agg",
-    "agg_without_privacy": "Agg w/o Priv",
-    "mem": "Mem",
-    "priv": "Priv",
-    "utility": "Utility",
-    "verbmem_distance": "Verbatim distance %",
-    "knowmem_distance": "Knowledge distance %",
-}
-LOWER_IS_BETTER = ("verbmem_distance", "knowmem_distance")  # 100 % is the target, 0 the retrained model
 
 app = App(name="results", help="Aggregate, tabulate and plot what `divdec eval` or OpenUnlearning measured.")
 
@@ -45,32 +33,6 @@ class Scoring(Resampling):
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
     """Computation of TOFU's aggregates: as the paper's text says, as its tables were computed, or with attacks relative
     to the retrained model's AUC. Published summaries allow dd-repo alone."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One result's scores, as they are printed."""
-
-    name: str
-    folder: str
-    scores: Scores
-    intervals: dict[str, tuple[float, float] | None] | None
-    """By score; None without any interval."""
-    why_no_interval: str | None
-
-    def as_json(self, suite: str, scoring: Scoring) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        missing = {"ci": self.why_no_interval} if self.why_no_interval else {}
-        return {
-            "name": self.name,
-            "folder": self.folder,
-            **_variant(suite, scoring),
-            **self.scores.values,
-            "ci": self.intervals,
-            "level": scoring.level,
-            "reason": self.scores.reasons | missing,
-            "notes": list(self.scores.notes),
-        }
 
 
 @app.command(sort_key=1)
@@ -101,18 +63,26 @@ def score(
         printing: format of the table.
     """
     from divdec.evaluation.aggregate import UTILITY, Bootstrap
-    from divdec.report.scores import Scorer
+    from divdec.evaluation.results import read_results
+    from divdec.report.scores import Entry, Scorer
 
     if printing.json and latex:
         raise UsageError("give --json or --latex, not both")
-    target_results, retrain_results = (_read(folder, suite) for folder in (target, retrain))
-    if suite == "tofu" and target_results.figures.get(UTILITY) is None:
+    folders = (target, retrain, *results)
+    names = [Path(folder).expanduser().absolute().name for folder in folders]
+    if len(set(names[2:])) < len(results):
+        names = list(folders)
+    entries = [Entry(name, Path(folder), read_results(folder)) for name, folder in zip(names, folders, strict=True)]
+    for entry in entries:
+        if entry.results.suite != suite:
+            raise UsageError(f"{entry.folder} holds results of {entry.results.suite}, but {suite} was asked for")
+    if suite == "tofu" and entries[0].results.figures.get(UTILITY) is None:
         raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
     bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    scorer = Scorer(target_results, retrain_results, scoring.variant, bootstrap)
-    rows = [_row(folder, _read(folder, suite), scorer) for folder in results]
+    scorer = Scorer(entries[0].results, entries[1].results, scoring.variant, bootstrap)
+    rows = [_score(entry, scorer) for entry in entries[2:]]
     if printing.json:
-        print(json.dumps([row.as_json(suite, scoring) for row in rows], indent=2, ensure_ascii=False))
+        print(json.dumps([_score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
     else:
         (_print_latex if latex else _print_table)(rows, suite, scoring)
 
@@ -149,7 +119,7 @@ def report(
     """
     from divdec.evaluation.aggregate import Bootstrap
     from divdec.report.page import build_report, write_report
-    from divdec.report.scores import collect
+    from divdec.report.scores import MEASURES, collect
 
     if examples < 0:
         raise UsageError(f"--examples is {examples}; accepted: 0 or more")
@@ -164,7 +134,14 @@ def report(
     file.parent.mkdir(parents=True, exist_ok=True)
     write_report(file, content)
     if printing.json:
-        rows = [row.as_json() for row in content.rows]
+        rows = [
+            {
+                "name": row.entry.name, "folder": str(row.entry.folder), "role": row.entry.role,
+                **{name: row.values.get(name) for name in MEASURES},
+                "ci": row.intervals, "reason": row.aggregates.reasons, "notes": row.notes,
+            }
+            for row in content.rows
+        ]  # fmt: skip
         about = {"report": str(file), "suite": content.suite, **_variant(content.suite, scoring)}
         print(json.dumps({**about, "level": scoring.level, "rows": rows}, indent=2, ensure_ascii=False))
         return
@@ -250,67 +227,73 @@ def _variant(suite: str, scoring: Scoring) -> dict[str, str]:
     return {"variant": scoring.variant} if suite == "tofu" else {}
 
 
-def _read(folder: str, suite: str) -> Results:
-    from divdec.evaluation.results import read_results
+def _score(entry: Entry, scorer: Scorer) -> ScoredResult:
+    scored = scorer.score(entry)
+    if all(value is None for value in scored.aggregates.values.values()):
+        reasons = "; ".join(dict.fromkeys(scored.aggregates.reasons.values()))
+        raise UsageError(f"{entry.folder} has no figures that can be scored: {reasons}")
+    return scored
 
-    results = read_results(folder)
-    if results.suite != suite:
-        raise UsageError(f"{folder} holds results of {results.suite}, but {suite} was asked for")
-    return results
 
+def _score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
+    from divdec.report.scores import NO_ITEMS
 
-def _row(folder: str, results: Results, scorer: Scorer) -> Row:
-    """Score one result.
-
-    Raises:
-        UsageError: no aggregate can be computed.
-    """
-    scored = scorer.score(results, aggregates_only=True)
-    scores = scored.scores
-    if all(value is None for value in scores.values.values()):
-        reasons = "; ".join(dict.fromkeys(scores.reasons.values()))
-        raise UsageError(f"{folder} has no figures that can be scored: {reasons}")
-    name = Path(folder).expanduser().absolute().name
+    results, scores = row.entry.results, row.aggregates
+    intervals = {name: row.intervals.get(name) for name in scores.values}
+    reasons = dict(scores.reasons)
     if not results.items:
-        return Row(name, folder, scores, None, "the folder holds figures only, no items")
-    intervals = {part: scored.intervals.get(part) for part in scores.values}
-    why = "; ".join(dict.fromkeys(scored.missing_intervals.values())) or None
-    return Row(name, folder, scores, intervals if any(intervals.values()) else None, why)
+        reasons["ci"] = NO_ITEMS
+    elif any(row.has(name) and interval is None for name, interval in intervals.items()):
+        reasons["ci"] = "; ".join(dict.fromkeys(row.missing_intervals.values()))
+    return {
+        "name": row.entry.name,
+        "folder": str(row.entry.folder),
+        **_variant(results.suite, scoring),
+        **scores.values,
+        "ci": intervals if any(intervals.values()) else None,
+        "level": scoring.level,
+        "reason": reasons,
+        "notes": list(scores.notes),
+    }
 
 
-def _print_table(rows: Sequence[Row], suite: str, scoring: Scoring) -> None:
+def _print_table(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
     """Print a table, and below it what is missing from it and why."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from divdec.report.scores import MEASURES, group_remarks
+
     title = Text(f"{_subject(suite, scoring)}\n{_method(rows, scoring)}")
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("result", overflow="fold")
-    columns = list(rows[0].scores.values)
+    columns = list(rows[0].aggregates.values)
     for column in columns:
-        table.add_column(TITLES[column], justify="right")
+        table.add_column(MEASURES[column].short, justify="right")
     digits = 3 if suite == "tofu" else 1
-    for row, name in zip(rows, _names(rows), strict=True):
-        table.add_row(Text(name), *(Text(_cell(row, column, digits, "–")) for column in columns))
+    for row in rows:
+        table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits, "–")) for column in columns))
     # A file or a pipe has no width to fit.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for reason, names in _explanations(rows).items():
-        print(f"{reason} ({names})")
+    for line, names in group_remarks(rows).items():
+        print(f"{line} ({', '.join(names)})")
 
 
-def _print_latex(rows: Sequence[Row], suite: str, scoring: Scoring) -> None:
+def _print_latex(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
     """Print a `table` environment for booktabs, after comments on how it was computed."""
-    columns = list(rows[0].scores.values)
-    arrows = [r"$\downarrow$" if column in LOWER_IS_BETTER else r"$\uparrow$" for column in columns]
-    heads = [f"{_escape(TITLES[column])} {arrow}" for column, arrow in zip(columns, arrows, strict=True)]
+    from divdec.report.scores import MEASURES, group_remarks
+
+    columns = list(rows[0].aggregates.values)
+    arrows = {"higher": r"$\uparrow$", "lower": r"$\downarrow$"}
+    heads = [f"{_escape(MEASURES[column].short)} {arrows[MEASURES[column].better]}" for column in columns]
     digits = 2 if suite == "tofu" else 1
     body = [
-        " & ".join([_escape(name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
-        for row, name in zip(rows, _names(rows), strict=True)
+        " & ".join([_escape(row.entry.name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
+        for row in rows
     ]
-    notes = [f"% {reason} ({names})" for reason, names in _explanations(rows).items()]
+    notes = [f"% {line} ({', '.join(names)})" for line, names in group_remarks(rows).items()]
     caption = rf"  \caption{{{_escape(_subject(suite, scoring))}. {_escape(_method(rows, scoring))}.}}"
     lines = [
         *notes, r"\begin{table}", r"  \centering", caption, rf"  \begin{{tabular}}{{l{'r' * len(columns)}}}",
@@ -326,7 +309,7 @@ def _subject(suite: str, scoring: Scoring) -> str:
     return "MUSE, distance to the retrained model, the target's = 100 %"
 
 
-def _method(rows: Sequence[Row], scoring: Scoring) -> str:
+def _method(rows: Sequence[ScoredResult], scoring: Scoring) -> str:
     if not any(row.intervals for row in rows):
         return "point values"
     return (
@@ -335,31 +318,12 @@ def _method(rows: Sequence[Row], scoring: Scoring) -> str:
     )
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
-    """Return the folders' names, or whole paths where two names are the same."""
-    names = [row.name for row in rows]
-    return names if len(set(names)) == len(names) else [row.folder for row in rows]
-
-
-def _cell(row: Row, column: str, digits: int, nothing: str) -> str:
-    value = row.scores.values[column]
+def _cell(row: ScoredResult, column: str, digits: int, nothing: str) -> str:
+    value, interval = row.values[column], row.intervals.get(column)
     if value is None:
         return nothing
-    interval = (row.intervals or {}).get(column)
     ends = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval else ""
     return f"{value:.{digits}f}{ends}"
-
-
-def _explanations(rows: Sequence[Row]) -> dict[str, str]:
-    """Return what is missing and why, with the names of the rows concerned."""
-    explanations: dict[str, list[str]] = {}
-    for row, name in zip(rows, _names(rows), strict=True):
-        lines = [f"no {TITLES[part]}: {reason}" for part, reason in row.scores.reasons.items()]
-        lines += row.scores.notes
-        lines += [f"no intervals: {row.why_no_interval}"] if row.why_no_interval else []
-        for line in lines:
-            explanations.setdefault(line, []).append(name)
-    return {line: ", ".join(names) for line, names in explanations.items()}
 
 
 def _escape(text: str) -> str:

@@ -21,7 +21,7 @@ from divdec.data.world import Question, World, WorldSettings, build_world, gener
 from divdec.demo.measure import Measurement, Measurements, Questions, measure_models
 from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.report.charts import Point, trade_off
+from divdec.report.charts import Dot, trade_off
 from divdec.report.page import write_page
 from divdec.runs import (
     RECORD,
@@ -209,16 +209,11 @@ def _write_report(
 ) -> None:
     rows = [results.target, results.retrain, *results.steered]
     recommended = results.recommended
-    points = [
-        Point(
-            row.model,
-            row.setting or row.model,
-            row.figures["forget"].probability,
-            row.figures["retain"].accuracy,
-            results.reached and row is recommended,
-        )
-        for row in rows
-    ]
+    settings: dict[str, list[Dot]] = {}
+    for row in rows:
+        x, y = row.figures["forget"].probability, row.figures["retain"].accuracy
+        best = results.reached and row is recommended
+        settings.setdefault(row.model, []).append(Dot(x, y, label=row.setting or row.model, best=best))
     write_page(
         path,
         "experiment.html",
@@ -235,7 +230,7 @@ def _write_report(
         gap=results.gap,
         kept=results.kept,
         examples=examples,
-        plot_svg=trade_off(points, "probability of the true answers of the forget set", "accuracy on the retain set"),
+        plot_svg=trade_off(settings, "probability of the true answers of the forget set", "accuracy on the retain set"),
         footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
 

@@ -10,15 +10,12 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from divdec.errors import UsageError
 from divdec.runs import read_json, read_record, write_json, write_text
-
-if TYPE_CHECKING:
-    import pandas
 
 SUITES = ("tofu", "muse", "leak")
 SUMMARY, ITEMS = "summary.json", "items.jsonl"
@@ -208,22 +205,6 @@ def identify(results: Results, folder: Path) -> Identity:
         size = 0.0 if _NGRAMS.search(family) else size
     family = f"{family} hard" if match["fill"] == "hard" else family
     return Identity(rule, setting, family, size, seed, rule, float(match["value"]))
-
-
-def results_table(paths: Sequence[str | Path]) -> pandas.DataFrame:
-    """Tabulate all results at or below paths: the columns of `Identity`, suite, split, name, folder, and the figures.
-
-    Raises:
-        UsageError: a path holds no results.
-    """
-    import pandas
-
-    rows = []
-    for folder in dict.fromkeys(folder for path in paths for folder in find_results(path)):
-        results = read_results(folder)
-        about = {"suite": results.suite, "split": results.split, "name": results.name, "folder": str(folder)}
-        rows.append(dataclasses.asdict(identify(results, folder)) | about | results.figures)
-    return pandas.DataFrame(rows)
 
 
 def _folder(path: str | Path) -> Path:

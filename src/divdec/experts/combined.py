@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.protocol import Experts, lengths_of, own_cache
+from divdec.experts.protocol import BaseExperts, Experts, Inputs, lengths_of
 
 
-class CombinedExperts(nn.Module):
+class CombinedExperts(BaseExperts, nn.Module):
     """Σ wᵢ·divergenceᵢ, so that the linear rule applies each with α·wᵢ (paper, eq. 1)."""
 
     def __init__(self, parts: Sequence[tuple[Experts, float]]) -> None:
         super().__init__()
         if not parts:
             raise UsageError("there are no experts: nothing would be forgotten")
+        self.cache_class = CombinedCache
         self.parts = tuple(experts for experts, _ in parts)
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
@@ -30,21 +30,12 @@ class CombinedExperts(nn.Module):
         """Return an empty cache for all experts."""
         return CombinedCache([experts.new_cache() for experts in self.parts])
 
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """Return Σ wᵢ·divergenceᵢ; see `divdec.experts.protocol.Experts.divergence`."""
-        combined = own_cache(cache, CombinedCache)
-        caches = combined.caches if combined is not None else [None] * len(self.parts)
+    def compute(self, inputs: Inputs, cache: CombinedCache | None, logits_to_keep: int) -> Tensor:
+        """Compute Σ wᵢ·divergenceᵢ."""
+        caches = cache.caches if cache is not None else [None] * len(self.parts)
         total = None
         for experts, weight, own in zip(self.parts, self.weights, caches, strict=True):
-            divergence = experts.divergence(input_ids, attention_mask, position_ids, own, logits_to_keep)
-            divergence = divergence[..., : self.vocab_size]
+            divergence = experts.divergence(*inputs, own, logits_to_keep)[..., : self.vocab_size]
             if weight != 1:
                 divergence = weight * divergence
             total = divergence if total is None else total + divergence.to(total.device)
@@ -52,27 +43,22 @@ class CombinedExperts(nn.Module):
         return total
 
 
-class NoExperts:
+class NoExperts(BaseExperts):
     """A divergence of 0, for a model that only takedown requests steer."""
 
     def __init__(self, vocab_size: int) -> None:
+        self.cache_class = CombinedCache
         self.vocab_size = vocab_size
 
     def new_cache(self) -> CombinedCache:
         """Return a cache without layers."""
         return CombinedCache([])
 
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """Return 0 for every token; see `divdec.experts.protocol.Experts.divergence`."""
-        positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
-        return torch.zeros(len(input_ids), positions, self.vocab_size, device=input_ids.device)
+    def compute(self, inputs: Inputs, cache: Cache | None, logits_to_keep: int) -> Tensor:
+        """Return 0 for every token."""
+        rows, positions = inputs.input_ids.shape
+        positions = min(logits_to_keep or positions, positions)
+        return torch.zeros(rows, positions, self.vocab_size, device=inputs.input_ids.device)
 
 
 class CombinedCache(Cache):

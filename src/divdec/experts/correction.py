@@ -1,7 +1,7 @@
-"""Corrections of the target's logits, and how a bundle's registry of takedown requests is opened.
+"""The interface of a registry of takedown requests, which corrects the target's logits.
 
-`divdec.takedowns` implements the protocol and registers its function here; `divdec.model` calls it. Importing this
-module loads no torch.
+`divdec.takedowns` implements it and registers its function here; `divdec.model` calls it. Importing this module loads
+no torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Correction(Protocol):
-    """What is added to the target's logits before the rule and the experts steer them."""
+    """A tensor that is added to the target's logits before the rule and the experts steer them."""
 
     folder: Path
-    """Where the registry lies."""
+    """The registry's folder."""
     id: str
-    """Which registry it is, wherever it lies."""
+    """Identifies the registry, also after its folder has moved."""
     tokenizer_sha256: str
-    """Digest of the vocabulary that its n-grams are of."""
+    """Digest of the vocabulary of its n-grams."""
     vocab_size: int
     """Width of the correction."""
 

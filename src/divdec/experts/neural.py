@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.protocol import length_of, own_cache
+from divdec.experts.protocol import BaseExperts, Inputs, length_of
 from divdec.fail_closed import check
 
 
-class NeuralPair(nn.Module):
+class NeuralPair(BaseExperts, nn.Module):
     """Retain auxiliary q and forget auxiliary p (paper, section 3.1).
 
     Their widths may differ; the divergence covers the tokens that both have.
@@ -25,10 +25,8 @@ class NeuralPair(nn.Module):
 
     def __init__(self, retain: PreTrainedModel, forget: PreTrainedModel) -> None:
         super().__init__()
-        check_part("retain auxiliary", retain)
-        check_part("forget auxiliary", forget)
-        if retain is forget or same_weights(retain, forget):
-            raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
+        check_pair(retain, forget)
+        self.cache_class = PairCache
         self.retain = retain
         self.forget = forget
         self.vocab_size = min(logit_width(retain), logit_width(forget))
@@ -37,28 +35,15 @@ class NeuralPair(nn.Module):
         """Return an empty cache for both auxiliaries."""
         return PairCache(new_cache(self.retain), new_cache(self.forget))
 
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """Return ℓ_q − ℓ_p (paper, eq. 1); see `divdec.experts.protocol.Experts.divergence`.
-
-        Tokens that an auxiliary has read ahead are not read again.
-        """
-        inputs = (input_ids, attention_mask, position_ids)
-        pair = own_cache(cache, PairCache)
-        if pair is None:
-            retain_logits = logits_of(self.retain, *inputs, None, logits_to_keep)
-            forget_logits = logits_of(self.forget, *inputs, None, logits_to_keep)
+    def compute(self, inputs: Inputs, cache: PairCache | None, logits_to_keep: int) -> Tensor:
+        """Compute ℓ_q − ℓ_p (paper, eq. 1); tokens that an auxiliary has read ahead are not read again."""
+        if cache is None:
+            q, p = (logits_of(model, *inputs, None, logits_to_keep) for model in (self.retain, self.forget))
         else:
-            retain_logits = pair.retain.logits(self.retain, *inputs, logits_to_keep)
-            forget_logits = pair.forget.logits(self.forget, *inputs, logits_to_keep)
-        retain_logits, forget_logits = retain_logits[..., : self.vocab_size], forget_logits[..., : self.vocab_size]
-        return retain_logits.float() - forget_logits.to(retain_logits.device).float()
+            q = cache.retain.logits(self.retain, *inputs, logits_to_keep)
+            p = cache.forget.logits(self.forget, *inputs, logits_to_keep)
+        q, p = q[..., : self.vocab_size], p[..., : self.vocab_size]
+        return q.float() - p.to(q.device).float()
 
     def read_ahead(
         self,
@@ -68,16 +53,9 @@ class NeuralPair(nn.Module):
         position_ids: Int[Tensor, "batch_or_one tokens"] | None,
         cache: PairCache,
     ) -> Float[Tensor, "batch tokens vocab"]:
-        """Run one auxiliary on tokens that the target has not read, and store its logits in the cache.
+        """Run one auxiliary, 'retain' or 'forget', on tokens that the target has not read, and store its logits.
 
         The next `divergence` must begin with these tokens; it uses the stored logits.
-
-        Args:
-            name: 'retain' or 'forget'.
-            input_ids: the tokens that this auxiliary has not read yet.
-            attention_mask: 1 for tokens, 0 for padding, tokens already read included.
-            position_ids: position of each token in its sequence.
-            cache: the pair's cache.
         """
         model, own = (self.retain, cache.retain) if name == "retain" else (self.forget, cache.forget)
         return own.read_ahead(model, input_ids, attention_mask, position_ids)[..., : self.vocab_size]
@@ -100,8 +78,8 @@ class PairCache(Cache):
 class ReadAhead:
     """One model's cache, with the tokens that the model has read ahead of the target and its logits after them.
 
-    Speculative decoding drafts this way. The object is also one of the pair's layers, so that it can refuse operations
-    on the cache while tokens are read ahead: their logits would belong to other sequences.
+    Speculative decoding drafts this way. The object is also one of the pair's layers: it refuses operations on the
+    cache while tokens are read ahead, because their logits would belong to other sequences.
     """
 
     is_compileable = False
@@ -245,13 +223,25 @@ def check_part(name: str, model: nn.Module) -> None:
     """Refuse a model that cannot decode step by step with a `DynamicCache`.
 
     Raises:
-        UsageError: it is wrapped (PEFT), or stores what it has read elsewhere (Mamba, RWKV, MiniMax, RecurrentGemma).
+        UsageError: it is wrapped (PEFT), or stores its state elsewhere (Mamba, RWKV, MiniMax, RecurrentGemma).
     """
     if not isinstance(model, PreTrainedModel) or not takes_cache(model):
         raise UsageError(
-            f"{name} is a {type(model).__name__}, which does not keep what it has read in a DynamicCache; accepted: a "
+            f"{name} is a {type(model).__name__}, which does not store its state in a DynamicCache; accepted: a "
             "causal language model of transformers with a key-value cache (merge adapters first: merge_and_unload())"
         )
+
+
+def check_pair(retain: PreTrainedModel, forget: PreTrainedModel) -> None:
+    """Refuse two auxiliaries that cannot decode step by step, or that are the same model.
+
+    Raises:
+        UsageError: see `check_part`; or they have equal weights.
+    """
+    check_part("retain auxiliary", retain)
+    check_part("forget auxiliary", forget)
+    if retain is forget or same_weights(retain, forget):
+        raise UsageError("retain auxiliary and forget auxiliary are the same model: nothing would be forgotten")
 
 
 def takes_cache(model: Any) -> bool:

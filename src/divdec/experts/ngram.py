@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from transformers import Cache
 
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import BACKOFF, SPACES, Counts
-from divdec.experts.protocol import own_cache
+from divdec.experts.protocol import BaseExperts, Inputs
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
 MIN_FREQUENCY = 8  # a token is frequent if it occurs more than vocab_size / 8 times
@@ -44,56 +43,26 @@ class StupidBackoff:
         self.__init__(**state)
 
     def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
-        """Return the score of every token after each context.
-
-        Args:
-            contexts: int64 [contexts, order − 1]; shorter ones have −1 in front.
-        """
-        sparse = self._sparse_scores(contexts)
-        scores = sparse.table.index_select(0, torch.from_numpy(sparse.rows))
-        scores.view(-1).numpy()[sparse.indices] = sparse.values
+        """Return the score of every token after contexts, int64 [contexts, order − 1], with −1 before shorter ones."""
+        lengths = (contexts != PADDING).sum(axis=1)
+        table = self._dense_table()
+        cached = self._cached_rows(table, contexts[:, -1], lengths)
+        scores = table.scores.index_select(0, torch.from_numpy(np.where(cached > 0, cached, lengths)))
+        # Longer contexts come later, so that their followers override those of shorter ones.
+        for length in range(1, self._longest + 1):
+            rows = np.flatnonzero((lengths >= length) & ((cached == 0) | (length > 1)))
+            if len(rows):
+                indices, values = self._follower_scores(rows, contexts[rows, self._longest - length :], lengths[rows])
+                scores.view(-1).numpy()[indices] = values
         return scores
 
-    def subtract_scores(self, scores: Float[Tensor, "contexts vocab"], contexts: np.ndarray) -> None:
-        """Subtract the score of every token after each context, in place; see `scores`."""
-        sparse = self._sparse_scores(contexts)
-        flat = scores.view(-1).numpy()
-        follower_scores = flat[sparse.indices] - sparse.values
-        # Most contexts share one dense row, which then stays in the processor's cache.
-        common = int(np.bincount(sparse.rows).argmax())
-        others = np.flatnonzero(sparse.rows != common).tolist()
-        other_rows = [(row, scores[row] - sparse.table[sparse.rows[row]]) for row in others]
-        scores.sub_(sparse.table[common])
-        for row, difference in other_rows:
-            scores[row] = difference
-        flat[sparse.indices] = follower_scores
-
     def likeliest(self, tokens: np.ndarray) -> int:
-        """Return the most frequent follower of the longest known context at a text's end; −1 if there is none.
-
-        Args:
-            tokens: int64 [tokens].
-        """
+        """See `divdec.experts.protocol.TokenPredictor`."""
         for length in range(min(self._longest, len(tokens)), 0, -1):
             followers = self.counts.followers(tokens[None, -length:])
             if len(followers.tokens):
                 return int(followers.tokens[np.argmax(followers.counts)])
         return PADDING
-
-    def _sparse_scores(self, contexts: np.ndarray) -> _SparseScores:
-        lengths = (contexts != PADDING).sum(axis=1)
-        table = self._dense_table()
-        cached = self._cached_rows(table, contexts[:, -1], lengths)
-        indices, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
-        # Longer contexts come later, so that their followers override those of shorter ones.
-        for length in range(1, self._longest + 1):
-            rows = np.flatnonzero((lengths >= length) & ((cached == 0) | (length > 1)))
-            if len(rows):
-                written = self._follower_scores(rows, contexts[rows, self._longest - length :], lengths[rows])
-                indices.append(written[0])
-                values.append(written[1])
-        rows = np.where(cached > 0, cached, lengths)
-        return _SparseScores(table.scores, rows, np.concatenate(indices), np.concatenate(values))
 
     def _follower_scores(
         self, rows: np.ndarray, contexts: np.ndarray, lengths: np.ndarray
@@ -152,19 +121,6 @@ class StupidBackoff:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SparseScores:
-    """Scores as rows of a dense table, and the values that override them; the last value at an index counts."""
-
-    table: Float[Tensor, "rows vocab"]
-    rows: np.ndarray
-    """The table's row for each context, [contexts]."""
-    indices: np.ndarray
-    """Flat index of each value: context times vocabulary plus token, [values]."""
-    values: np.ndarray
-    """float32 [values]."""
-
-
-@dataclasses.dataclass(frozen=True)
 class _DenseTable:
     """Dense scores: one row for each context length, then one for each frequent token."""
 
@@ -175,7 +131,7 @@ class _DenseTable:
     """Which rows of frequent tokens hold scores."""
 
 
-class NgramPair:
+class NgramPair(BaseExperts):
     """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
 
     def __init__(self, retain: Counts | StupidBackoff, forget: Counts, space: str = "score") -> None:
@@ -190,6 +146,7 @@ class NgramPair:
             )
         if retain is forget:
             raise UsageError("retain and forget n-grams are the same: nothing would be forgotten")
+        self.cache_class = TokenCache
         self.retain = scorer
         self.forget = StupidBackoff(forget, space)
         self.vocab_size = retain.vocab_size
@@ -199,32 +156,15 @@ class NgramPair:
         """Return an empty cache of tokens."""
         return TokenCache()
 
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """Return S_q − S_p; see `divdec.experts.protocol.Experts.divergence`."""
-        tokens = tokens_of(input_ids, attention_mask, cache)
-        number = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+    def compute(self, inputs: Inputs, cache: TokenCache | None, logits_to_keep: int) -> Tensor:
+        """Compute S_q − S_p."""
+        read = masked if cache is None else cache.token_layer.extend
+        tokens = read(inputs.input_ids, inputs.attention_mask)
+        number = min(logits_to_keep or inputs.input_ids.shape[1], inputs.input_ids.shape[1])
         contexts = contexts_of(tokens.numpy(), number, self.order - 1)
         flat = contexts.reshape(-1, self.order - 1)
-        divergence = self.retain.scores(flat)
-        self.forget.subtract_scores(divergence, flat)
-        return divergence.view(*contexts.shape[:2], self.vocab_size).to(input_ids.device)
-
-
-def tokens_of(
-    input_ids: Int[Tensor, "batch tokens"],
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-    cache: Cache | None,
-) -> Int[Tensor, "batch past_and_tokens"]:
-    """Return all tokens, cached ones included; −1 for padding."""
-    own = own_cache(cache, TokenCache)
-    return masked(input_ids, attention_mask) if own is None else own.token_layer.extend(input_ids, attention_mask)
+        divergence = self.retain.scores(flat).sub_(self.forget.scores(flat))
+        return divergence.view(*contexts.shape[:2], self.vocab_size).to(inputs.input_ids.device)
 
 
 def contexts_of(tokens: np.ndarray, number: int, length: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -93,38 +94,33 @@ class NgramCounts:
 
     @classmethod
     def load(cls, folder: Path, *, verify: bool = True) -> NgramCounts:
-        """Memory-map the arrays of a folder.
-
-        Args:
-            folder: written by `divdec.experts.ngram_fit.fit`.
-            verify: compare every file with its digest.
+        """Memory-map the arrays of a folder; `verify` compares every file with its digest.
 
         Raises:
             UsageError: the folder holds no counts, or a file of it is missing or has changed.
         """
-        description = read_description(folder)
+        if not (folder / DESCRIPTION).is_file():
+            raise UsageError(f"{folder} holds no n-gram counts: it has no {DESCRIPTION}; `divdec ngram` writes them")
+        description = read_json(folder / DESCRIPTION)
         try:
-            order, vocab_size = int(description["order"]), int(description["vocab_size"])
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{folder / DESCRIPTION} is malformed; fit the counts again") from None
-        expected = {f"{name}-{n}.npy" for name in ("keys", "counts", "rows") for n in range(2, order + 1)}
-        if verify:
-            check_digests(folder, description, {"unigrams.npy", *expected})
-        try:
-            arrays = [
-                tuple(load_array(folder / f"{name}-{length}.npy") for length in range(2, order + 1))
-                for name in ("keys", "counts", "rows")
-            ]
-            return cls(vocab_size, np.asarray(load_array(folder / "unigrams.npy")), *arrays)
-        except (OSError, ValueError, KeyError) as error:
+            if description["format"] != FORMAT:
+                raise ValueError(f"it is not the description of {FORMAT!r}")
+            order, digests = int(description["order"]), dict(description["sha256"])
+            names = {name: [f"{name}-{n}.npy" for n in range(2, order + 1)] for name in ("keys", "counts", "rows")}
+            for name in sorted(["unigrams.npy", *itertools.chain(*names.values())]):
+                if not (folder / name).is_file():
+                    raise UsageError(f"{folder}: {name} is missing; fit the counts again")
+                if verify and file_sha256(folder / name) != digests.get(name):
+                    raise UsageError(f"{folder / name} has changed since it was written; fit the counts again")
+            arrays = [tuple(_load_array(folder / name) for name in files) for files in names.values()]
+            return cls(int(description["vocab_size"]), np.asarray(_load_array(folder / "unigrams.npy")), *arrays)
+        except UsageError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{folder}: the counts cannot be read ({first_line(error)}); fit them again") from None
 
     def ids_of(self, ngrams: np.ndarray) -> np.ndarray:
-        """Return the id of each n-gram; −1 if it never occurs.
-
-        Args:
-            ngrams: int64 [n-grams, length].
-        """
+        """Return the id of each n-gram, int64 [n-grams, length]; −1 if it never occurs."""
         ids = np.where((ngrams[:, 0] >= 0) & (ngrams[:, 0] < self.vocab_size), ngrams[:, 0], -1)
         for column in range(1, ngrams.shape[1]):
             token, keys = ngrams[:, column], self.keys[column - 1]
@@ -152,26 +148,19 @@ class NgramCounts:
         starts, ends = (rows[np.minimum(row, len(rows) - 1)].astype(np.int64) for row in (indices, indices + 1))
         lengths = np.where(known, ends - starts, 0)
         follower_rows = np.repeat(np.arange(len(ids)), lengths)
-        entries = ranges(starts, lengths)
+        # The indices from each start, as many as its length, concatenated.
+        entries = np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
         tokens = self.keys[length - 1][entries] - np.repeat(indices * self.vocab_size, lengths)
         return Followers(np.where(known, totals, 0), follower_rows, tokens, self.counts[length - 1][entries])
 
 
-@dataclasses.dataclass(frozen=True)
 class _TwoCounts:
-    one: Counts
-    other: Counts
-    """The smaller one."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.one.vocab_size
-
-    @property
-    def order(self) -> int:
-        """Length of the longest n-grams."""
-        return self.one.order
+    def __init__(self, one: Counts, other: Counts) -> None:
+        self.one = one
+        self.other = other
+        """The smaller one."""
+        self.vocab_size = one.vocab_size
+        self.order = one.order
 
 
 class SummedCounts(_TwoCounts):
@@ -184,8 +173,7 @@ class SummedCounts(_TwoCounts):
 
     def followers(self, contexts: np.ndarray) -> Followers:
         """Return the followers of contexts in either."""
-        one, other = self.one.followers(contexts), self.other.followers(contexts)
-        return summed(one, other, self.vocab_size)
+        return summed(self.one.followers(contexts), self.other.followers(contexts), self.vocab_size)
 
 
 class LessCounts(_TwoCounts):
@@ -211,12 +199,8 @@ class LessCounts(_TwoCounts):
 def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
     """Return the Stupid Backoff score of each n-gram's last token after the others (Brants et al. 2007, eq. 5).
 
-    Args:
-        counts: counts of n-grams.
-        ngrams: int64 [n-grams, length], not longer than the order of the counts.
-
-    Returns:
-        float64 [n-grams]; `divdec.experts.ngram.StupidBackoff` computes the same for the whole vocabulary.
+    `ngrams` is int64 [n-grams, length], the result float64 [n-grams]. `divdec.experts.ngram.StupidBackoff` computes the
+    same for the whole vocabulary.
     """
     unigrams = np.asarray(counts.unigrams)
     score = unigrams[ngrams[:, -1]] / max(int(unigrams.sum()), 1)
@@ -239,12 +223,8 @@ def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
 def mean_difference(q: Counts, p: Counts, own: Counts) -> float:
     """Return the mean of S_q − S_p over the longest n-grams of a text, weighted by their occurrences.
 
-    It is −1 if only p predicts the text, and 0 if q predicts it as well. Long texts are sampled.
-
-    Args:
-        q: counts without the text.
-        p: counts with the text.
-        own: counts of the text alone.
+    It is −1 if only p, which counts the text, predicts it, and 0 if q does too. `own` counts the text alone. Long texts
+    are sampled.
     """
     weights = np.asarray(own.unigrams)
     ngrams = np.flatnonzero(weights)[:, None]
@@ -285,49 +265,15 @@ def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:
     )
 
 
-def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return start, …, start + length − 1 for each start, concatenated."""
-    return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
-
-
-def load_array(path: Path) -> np.ndarray:
+def _load_array(path: Path) -> np.ndarray:
     """Memory-map an array; one too small for that is read."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False) if path.stat().st_size > 256 else np.load(path)
-    return array.view(np.ndarray)
+    return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None).view(np.ndarray)
 
 
 def describe(folder: Path, **metadata: Any) -> None:
     """Write the description of a folder of arrays, with the digest of every array."""
     digests = {path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))}
     write_json(folder / DESCRIPTION, {"format": FORMAT, **metadata, "sha256": digests})
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Read the description of a folder of arrays.
-
-    Raises:
-        UsageError: it has none, or one of another format.
-    """
-    if not (folder / DESCRIPTION).is_file():
-        raise UsageError(f"{folder} holds no n-gram counts: it has no {DESCRIPTION}; `divdec ngram` writes them")
-    description = read_json(folder / DESCRIPTION)
-    is_ours = isinstance(description, dict) and description.get("format") == FORMAT
-    if not is_ours or not isinstance(description.get("sha256"), dict):
-        raise UsageError(f"{folder / DESCRIPTION} is not the description of {FORMAT!r}; fit the counts again")
-    return description
-
-
-def check_digests(folder: Path, description: dict[str, Any], names: set[str]) -> None:
-    """Compare the arrays of a folder with its description.
-
-    Raises:
-        UsageError: one is missing or has changed.
-    """
-    for name in sorted(names):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder}: {name} is missing; fit the counts again")
-        if file_sha256(folder / name) != description["sha256"].get(name):
-            raise UsageError(f"{folder / name} has changed since it was written; fit the counts again")
 
 
 def _take(array: np.ndarray, indices: np.ndarray) -> np.ndarray:

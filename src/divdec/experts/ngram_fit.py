@@ -1,11 +1,12 @@
 """Fit n-gram pairs, and write and load their folders.
 
-Counting sorts a chunk of tokens at a time. The chunk bounds memory: sorted runs are stored on disk and merged.
+Counting bounds memory: it sorts the n-grams of one range of first tokens at a time, about a chunk of them.
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ DESCRIPTION, FORMAT = "ngram.json", "divdec n-gram pair 1"
 SIDES = ("retain", "forget")
 BOUNDARY = -1  # between documents, so that no n-gram crosses it
 NOTHING = "the documents hold no token: there is nothing to count"
-CHUNK = 1 << 22  # tokens; sorting takes about 100 bytes for each token of a chunk
+CHUNK = 1 << 22  # n-grams; sorting takes about 100 bytes for each
 Documents = Iterable[Sequence[int] | np.ndarray]
 
 
@@ -40,10 +41,10 @@ def write_pair(
     progress: Callable[[int], object] | None = None,
     **metadata: Any,
 ) -> dict[str, NgramCounts]:
-    """Count the n-grams of both sides and write them into an empty folder.
+    """Count the n-grams of both sides.
 
     Args:
-        folder: an existing, empty folder.
+        folder: an existing, empty folder for the counts and their description.
         documents: token ids for 'retain' and 'forget'.
         vocab_size: token ids are below it.
         order: length of the longest n-grams.
@@ -134,7 +135,7 @@ def fit(
         vocab_size: token ids are below it.
         folder: an existing folder for the arrays and their description.
         order: length of the longest n-grams, 2 to 5.
-        chunk: number of tokens held in memory at once.
+        chunk: number of n-grams sorted at once.
         progress: called with the number of tokens read since its last call.
         **metadata: further entries of the description file.
 
@@ -144,7 +145,14 @@ def fit(
     check_order(order)
     folder = Path(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fit.") as work:
-        stream = _write_stream(documents, vocab_size, Path(work) / "tokens", progress)
+        with (Path(work) / "tokens").open("wb") as file:
+            for ids in _checked(documents, vocab_size):
+                ids.tofile(file)
+                if progress is not None:
+                    progress(len(ids) - 1)
+            if not file.tell():
+                raise UsageError(NOTHING)
+        stream = np.memmap(Path(work) / "tokens", dtype=np.int32, mode="r").view(np.ndarray)
         unigrams = np.zeros(vocab_size, dtype=np.int64)
         for start in range(0, len(stream), chunk):
             tokens = stream[start : start + chunk]
@@ -152,17 +160,17 @@ def fit(
         np.save(folder / "unigrams.npy", unigrams)
         keys: list[np.ndarray] = []
         for length in range(2, order + 1):
-            runs = _SortedRuns(Path(work))
-            for start in range(0, len(stream), chunk):
-                runs.add(_ngram_keys(stream[start : start + chunk + length - 1], keys, vocab_size))
-            runs.write(folder / f"keys-{length}.npy", folder / f"counts-{length}.npy", chunk)
+            paths = {folder / f"keys-{length}.npy": np.int64, folder / f"counts-{length}.npy": np.uint32}
+            _save(paths, _count_ngrams(stream, unigrams, keys, chunk))
             contexts = vocab_size if length == 2 else len(keys[-1])
             keys.append(np.load(folder / f"keys-{length}.npy", mmap_mode="r").view(np.ndarray))
-            _write_rows(folder / f"rows-{length}.npy", keys[-1], contexts, vocab_size, chunk)
-        total = int(unigrams.sum())
+            starts = (range(start, min(start + chunk, contexts + 1)) for start in range(0, contexts + 1, chunk))
+            rows = (_row_starts(keys[-1], contexts, vocab_size) for contexts in starts)
+            _save({folder / f"rows-{length}.npy": _row_dtype(keys[-1])}, ((array,) for array in rows))
         del stream
     distinct = [int(np.count_nonzero(unigrams)), *map(len, keys)]
-    describe(folder, order=order, vocab_size=vocab_size, tokens=total, distinct=distinct, **metadata)
+    metadata = {"tokens": int(unigrams.sum()), "distinct": distinct, **metadata}
+    describe(folder, order=order, vocab_size=vocab_size, **metadata)
     return NgramCounts.load(folder, verify=False)
 
 
@@ -173,21 +181,20 @@ def count(documents: Documents, vocab_size: int, order: int) -> NgramCounts:
         UsageError: see `fit`.
     """
     check_order(order)
-    boundary = np.array([BOUNDARY], dtype=np.int32)
-    arrays = [array for ids in _checked(documents, vocab_size) for array in (ids, boundary)]
+    arrays = list(_checked(documents, vocab_size))
     if not arrays:
         raise UsageError(NOTHING)
     stream = np.concatenate(arrays)
+    unigrams = np.bincount(stream[stream != BOUNDARY], minlength=vocab_size)
     keys: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     for length in range(2, order + 1):
-        occurrences = np.sort(_ngram_keys(stream, keys, vocab_size))
-        distinct, numbers = _sum_repeated(occurrences, np.ones(len(occurrences), dtype=np.int64))
-        rows.append(_row_starts(distinct, 0, (vocab_size if length == 2 else len(keys[-1])) + 1, vocab_size))
+        contexts = vocab_size if length == 2 else len(keys[-1])
+        ((distinct, occurrences),) = _count_ngrams(stream, unigrams, keys, len(stream))
+        rows.append(_row_starts(distinct, range(contexts + 1), vocab_size))
         keys.append(distinct)
-        counts.append(_to_uint32(numbers))
-    unigrams = np.bincount(stream[stream != BOUNDARY], minlength=vocab_size)
+        counts.append(occurrences)
     return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
 
 
@@ -197,25 +204,8 @@ def check_order(order: int) -> None:
         raise UsageError(f"order is {order}; accepted: 2 to {LARGEST_ORDER} (3 counts trigrams)")
 
 
-def _write_stream(
-    documents: Documents, vocab_size: int, path: Path, progress: Callable[[int], object] | None
-) -> np.ndarray:
-    """Write all documents into one file of 32-bit ids, and return it memory-mapped."""
-    boundary, total = np.array([BOUNDARY], dtype=np.int32), 0
-    with path.open("wb") as file:
-        for ids in _checked(documents, vocab_size):
-            ids.tofile(file)
-            boundary.tofile(file)
-            total += len(ids)
-            if progress is not None:
-                progress(len(ids))
-    if not total:
-        raise UsageError(NOTHING)
-    return np.memmap(path, dtype=np.int32, mode="r").view(np.ndarray)
-
-
 def _checked(documents: Documents, vocab_size: int) -> Iterator[np.ndarray]:
-    """Yield every document that is not empty, as 32-bit ids."""
+    """Yield every document that is not empty, as 32-bit ids, with a boundary at its end."""
     for document in documents:
         ids = np.asarray(document)
         if not len(ids):
@@ -225,103 +215,65 @@ def _checked(documents: Documents, vocab_size: int) -> Iterator[np.ndarray]:
         if ids.min() < 0 or ids.max() >= vocab_size:
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise UsageError(f"token id {wrong} lies outside the vocabulary of {vocab_size} tokens")
-        yield ids.astype(np.int32)
+        yield np.append(ids.astype(np.int32), np.int32(BOUNDARY))
 
 
-def _ngram_keys(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
-    """Return the key of every n-gram that begins in a chunk; `shorter` holds the keys of lengths 2 to n−1."""
+def _count_ngrams(
+    stream: np.ndarray, unigrams: np.ndarray, shorter: Sequence[np.ndarray], chunk: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the sorted keys of all n-grams of a length and their counts, a range of first tokens at a time.
+
+    Args:
+        stream: tokens of all documents, each followed by a boundary.
+        unigrams: occurrences of each token.
+        shorter: keys of the lengths 2 to n−1.
+        chunk: number of tokens read, and about the number of n-grams sorted, at once.
+    """
+    length, vocab_size = len(shorter) + 2, len(unigrams)
+    totals = unigrams.cumsum()
+    bounds = np.unique([0, *np.searchsorted(totals, np.arange(chunk, totals[-1], chunk)), vocab_size])
+    for first, end in itertools.pairwise(bounds):
+        keys = [
+            _ngram_keys(stream[start : start + chunk + length - 1], shorter, vocab_size, first, end)
+            for start in range(0, len(stream), chunk)
+        ]
+        distinct, counts = np.unique(np.concatenate(keys), return_counts=True)
+        yield distinct, counts.astype(np.uint32)
+
+
+def _ngram_keys(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int, first: int, end: int) -> np.ndarray:
+    """Return the key of every n-gram that begins in a chunk with one of the tokens from `first` to before `end`."""
     length = len(shorter) + 2
-    number = len(tokens) - length + 1
-    if number < 1:
-        return np.zeros(0, dtype=np.int64)
+    number = max(len(tokens) - length + 1, 0)
     windows = [tokens[offset : offset + number] for offset in range(length)]
-    within_document = windows[0] != BOUNDARY
+    chosen = (windows[0] >= first) & (windows[0] < end)
     for window in windows[1:]:
-        within_document &= window != BOUNDARY
-    keys = windows[0][within_document].astype(np.int64)
+        chosen &= window != BOUNDARY
+    keys = windows[0][chosen].astype(np.int64)
     for index, window in enumerate(windows[1:]):
-        keys = keys * vocab_size + window[within_document]
+        keys = keys * vocab_size + window[chosen]
         if index < len(shorter):
             keys = np.searchsorted(shorter[index], keys)
     return keys
 
 
-def _row_starts(keys: np.ndarray, start: int, stop: int, vocab_size: int) -> np.ndarray:
+def _row_dtype(keys: np.ndarray) -> type[np.integer[Any]]:
+    return np.uint32 if len(keys) < 1 << 32 else np.int64
+
+
+def _row_starts(keys: np.ndarray, contexts: range, vocab_size: int) -> np.ndarray:
     """Return where the keys of each context begin, in 32 bits if that is enough."""
-    firsts = np.arange(start, stop, dtype=np.int64) * vocab_size
-    return np.searchsorted(keys, firsts).astype(np.uint32 if len(keys) < 1 << 32 else np.int64)
+    firsts = np.arange(contexts.start, contexts.stop, dtype=np.int64) * vocab_size
+    return np.searchsorted(keys, firsts).astype(_row_dtype(keys))
 
 
-def _write_rows(path: Path, keys: np.ndarray, contexts: int, vocab_size: int, chunk: int) -> None:
-    dtype = _row_starts(keys, 0, 1, vocab_size).dtype
-    rows = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(contexts + 1,))
-    for start in range(0, contexts + 1, chunk):
-        stop = min(start + chunk, contexts + 1)
-        rows[start:stop] = _row_starts(keys, start, stop, vocab_size)
-    rows.flush()
-
-
-class _SortedRuns:
-    """Sorted arrays of distinct keys with their counts; stored on disk when there are several."""
-
-    def __init__(self, work: Path) -> None:
-        self.folder = Path(tempfile.mkdtemp(dir=work))
-        self.runs: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def add(self, keys: np.ndarray) -> None:
-        keys = np.sort(keys)
-        self.runs.append(_sum_repeated(keys, np.ones(len(keys), dtype=np.int64)))
-        if len(self.runs) > 1:
-            for index in (0, -1) if len(self.runs) == 2 else (-1,):
-                self.runs[index] = self._store(self.runs[index], len(self.runs) if index else 1)
-
-    def write(self, keys_path: Path, counts_path: Path, chunk: int) -> None:
-        """Merge all runs into two files."""
-        if len(self.runs) == 1:
-            keys, counts = self.runs[0]
-            np.save(keys_path, keys)
-            np.save(counts_path, _to_uint32(counts))
-        else:
-            raw_files = self.folder / "keys", self.folder / "counts"
-            with raw_files[0].open("wb") as keys_file, raw_files[1].open("wb") as counts_file:
-                for keys, counts in self._merged(chunk):
-                    keys.tofile(keys_file)
-                    _to_uint32(counts).tofile(counts_file)
-            for raw, path, dtype in zip(raw_files, (keys_path, counts_path), (np.int64, np.uint32), strict=True):
-                empty = not raw.stat().st_size
-                np.save(path, np.zeros(0, dtype=dtype) if empty else np.memmap(raw, dtype=dtype, mode="r"))
-        shutil.rmtree(self.folder)
-
-    def _merged(self, chunk: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        step = max(chunk // (2 * len(self.runs)), 1)
-        samples = np.sort(np.concatenate([keys[::step] for keys, _ in self.runs]))
-        bounds = np.unique(samples[:: len(self.runs)])[1:]
-        starts = [np.concatenate([[0], np.searchsorted(keys, bounds), [len(keys)]]) for keys, _ in self.runs]
-        for index in range(len(bounds) + 1):
-            slices = [slice(run_starts[index], run_starts[index + 1]) for run_starts in starts]
-            keys = np.concatenate([keys[cut] for (keys, _), cut in zip(self.runs, slices, strict=True)])
-            counts = np.concatenate([counts[cut] for (_, counts), cut in zip(self.runs, slices, strict=True)])
-            order = np.argsort(keys, kind="stable")
-            yield _sum_repeated(keys[order], counts[order])
-
-    def _store(self, run: tuple[np.ndarray, np.ndarray], number: int) -> tuple[np.ndarray, np.ndarray]:
-        mapped = []
-        for name, array in zip(("keys", "counts"), run, strict=True):
-            path = self.folder / f"{name}-{number}.npy"
-            np.save(path, array)
-            mapped.append(np.load(path, mmap_mode="r").view(np.ndarray) if len(array) else array)
-        return mapped[0], mapped[1]
-
-
-def _sum_repeated(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted keys without repetition, and the sums of their counts."""
-    if not len(keys):
-        return keys, counts
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    return keys[starts], np.add.reduceat(counts, starts)
-
-
-def _to_uint32(counts: np.ndarray) -> np.ndarray:
-    if len(counts) and counts.max() >= 1 << 32:
-        raise UsageError("an n-gram occurs more often than 4,294,967,295 times; count fewer documents")
-    return counts.astype(np.uint32)
+def _save(dtypes: dict[Path, Any], pieces: Iterable[tuple[np.ndarray, ...]]) -> None:
+    """Write arrays that are computed in pieces."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for path in dtypes]
+        for arrays in pieces:
+            for file, array in zip(files, arrays, strict=True):
+                array.tofile(file)
+        for file, (path, dtype) in zip(files, dtypes.items(), strict=True):
+            file.flush()
+            np.save(path, np.memmap(file, dtype=dtype, mode="r") if file.tell() else np.zeros(0, dtype=dtype))

@@ -108,7 +108,7 @@ class TokenLayer(CacheLayerMixin):
     lazy_initialization = update  # pyright: ignore[reportAssignmentType]
 
     def offload(self) -> None:
-        """Do nothing: tokens are small and already on the CPU."""
+        """Do nothing: the tokens are already on the CPU."""
 
     prefetch = offload
 

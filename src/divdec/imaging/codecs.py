@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -30,60 +30,10 @@ VQ_BATCH = 8
 Images = Float[Tensor, "images channels image_height image_width"]
 """Pixels from 0 to 1, with one channel, or red, green and blue."""
 Codes = Int[Tensor, "images height width"]
-"""Rasters of codes, each below `Codec.codes`."""
+"""Rasters of codes, each below the size of the codebook."""
 
 
-@runtime_checkable
-class Codec(Protocol):
-    """Converts images of one size to rasters of codes and back."""
-
-    codes: int
-    """Size of the codebook."""
-    grid: tuple[int, int]
-    """Height and width of the raster."""
-    channels: int
-    size: tuple[int, int]
-    """Height and width of the images, in pixels."""
-
-    def encode(self, images: Images) -> Codes:
-        """Return the nearest codes.
-
-        Raises:
-            UsageError: the images have another size or number of channels.
-        """
-        ...
-
-    def decode(self, codes: Codes) -> Images:
-        """Return the images of rasters of codes."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write description and weights into an existing folder."""
-        ...
-
-    def to(self, device: str) -> Codec:
-        """Compute on a device; inputs and outputs stay on the device of the caller."""
-        ...
-
-
-def load_codec(folder: Path) -> Codec:
-    """Load a codec.
-
-    Raises:
-        UsageError: the folder holds no codec, or one of an unknown kind.
-    """
-    if not (folder / DESCRIPTION).is_file():
-        raise UsageError(f"{folder} holds no codec: {DESCRIPTION} is missing")
-    about = read_json(folder / DESCRIPTION)
-    kind = about.get("kind") if isinstance(about, dict) else about
-    if kind == "patches":
-        return PatchCodec.load(folder)
-    if kind == "vq":
-        return VQCodec.load(folder)
-    raise UsageError(f"{folder / DESCRIPTION} is of kind {kind!r}; accepted: 'patches', 'vq'")
-
-
-def _check_images(images: Images, codec: Codec) -> None:
+def _check_images(images: Images, codec: PatchCodec | VQCodec) -> None:
     if images.ndim != 4:
         raise UsageError(f"images of shape {tuple(images.shape)}; accepted: [images, channels, height, width]")
     channels, height, width = images.shape[1:]
@@ -95,7 +45,14 @@ def _check_images(images: Images, codec: Codec) -> None:
 
 
 class PatchCodec:
-    """Replaces each square patch of an image by the nearest of k patches."""
+    """Replaces each square patch of an image by the nearest of k patches.
+
+    Attributes:
+        codes: size of the codebook.
+        channels: channels of the images.
+        size: height and width of the images, in pixels.
+        grid: height and width of the raster.
+    """
 
     def __init__(self, patches: Float[Tensor, "codes channels side side"], size: tuple[int, int]) -> None:
         """Create a codec from a codebook of patches, pixels from 0 to 1, for images of `size` [height, width]."""
@@ -106,13 +63,7 @@ class PatchCodec:
 
     @classmethod
     def fit(cls, images: Images, side: int, codes: int, seed: int = 0) -> PatchCodec:
-        """Find the codebook by k-means over all patches of the images.
-
-        Args:
-            images: of one size.
-            side: side of the patches, in pixels.
-            codes: size of the codebook.
-            seed: seed of k-means.
+        """Find a codebook of `codes` patches of `side`×`side` pixels by k-means over all patches of the images.
 
         Raises:
             UsageError: patches do not tile the images, or there are fewer different patches than codes.
@@ -126,7 +77,7 @@ class PatchCodec:
         patches = _patches(images, side).reshape(-1, channels * side * side)
         different = len(patches.unique(dim=0))
         if different < codes:
-            raise UsageError(f"{codes} codes are wanted, but the images have only {different} different patches")
+            raise UsageError(f"{codes} codes are requested, but the images have only {different} different patches")
         sample = torch.randperm(len(patches), generator=torch.Generator().manual_seed(seed))[:MAX_PATCHES]
         with threadpool_limits(1):  # threads that wait for busy cores cost more than they save here
             means = KMeans(codes, random_state=seed, max_iter=50).fit(patches[sample].numpy())
@@ -134,14 +85,18 @@ class PatchCodec:
         return cls(centers.reshape(codes, channels, side, side), (height, width))
 
     def encode(self, images: Images) -> Codes:
-        """See `Codec.encode`."""
+        """Return the nearest codes.
+
+        Raises:
+            UsageError: the images have another size or number of channels.
+        """
         _check_images(images, self)
         patches = _patches(images, self.side)
         distances = torch.cdist(patches.reshape(len(patches), patches.shape[1], -1), self.patches.flatten(1)[None])
         return distances.argmin(dim=-1).reshape(-1, *self.grid)
 
     def decode(self, codes: Codes) -> Images:
-        """See `Codec.decode`."""
+        """Return the images of rasters of codes."""
         tiles = self.patches[codes.flatten(1)].flatten(2).transpose(1, 2)
         return fold(tiles, self.size, kernel_size=self.side, stride=self.side)
 
@@ -150,7 +105,7 @@ class PatchCodec:
         return self
 
     def save(self, folder: Path) -> None:
-        """See `Codec.save`."""
+        """Write description and weights into an existing folder."""
         from safetensors.torch import save_file
 
         save_file({"patches": self.patches.contiguous()}, folder / PATCH_WEIGHTS)
@@ -187,15 +142,11 @@ class VQCodec:
     """A VQGAN, whose codes are the nearest entries of a codebook learned with encoder and decoder.
 
     Esser et al. 2021, "Taming Transformers for High-Resolution Image Synthesis"; the network is diffusers' `VQModel`.
+    For attributes and methods see `PatchCodec`.
     """
 
     def __init__(self, model: VQModel, size: tuple[int, int], batch: int = VQ_BATCH) -> None:
-        """Create a codec.
-
-        Args:
-            model: the network, for pixels from −1 to 1.
-            size: height and width of the images, in pixels.
-            batch: images in a pass.
+        """Create a codec for images of `size` [height, width]; `batch` images are read in a pass.
 
         Raises:
             UsageError: the network's levels do not divide the images evenly, or its input and output channels differ.
@@ -210,10 +161,8 @@ class VQCodec:
         if config.in_channels != config.out_channels:
             raise UsageError(
                 f"this VQGAN reads {config.in_channels} channel(s) and gives {config.out_channels}; "
-                "accepted: as many of both"
+                "accepted: equal numbers"
             )
-        if batch < 1:
-            raise UsageError(f"batch is {batch}; accepted: at least 1 image")
         self.model = model.eval().requires_grad_(False)
         self.batch = batch
         self.codes: int = config.num_vq_embeddings
@@ -222,13 +171,13 @@ class VQCodec:
         self.grid = (size[0] // factor, size[1] // factor)
 
     def to(self, device: torch.device | str) -> VQCodec:
-        """See `Codec.to`."""
+        """Compute on a device; inputs and outputs stay on the caller's."""
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         return self
 
     @torch.no_grad()
     def encode(self, images: Images) -> Codes:
-        """See `Codec.encode`."""
+        """Return the nearest codes."""
         _check_images(images, self)
         model: Any = self.model
         result = torch.zeros(len(images), *self.grid, dtype=torch.long, device=images.device)
@@ -240,7 +189,7 @@ class VQCodec:
 
     @torch.no_grad()
     def decode(self, codes: Codes) -> Images:
-        """See `Codec.decode`.
+        """Return the images of rasters of codes.
 
         Raises:
             UsageError: the raster has another size, or a code is not in the codebook.
@@ -262,7 +211,7 @@ class VQCodec:
         return result
 
     def save(self, folder: Path) -> None:
-        """See `Codec.save`."""
+        """Write description and weights into an existing folder."""
         self.model.save_pretrained(folder, safe_serialization=True)
         write_json(folder / DESCRIPTION, {"kind": "vq", "size": list(self.size)})
 
@@ -294,6 +243,25 @@ class VQCodec:
         except Exception as error:  # diffusers raises errors of many kinds for a damaged configuration
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UsageError(f"the codec in {folder} cannot be read ({reason}); copy or convert it again") from None
+
+
+Codec = PatchCodec | VQCodec
+_KINDS: dict[Any, type[PatchCodec] | type[VQCodec]] = {"patches": PatchCodec, "vq": VQCodec}
+
+
+def load_codec(folder: Path) -> Codec:
+    """Load a codec.
+
+    Raises:
+        UsageError: the folder holds no codec, or one of an unknown kind.
+    """
+    if not (folder / DESCRIPTION).is_file():
+        raise UsageError(f"{folder} holds no codec: {DESCRIPTION} is missing")
+    about = read_json(folder / DESCRIPTION)
+    kind = about.get("kind") if isinstance(about, dict) else None
+    if kind not in _KINDS:
+        raise UsageError(f"{folder / DESCRIPTION} is of kind {kind!r}; accepted: 'patches', 'vq'")
+    return _KINDS[kind].load(folder)
 
 
 def vq_model_class() -> type[VQModel]:

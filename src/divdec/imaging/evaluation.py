@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ImageBenchmark:
-    """Classes, sampling settings and judges that all settings share."""
+    """Classes, sampling settings and judges of a comparison."""
 
     layout: ImageLayout
     codec: Codec
@@ -46,7 +46,7 @@ class ImageBenchmark:
     real_labels: Sequence[int]
     """Indices of their classes."""
     classifier: Classifier
-    """Trained on real images; its classes are `retain + forget`, in this order."""
+    """Trained on real images; its classes are `classes`, in this order."""
     network: nn.Module | None = None
     """Network for the features of distances; the classifier's by default."""
     content: ImageJudge | None = None
@@ -69,13 +69,7 @@ class ImageBenchmark:
         return sample(model, self.layout, self.labels, self.sampling, title=title)
 
     def evaluate(self, method: str, config: str, codes: Codes, baseline: Images | None = None) -> SettingResult:
-        """Evaluate the images of a setting.
-
-        Args:
-            method: such as 'Linear'.
-            config: such as 'α=1'.
-            codes: from `sample`.
-            baseline: images for quality comparisons; None for the baseline itself.
+        """Evaluate the images of a setting, compared with the baseline's if these are given.
 
         Raises:
             UsageError: a judge cannot be reached or replies in another format, or there are too few images.
@@ -83,48 +77,26 @@ class ImageBenchmark:
         images, labels = decode(codes, self.codec), self.labels
         probabilities = self.classifier.probabilities(images)
         indices = [self.classes.index(label) for label in labels]
-        hits = [
-            float(best == index) for best, index in zip(probabilities.argmax(dim=-1).tolist(), indices, strict=True)
-        ]
+        hits = (probabilities.argmax(dim=-1) == torch.tensor(indices)).double().tolist()
         if self.content is None:
-            content = [float(row[index]) for row, index in zip(probabilities, indices, strict=True)]
+            content = probabilities[range(len(indices)), indices].tolist()
         else:
             content = self.content.vqa_scores(images, [self.layout.classes[label] for label in labels])
-        quality = (
-            {name: judge.preferences(images, baseline) for name, judge in self.quality.items()}
-            if baseline is not None
-            else {}
-        )
+        judges = self.quality.items()
+        quality = {} if baseline is None else {name: judge.preferences(images, baseline) for name, judge in judges}
+        sets = [
+            some[[row for row, label in enumerate(of) if label in classes]]
+            for some, of in ((self.real, self.real_labels), (images, labels))
+            for classes in (self.retain, self.forget)
+        ]
         return SettingResult(
             method,
             config,
             content=by_set(content, labels, self.forget),
             accuracy=by_set(hits, labels, self.forget),
             quality={name: by_set(values, labels, self.forget) for name, values in quality.items()} or None,
-            distances=frechet_distances(
-                *(
-                    some[[row for row, label in enumerate(of) if label in classes]]
-                    for some, of in ((self.real, self.real_labels), (images, labels))
-                    for classes in (self.retain, self.forget)
-                ),
-                network=self.network or self.classifier.body,
-            ),
+            distances=frechet_distances(*sets, network=self.network or self.classifier.body),
         )
-
-
-def train_classifier(layout: ImageLayout, images: Images, labels: Sequence[int], classes: Sequence[int]) -> Classifier:
-    """Train a classifier of real images for `ImageBenchmark`.
-
-    Args:
-        layout: names the classes.
-        images: real images.
-        labels: indices of their classes.
-        classes: the classes to keep, then those to forget.
-
-    Raises:
-        UsageError: a class has too few images.
-    """
-    return Classifier.fit(images, [classes.index(label) for label in labels], [layout.classes[one] for one in classes])
 
 
 def rule_name(steering: Steering) -> tuple[str, str]:
@@ -173,7 +145,7 @@ def frechet_distances(
 
 
 def frechet_distance(real: Float[Tensor, "real features"], generated: Float[Tensor, "generated features"]) -> float:
-    """‖μ − μ'‖² + Tr(Σ + Σ' − 2(ΣΣ')^½) of features of at least 2 images each (Heusel et al. 2017; torchmetrics).
+    """‖μ − μ'‖² + Tr(Σ + Σ' − 2(ΣΣ')^½) of the features of at least 2 images each (Heusel et al. 2017; torchmetrics).
 
     Raises:
         UsageError: torchmetrics is not installed.
@@ -194,7 +166,7 @@ def compute_features(images: Images, network: nn.Module, batch_size: int = 64, n
     """Compute the features of at least 2 images; `name` is for errors, see `frechet_distances`."""
     if len(images) < 2:
         raise UsageError(
-            f"{name} has {len(images)} image(s); a Fréchet distance needs at least 2, and says little of few"
+            f"{name} has {len(images)} image(s); a Fréchet distance needs at least 2, and many more to be reliable"
         )
     network.eval()
     weights = next(network.parameters(), images)

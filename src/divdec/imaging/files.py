@@ -60,11 +60,9 @@ def read_folder(
 
 
 def png(image: Float[Tensor, "channels height width"], least_side: int = 1) -> bytes:
-    """Encode an image as a PNG file.
+    """Encode pixels from 0 to 1 as a PNG file.
 
-    Args:
-        image: pixels from 0 to 1.
-        least_side: repeat pixels until the shorter side has this length; vision models refuse tiny images.
+    Pixels are repeated until the shorter side has `least_side` of them: vision models refuse tiny images.
     """
     from PIL import Image
 

@@ -116,7 +116,7 @@ class Classifier:
             steps: number of batches; 200 of 64 images read 1,400 images nine times.
 
         Raises:
-            UsageError: images are too small, labels do not fit, or a class has too few images.
+            UsageError: images are too small, or a class has too few images.
         """
         from sklearn.model_selection import train_test_split
 
@@ -171,14 +171,9 @@ def _check(images: Images, labels: Sequence[int], classes: Sequence[str], least:
             f"images of {images.shape[2]}×{images.shape[3]} pixels and {images.shape[1]} channel(s); a classifier "
             f"reads {LEAST_SIDE}×{LEAST_SIDE} and more, 1 channel or 3"
         )
-    if len(labels) != len(images):
-        raise UsageError(f"{len(labels)} labels for {len(images)} images; give each image its class")
     if len(classes) < 2:
         raise UsageError(f"{len(classes)} class(es); a classifier needs at least 2")
     counts = Counter(labels)
-    wrong = next((label for label in counts if not 0 <= label < len(classes)), None)
-    if wrong is not None:
-        raise UsageError(f"label {wrong} is out of range; accepted: 0 to {len(classes) - 1}")
     for index, name in enumerate(classes):
         if counts[index] < least:
             raise UsageError(
@@ -222,7 +217,7 @@ class ImageEndpoint(Endpoint):
 
 @dataclasses.dataclass(frozen=True)
 class ImageJudge:
-    """A vision-language model as a judge of content and quality."""
+    """A vision-language model that judges content and quality."""
 
     endpoint: ImageEndpoint
     answers: ResumableOutput = dataclasses.field(default_factory=lambda: ResumableOutput(None))
@@ -236,23 +231,11 @@ class ImageJudge:
     limit: int = 16
     """Longest reply to a comparison, in tokens; a reasoning model needs thousands."""
 
-    def __post_init__(self) -> None:
-        for name in ("workers", "top_logprobs", "least_side", "limit"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"an image judge's {name} is {getattr(self, name)}; accepted: 1 or more")
-
     def vqa_scores(self, images: Images, class_names: Sequence[str]) -> list[float]:
-        """VQAScore: the probability that each image shows its class.
+        """VQAScore: the probability that each image shows its class, by name.
 
         Among the log-probabilities of the reply's first token, y is the probability of all tokens that read 'yes', and
         n that of all that read 'no', ignoring case and white space. The score is y / (y + n).
-
-        Args:
-            images: the images.
-            class_names: name of each image's class, for the question.
-
-        Returns:
-            A score from 0 to 1 for each image.
 
         Raises:
             UsageError: see `ImageEndpoint.ask`; or there are no log-probabilities, or neither word is among them.
@@ -270,13 +253,6 @@ class ImageJudge:
 
         Each pair is shown in both orders. 1 is a win in both, 0 a loss in both, and everything else is 0.5: ties, and
         verdicts that depend on the order.
-
-        Args:
-            images: images of a setting.
-            others: counterparts, such as the baseline's images of the same class.
-
-        Returns:
-            A figure for each pair; their mean is the rate at which the images are preferred.
 
         Raises:
             UsageError: see `ImageEndpoint.ask`; or the model gives no verdict twice.
@@ -313,15 +289,15 @@ class ImageJudge:
         logprobs = _top_logprobs(choice)
         if not logprobs:
             raise UsageError(
-                f"model {self.endpoint.model!r} at {self.endpoint.base_url} gives no log-probabilities, which VQAScore "
-                "needs; take a model or server that gives them, such as gpt-4o-mini or vLLM"
+                f"model {self.endpoint.model!r} at {self.endpoint.base_url} returns no log-probabilities, which "
+                "VQAScore needs; use a model or server that does, such as gpt-4o-mini or vLLM"
             )
         yes, no = (sum(math.exp(logprob) for token, logprob in logprobs if token == word) for word in ("yes", "no"))
         if not yes + no > 0:
             tokens = ", ".join(repr(token) for token, _ in logprobs[:5])
             raise UsageError(
                 f"model {self.endpoint.model!r} answers {question!r} with neither Yes nor No (likeliest: {tokens}); "
-                "take another model"
+                "use another model"
             )
         return {"yes": yes, "no": no}
 
@@ -338,8 +314,8 @@ class ImageJudge:
                 return {"verdict": match[1].upper()}
             turns = [COMPARISON, text, REMINDER] if text else [f"{COMPARISON} {REMINDER}"]
         raise UsageError(
-            f"model {self.endpoint.model!r} gave twice no verdict on two images ({text[:120]!r}); accepted: A, B or C, "
-            "so take another model, or a higher limit of tokens"
+            f"model {self.endpoint.model!r} gave twice no verdict on two images ({text[:120]!r}); accepted: A, B or C. "
+            "Use another model, or a higher limit of tokens"
         )
 
 

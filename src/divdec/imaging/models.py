@@ -1,4 +1,4 @@
-"""Image models: the meaning of their tokens, and models with layout and codec on disk.
+"""Image models: the meaning of their tokens, and loading a model with its layout and codec.
 
 An image is one token that names its class, followed by the codes of its raster, row by row. For training and decoding
 it is a text of one prompt token and `height · width` answer tokens.
@@ -25,7 +25,7 @@ from divdec.runs import read_json, write_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 LAYOUT = "image.json"
 """File with the layout, in the folder of a model or bundle."""
@@ -61,8 +61,7 @@ class ImageLayout:
         if not self.classes or not all(isinstance(name, str) and name.strip() for name in self.classes):
             raise UsageError("an image layout names its classes, none of them blank")
         if len(set(self.classes)) < len(self.classes):
-            again = next(name for name in self.classes if self.classes.count(name) > 1)
-            raise UsageError(f"class {again!r} is named twice; the names of classes must differ")
+            raise UsageError("two classes of an image layout have the same name")
         tokens = (self.first_class, self.first_class + len(self.classes) - 1, self.padding)
         if any(not 0 <= token < self.vocab_size for token in tokens):
             raise UsageError("tokens of classes or of padding lie outside the vocabulary")
@@ -88,10 +87,7 @@ class ImageLayout:
         return list(range(self.codes, self.vocab_size))
 
     def find(self, text: str) -> int:
-        """Return the index of a class.
-
-        Args:
-            text: its name, or its index if no name is a number.
+        """Return the index of a class, given by name, or by index if no name is a number.
 
         Raises:
             UsageError: there is no such class.
@@ -106,7 +102,7 @@ class ImageLayout:
         raise UsageError(f"class {text!r} is not known; accepted: {indices}one of {some}")
 
     def find_all(self, names: Sequence[str]) -> list[int]:
-        """Return the indices of the classes after which folders are named.
+        """Return the indices of the classes that folders are named after.
 
         Raises:
             UsageError: a class is not known, or two folders name the same.
@@ -119,10 +115,7 @@ class ImageLayout:
         return indices
 
     def prompts(self, classes: Sequence[int | None]) -> Int[Tensor, "images 1"]:
-        """Return the first token of each image.
-
-        Args:
-            classes: indices of classes; None for any class.
+        """Return the first token of each image; a class is an index, or None for any class.
 
         Raises:
             UsageError: a class is out of range, or the model has learned no 'any class'.
@@ -191,7 +184,7 @@ def load_layout(folder: Path) -> ImageLayout:
         UsageError: the folder holds no image model, or `image.json` has another format.
     """
     if not (folder / LAYOUT).is_file():
-        raise UsageError(f"{folder} is no image model: it has no {LAYOUT} (see `divdec image convert` and `train`)")
+        raise UsageError(f"{folder} is no image model: it has no {LAYOUT}; `divdec image convert` creates one")
     fields: dict[str, Any] = read_json(folder / LAYOUT)
     try:
         if fields.pop("format") != 1:
@@ -205,24 +198,21 @@ def load_layout(folder: Path) -> ImageLayout:
         raise UsageError(f"{folder / LAYOUT} does not describe an image model that this version knows") from None
 
 
+def gpt2_config(vocab_size: int, positions: int, width: int, layers: int, heads: int, **options: Any) -> GPT2Config:
+    """Create the configuration of a GPT-2 without dropout and without begin and end tokens."""
+    from transformers import GPT2Config
+
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
+    return GPT2Config(**sizes, **dropout, bos_token_id=None, eos_token_id=None, **options)
+
+
 def new_image_model(layout: ImageLayout, width: int, layers: int, heads: int, seed: int = 0) -> GPT2LMHeadModel:
     """Create a GPT-2 for a layout, with random float32 weights and positions for a class and all codes."""
-    from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+    from transformers import GPT2LMHeadModel, set_seed
 
     set_seed(seed)
-    config = GPT2Config(
-        vocab_size=layout.vocab_size,
-        n_positions=layout.length + 1,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(gpt2_config(layout.vocab_size, layout.length + 1, width, layers, heads))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +229,7 @@ class ImageModel:
 def load_image_model(
     reference: str, *, steering: Steering | None = None, verify: bool = True, dtype: str = "auto", device: str = "cpu"
 ) -> ImageModel:
-    """Load a bundle of image models, or one image model.
-
-    Args:
-        reference: folder or hub id.
-        steering: a rule in place of the bundle's.
-        verify: compare weight files with the bundle's digests.
-        dtype: precision of the weights.
-        device: device of the models.
+    """Load a bundle of image models, with its own or another rule, or one image model; `verify` compares digests.
 
     Raises:
         UsageError: it is no image model, does not load, or `steering` is given for a plain checkpoint.
@@ -255,7 +238,7 @@ def load_image_model(
 
     if Path(reference).expanduser().is_dir() and not is_bundle(Path(reference).expanduser()):
         if steering is not None:
-            raise UsageError(f"{reference} is a plain checkpoint, which has nothing to steer it; give a bundle")
+            raise UsageError(f"{reference} is a plain checkpoint without auxiliaries to steer it; give a bundle")
         folder = CheckpointReference.parse(reference).resolve(Path(), weights=True)
         check_plain(folder, "model")
         layout, codec = load_image_files(folder)
@@ -281,7 +264,7 @@ def check_image_model(model: PreTrainedModel, layout: ImageLayout) -> None:
     """Raise UsageError if a model has another vocabulary than a layout, or too few positions."""
     config = model.config.get_text_config(decoder=True)
     if config.vocab_size != layout.vocab_size:
-        raise UsageError(f"the model has {config.vocab_size} tokens, its images are made of {layout.vocab_size}")
+        raise UsageError(f"the model has {config.vocab_size} tokens, its image layout {layout.vocab_size}")
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < layout.length:
         raise UsageError(f"the model has {positions} positions, an image needs {layout.length}")
@@ -334,7 +317,7 @@ def restrict_to_codes(steering: Steering, layout: ImageLayout) -> Steering:
         UsageError: it is the soft rank rule, under which suppressed tokens can be sampled.
     """
     if steering.rule == "rank" and steering.fill == "soft":
-        raise UsageError(f"{steering} is for likelihoods; images are drawn with rank:{steering.k}")
+        raise UsageError(f"{steering} is for likelihoods; sample images with rank:{steering.k}")
     if steering.rule == "rank" and layout.no_codes:
         return dataclasses.replace(steering, vocabulary=tuple(range(layout.codes)))
     return steering

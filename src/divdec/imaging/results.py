@@ -8,11 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-from divdec.errors import UsageError
 
 BySet = Mapping[str, Sequence[float]]
 """One figure for each image, under 'retain' and 'forget'."""
@@ -148,22 +145,7 @@ class ImageTable:
 
 
 def tabulate(settings: Sequence[SettingResult], groups: Sequence[str] = GROUPS) -> ImageTable:
-    """Create the table of some settings.
-
-    Args:
-        settings: in the order of the rows.
-        groups: 'content', 'accuracy', 'quality' (two columns for each judge) and 'distances'; columns without any
-            figure are omitted.
-
-    Raises:
-        UsageError: a group is not known, or two settings have the same name.
-    """
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise UsageError(f"{unknown[0]!r} is no group of columns; accepted: {', '.join(GROUPS)}")
-    names = Counter(setting.name for setting in settings)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise UsageError(f"two settings are called {twice[0]!r}; their methods and configs must differ")
+    """Create the table of some settings, with the columns of these groups that have any figure."""
     columns = [column for group in groups for column in _columns(settings, group)]
     filled = [column for column in columns if any(column.cell(setting) is not None for setting in settings)]
     return ImageTable(tuple(filled), tuple(settings))
@@ -177,13 +159,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def by_set(values: Sequence[float], labels: Sequence[int], forget: Collection[int]) -> dict[str, list[float]]:
-    """Group figures of images under 'retain' and 'forget'.
-
-    Args:
-        values: one for each image.
-        labels: the class of each image.
-        forget: the classes to forget.
-    """
+    """Group figures of images under 'retain' and 'forget', by the classes of the images."""
     result: dict[str, list[float]] = {name: [] for name in SETS}
     for value, label in zip(values, labels, strict=True):
         result["forget" if label in forget else "retain"].append(value)

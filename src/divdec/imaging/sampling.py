@@ -1,4 +1,4 @@
-"""Sample images of given classes from a steered or plain image model, and write them as files.
+"""Sample images of classes from a steered or plain image model, and write them as files.
 
 Logits pass, in this order: steering (within the model), suppression of tokens that are no codes, guidance, temperature,
 top-k, top-p.
@@ -109,11 +109,6 @@ def sample_to_folder(
     settings: ImageSampleSettings, device: str = "cpu", report: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Sample images and write `CLASS/000000.png`, `grid.png` (one row a class), `codes.safetensors` and `run.json`.
-
-    Args:
-        settings: model, classes and sampling.
-        device: device of the models.
-        report: receives notes, one line at a time.
 
     Returns:
         The content of `run.json`.

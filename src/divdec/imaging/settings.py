@@ -1,4 +1,4 @@
-"""Settings of what is done with images. It knows nothing of torch, so that `--help` is instant."""
+"""Options of training, sampling, evaluating and converting image models."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from divdec.options import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How images are drawn; the defaults are those of taming-transformers' `sample_fast.py`."""
+    """How images are sampled; the defaults are those of taming-transformers' `sample_fast.py`."""
 
     temperature: float = 1.0
     """Logits are divided by it."""
     top_k: int = 250
     """Sample among this many of the likeliest codes."""
     top_p: float = 1.0
-    """Sample among the likeliest codes that together have this probability."""
+    """Sample among the likeliest codes that hold this much probability."""
     guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 draws from the class alone."""
+    """Scale of classifier-free guidance; 1 samples from the class alone."""
     batch_size: int = 25
-    """Images drawn together."""
+    """Images sampled together."""
     seed: int = 0
     """Seed of the samples; the same seed, classes and batch size give the same images."""
 
@@ -46,7 +46,7 @@ class SamplingSettings:
             raise UsageError(f"guidance is {self.guidance:g}; accepted: a number of at least 0")
 
     def sampling(self) -> SamplingSettings:
-        """These alone, of settings that hold more."""
+        """Return these settings without those of subclasses."""
         return SamplingSettings(
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingSettings)}
         )
@@ -54,53 +54,44 @@ class SamplingSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageTrainSettings(Optimization, OutputFolder):
-    """How the pair for an image model is trained; see `divdec.imaging.training`."""
+    """How the pair for an image model is trained."""
 
     target: str
     """The image model to be steered (`divdec image convert`): a folder or hub id, '@revision' allowed."""
     images: str
-    """Folder that holds a folder of images for each class; its name is the class's name or number."""
+    """Folder with a folder of images for each class; its name is the class's name or number."""
     forget: tuple[str, ...] = ()
-    """Classes to forget, by name or number; by default a share of all, drawn by seed."""
-    forget_share: float = 0.5
-    """How many of the classes are drawn to be forgotten where none is named."""
+    """Classes to forget, by name or number; by default half of all, drawn by seed."""
     base: str | None = None
     """Small image model that both auxiliaries start from; the target itself by default, as in the paper."""
     init_forget_from: Literal["base", "retain"] | None = None
-    """'retain': p goes on from the finished q, which leaves less noise in the divergence of small models; by default
-    so where a base is given."""
-    recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
-    """'forget-retain': p learns the forgotten classes, q the others (the paper); 'full-retain': p learns both."""
+    """'retain': p is trained from the finished q, which leaves less noise in the divergence of small models; the
+    default if a base is given."""
     steering: str = "linear:1"
     """Rule written into the bundle."""
     base_lr: float | None = None
-    """Learning rate that the base was trained with, of which the pair takes a tenth, as in the paper; by default the
-    rate is sought at which the loss about halves."""
-    encode_batch: int = 64
-    """Images that the codec reads at once."""
+    """Learning rate of the base's training; the pair takes a tenth, as in the paper. By default the rate is searched
+    at which the loss about halves."""
     resize: bool = False
-    """Scale images to the codec's size and cut out their middle, rather than refuse other sizes."""
+    """Scale and crop images of another size to the codec's, instead of refusing them."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.forget_share < 1:
-            raise UsageError(f"forget_share is {self.forget_share:g}; accepted: between 0 and 1")
         super().__post_init__()
         if self.base_lr is not None:
             check_positive("base_lr", self.base_lr)
-        check_at_least("encode_batch", self.encode_batch, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageModel:
-    """The model that draws."""
+    """An image model as the first argument."""
 
     model: str = dataclasses.field(kw_only=False)
-    """A bundle of image models, or one image model, which nothing steers: a folder or hub id."""
+    """A bundle of image models, or one image model without steering: a folder or hub id."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLoading, OutputFolder, ImageModel):
-    """What is drawn, by which model; see `divdec.imaging.drawing`."""
+    """Which images are sampled, and from which model."""
 
     classes: tuple[str, ...] = ()
     """Classes by name or number; all by default."""
@@ -115,7 +106,7 @@ class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageCheckpoint:
-    """The checkpoint to convert."""
+    """The checkpoint to convert, as the first argument."""
 
     checkpoint: str = dataclasses.field(kw_only=False)
     """A class-conditional checkpoint of taming-transformers: .ckpt, or .safetensors with the same keys."""
@@ -123,50 +114,44 @@ class ImageCheckpoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConvertSettings(OutputFolder, ImageCheckpoint):
-    """Which checkpoint becomes an image model; see `divdec.imaging.convert`."""
+    """How a checkpoint is converted to an image model."""
 
     names: str | None = None
-    """File with the classes' names, one a line, in their order; by default their numbers, 0 to 999."""
+    """File with one class name in each line, in the order of the classes; by default their numbers, 0 to 999."""
     heads: int | None = None
-    """Attention heads, which weights do not tell; by default the width divided by 64, as published."""
-    raster: tuple[int, ...] = ()
-    """Height and width of the raster in codes, where it is not square."""
-
-    def __post_init__(self) -> None:
-        if len(self.raster) not in (0, 2):
-            raise UsageError(f"raster holds {len(self.raster)} numbers; accepted: height and width, or none")
+    """Number of attention heads, which weights do not show; by default the width divided by 64, as published."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgument):
-    """What is measured, and by whom; see `divdec.imaging.evaluation`."""
+    """What is measured, and by which judges."""
 
     images: str
-    """Real images: a folder that holds a folder for each class, named by the class's name or number."""
+    """Real images: a folder with a folder for each class; its name is the class's name or number."""
     forget: tuple[str, ...] = ()
-    """Classes to forget, by name or number; the others with images are kept."""
+    """Classes to forget, by name or number; the other classes with images are to be kept."""
     settings: tuple[str, ...] = ("linear:1", "linear:2", "linear:5", "linear:10", "rank:20", "rank:100", "rank:250")
     """Rules to measure."""
     retrain: str | None = None
-    """Image model that has never seen the forgotten classes, as a reference."""
+    """Image model that has never seen the classes to forget, as a reference."""
     count: int = 10
     """Images of each class and setting."""
     features: str | None = None
     """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
     small classifier that is trained on the real images."""
     judge_url: str | None = None
-    """OpenAI-compatible endpoint for judges that see, such as http://localhost:8000/v1; without it a classifier that
-    is trained on the real images says what an image shows."""
+    """OpenAI-compatible endpoint of vision-language judges, such as http://localhost:8000/v1; by default a classifier
+    that is trained on the real images judges content."""
     judge_api_key_env: str | None = None
-    """Environment variable that holds the endpoint's API key; by default none is sent."""
+    """Environment variable with the endpoint's API key; by default no key is sent."""
     content_judge: str | None = None
-    """Model there that gives VQAScore; it must give log-probabilities."""
+    """The endpoint's model for VQAScore; it must return log-probabilities."""
     quality_judges: tuple[str, ...] = ()
-    """Models there that compare each image with the baseline's."""
+    """The endpoint's models that compare each image with the baseline's."""
     judge_reasons: bool = False
-    """The models there reason before they answer: they get 4,096 tokens for a comparison and no temperature."""
+    """The endpoint's models reason: allow 4,096 tokens for a comparison, and send no temperature."""
     resize: bool = False
-    """Scale real images to the codec's size and cut out their middle, rather than refuse other sizes."""
+    """Scale and crop real images of another size to the codec's, instead of refusing them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,7 +171,7 @@ class ImageDemoSettings:
     """The demo on handwritten digits."""
 
     seed: int = 0
-    """Which digits are forgotten, the initial weights, the order of training, and chance."""
+    """Seed of the digits to forget, the initial weights, the order of training and the samples."""
     output: str | None = None
     """Folder for report, grids and bundle; in the user's cache folder by default."""
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from divdec.errors import UsageError, first_line
 from divdec.imaging.codecs import VQCodec, vq_config, vq_model_class
-from divdec.imaging.models import ImageLayout, write_image_files
+from divdec.imaging.models import ImageLayout, gpt2_config, write_image_files
 from divdec.model.checkpoint import check_apart
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 
@@ -31,13 +32,19 @@ VERB = "image convert"
 CLASSES = 1000
 """Number of ImageNet's classes."""
 SHARD_BYTES = 1_000_000_000
-"""Size of a file of weights; writing takes about twice as much memory."""
+"""Size of a file of weights."""
 TRANSFORMER, FIRST_STAGE = "transformer.", "first_stage_model."
 HEAD = 64  # width of an attention head in the published transformer
-GROUPS = 32  # of all normalisation layers in a VQGAN
 # Losses, the class conditioning stage, causal masks, and projections of a time embedding that is not used.
 _UNUSED = re.compile(r"(.+\.)?loss\.|cond_stage_model\.|.+\.attn\.mask$|.+\.temb_proj\.")
-_BLOCK_NAMES = {"ln_1": "ln1", "ln_2": "ln2", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.0", "mlp.c_proj": "mlp.2"}
+_BLOCK_NAMES = {
+    "ln_1": ("ln1",),
+    "ln_2": ("ln2",),
+    "attn.c_attn": ("attn.query", "attn.key", "attn.value"),
+    "attn.c_proj": ("attn.proj",),
+    "mlp.c_fc": ("mlp.0",),
+    "mlp.c_proj": ("mlp.2",),
+}
 _OUTER_NAMES = {"wte.weight": "tok_emb.weight", "ln_f.weight": "ln_f.weight", "ln_f.bias": "ln_f.bias"}
 _ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
 # Lightning stores the state of its callbacks under their classes; only this name is needed to read the file.
@@ -54,8 +61,6 @@ class Weight:
 
     sources: tuple[str, ...]
     """Names in the checkpoint; several are concatenated along the first axis."""
-    shape: tuple[int, ...]
-    """Shape of each source."""
     convert: Callable[[Tensor], Tensor] = lambda weight: weight
     """Function of the concatenated sources."""
 
@@ -72,14 +77,12 @@ def convert_taming(
     *,
     classes: Sequence[str] | None = None,
     heads: int | None = None,
-    raster: tuple[int, int] | None = None,
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Convert a class-conditional checkpoint of taming-transformers, such as ImageNet's `cin_transformer`.
 
-    The output is a causal language model (GPT-2) with its tokenizer, `image.json`, and the VQGAN in `codec/`. Weights
-    are memory-mapped and written in shards, so that the conversion needs less memory than the weights.
+    The output is a causal language model (GPT-2) with its tokenizer, `image.json`, and the VQGAN in `codec/`.
 
     Args:
         checkpoint: a .ckpt of PyTorch Lightning, its `state_dict` alone, or the latter as .safetensors. Only tensors
@@ -87,7 +90,6 @@ def convert_taming(
         output: the folder to write; it appears only when it is complete.
         classes: names of the classes, in their order; by default '0' to '999'.
         heads: attention heads of a layer, which the weights do not show; by default the width divided by 64.
-        raster: height and width of an image in codes; by default a square.
         overwrite: replace an earlier conversion.
         report: receives one line at a time.
 
@@ -103,20 +105,30 @@ def convert_taming(
     vq_model_class()
     tensors = read_checkpoint(checkpoint)
     try:
-        shapes = select_used({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        used = select_used(tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in used.items()}
         config = transformer_config(shapes, heads)
         transformer = transformer_model(config)
-        codec = codec_model(codec_arguments := codec_config(shapes))
+        codec = codec_model(codec_config(shapes))
         transformer_sources, codec_sources = transformer_weights(transformer), codec_weights(codec)
-        check_weights(shapes, {**transformer_sources, **codec_sources})
-        _check_values({name: tensors[name] for name in shapes})
+        _check_names(shapes, {**transformer_sources, **codec_sources})
+        _check_values(used)
         _check_causal(tensors)
-        grid = _raster(config.n_positions - 1, raster)
-        layout = _layout(config.vocab_size, codec_arguments["num_vq_embeddings"], grid, classes)
-        factor = 2 ** (len(codec_arguments["block_out_channels"]) - 1)
+        layout = _layout(config, codec.config, classes)
+        factor = 2 ** (len(codec.config["block_out_channels"]) - 1)
         size = (layout.height * factor, layout.width * factor)
+        dtype = tensors[f"{TRANSFORMER}head.weight"].dtype
+        for model, sources, precision in (
+            (transformer, transformer_sources, dtype),
+            (codec, codec_sources, torch.float32),
+        ):
+            state = {name: weight.load(used, precision) for name, weight in sources.items()}
+            model.load_state_dict(state, strict=True, assign=True)
     except UsageError as error:
         raise UsageError(f"{checkpoint}: {error}") from None
+    except (RuntimeError, IndexError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{checkpoint} has weights whose shapes do not fit each other ({reason})") from None
     figures = {
         # The additional position is not in the checkpoint.
         "transformer_parameters": sum(weight.numel() for weight in transformer.parameters()) - config.n_embd,
@@ -134,12 +146,10 @@ def convert_taming(
         f"pixels, {figures['vq_parameters']:,} parameters"
     )
     report(f"writing {output}")
-    settings = {"checkpoint": str(checkpoint), "heads": config.n_head, "raster": [layout.height, layout.width]}
+    settings = {"checkpoint": str(checkpoint), "heads": config.n_head}
     with output_folder(output, overwrite, is_conversion) as folder:
-        _write_transformer(folder, transformer, transformer_sources, tensors)
+        transformer.save_pretrained(folder, max_shard_size=SHARD_BYTES)
         layout.tokenizer().save_pretrained(folder)
-        state = {name: weight.load(tensors, torch.float32) for name, weight in codec_sources.items()}
-        codec.load_state_dict(state, strict=True, assign=True)
         write_image_files(folder, layout, VQCodec(codec, size))
         write_json(folder / RECORD, record(VERB, settings, **figures))
     return {"output": str(output), **figures}
@@ -153,15 +163,17 @@ def is_conversion(folder: Path) -> bool:
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint, memory-mapped if its format allows it.
 
-    Args:
-        path: see `convert_taming`.
-
     Raises:
         UsageError: it is missing or damaged, needs unpickling of objects, or holds no tensors.
     """
     if not path.is_file():
         raise UsageError(f"checkpoint {path} is no file; accepted: a .ckpt of taming-transformers, or .safetensors")
-    content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    try:
+        content: Any = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    except UsageError:
+        raise
+    except Exception as error:  # torch raises errors of many kinds for damaged files
+        raise UsageError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from None
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not content:
@@ -170,16 +182,6 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UsageError(f"{path} holds {name!r}, which is no tensor; accepted: a state_dict of tensors alone")
     return dict(content)
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from None
 
 
 class _Callback:
@@ -195,26 +197,24 @@ def _read_pickle(path: Path) -> Any:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"holds {name[1]}" if name else "is damaged, or holds something"
         raise UsageError(
-            f"{path} {reason} beside tensors and plain values, which could run code when read; where you trust it, "
+            f"{path} {reason} beside tensors and plain values, which could run code when read; if you trust the file, "
             f"save its weights alone: {_SAVE_ALONE}"
         ) from None
-    except Exception as error:  # torch raises errors of many kinds for damaged files
-        raise UsageError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from None
 
 
-def select_used(shapes: Shapes) -> Shapes:
+def select_used(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Select the weights that the models use.
 
     Raises:
         UsageError: the checkpoint has no transformer or no VQGAN.
     """
     for part, prefix in (("transformer", TRANSFORMER), ("VQGAN", FIRST_STAGE)):
-        if not any(name.startswith(prefix) for name in shapes):
+        if not any(name.startswith(prefix) for name in tensors):
             raise UsageError(
                 f"holds no {part}: no weight is named {prefix}…; accepted: a class-conditional checkpoint of "
                 "taming-transformers, such as cin_transformer"
             )
-    return {name: shape for name, shape in shapes.items() if not _UNUSED.match(name)}
+    return {name: tensor for name, tensor in tensors.items() if not _UNUSED.match(name)}
 
 
 def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
@@ -222,10 +222,6 @@ def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
 
     It has one position more. An image is a class and as many codes as the checkpoint has positions; the last code is
     never an input of decoding, but training and scoring pass the whole sequence. The output there is not used.
-
-    Args:
-        shapes: shapes of the checkpoint.
-        heads: attention heads of a layer; by default the width divided by 64.
 
     Raises:
         UsageError: weights are missing or have unexpected shapes, or the heads do not divide the width.
@@ -235,34 +231,26 @@ def transformer_config(shapes: Shapes, heads: int | None = None) -> GPT2Config:
     inner, _ = _shape(shapes, f"{TRANSFORMER}blocks.0.mlp.0.weight", 2)
     if heads is None and width % HEAD:
         raise UsageError(
-            f"is {width} wide, which does not part into heads of {HEAD}: give the number of attention heads"
+            f"is {width} wide, which is no multiple of {HEAD}: give the number of attention heads (--heads)"
         )
     count = width // HEAD if heads is None else heads
     if count < 1 or width % count:
-        raise UsageError(f"is {width} wide, which {count} attention heads do not divide; give a divisor of it")
+        raise UsageError(f"is {width} wide, which {count} attention heads do not divide; give another number")
     layers = len(_indices(shapes, rf"{re.escape(TRANSFORMER)}blocks\.(\d+)\."))
-    return gpt2_config(vocabulary, block + 1, width, layers, count, inner)
+    return mingpt_config(vocabulary, block + 1, width, layers, count, inner)
 
 
-def gpt2_config(vocabulary: int, positions: int, width: int, layers: int, heads: int, inner: int) -> GPT2Config:
+def mingpt_config(vocab_size: int, positions: int, width: int, layers: int, heads: int, inner: int) -> GPT2Config:
     """Create the configuration of a GPT-2 with minGPT's architecture."""
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=positions,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
+    return gpt2_config(
+        vocab_size,
+        positions,
+        width,
+        layers,
+        heads,
         n_inner=None if inner == 4 * width else inner,
         activation_function="gelu",  # exact, as in minGPT
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        architectures=["GPT2LMHeadModel"],
     )
 
 
@@ -272,28 +260,16 @@ def codec_config(shapes: Shapes) -> dict[str, Any]:
     Raises:
         UsageError: weights are missing, or diffusers has no equivalent.
     """
-    first, channels, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_in.weight", 4)
+    _, channels, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_in.weight", 4)
     latent, *_ = _shape(shapes, f"{FIRST_STAGE}encoder.conv_out.weight", 4)
     codes, width = _shape(shapes, f"{FIRST_STAGE}quantize.embedding.weight", 2)
-    down, up = re.escape(f"{FIRST_STAGE}encoder.down."), re.escape(f"{FIRST_STAGE}decoder.up.")
-    # Counts of distinct indices: if one is missing, `check_weights` names it.
+    down = re.escape(f"{FIRST_STAGE}encoder.down.")
+    # Counts of distinct indices: if one is missing, `_check_names` names it.
     levels, blocks = len(_indices(shapes, rf"{down}(\d+)\.")), len(_indices(shapes, rf"{down}0\.block\.(\d+)\."))
     names = [f"{FIRST_STAGE}encoder.down.{level}.block.0.conv1.weight" for level in range(max(levels, 1))]
     widths = [_shape(shapes, name, 4)[0] for name in names]
-    if widths[0] != first:
-        raise UsageError(
-            f"has a VQGAN whose input has {first} channels and whose first level {widths[0]}; accepted: the same "
-            "(ch_mult that begins with 1)"
-        )
-    if any(count % GROUPS for count in widths):
-        raise UsageError(f"has a VQGAN whose levels have {widths} channels; accepted: multiples of {GROUPS}")
-    attention, others = (_indices(shapes, rf"{prefix}(\d+)\.attn\.") for prefix in (down, up))
-    if attention != others:
-        raise UsageError(
-            f"has a VQGAN with attention at levels {sorted(attention)} of the encoder and {sorted(others)} of the "
-            "decoder; accepted: the same"
-        )
-    return vq_config(channels, widths, blocks, sorted(attention), latent, (codes, width))
+    attention = sorted(_indices(shapes, rf"{down}(\d+)\.attn\."))
+    return vq_config(channels, widths, blocks, attention, latent, (codes, width))
 
 
 def transformer_model(config: GPT2Config) -> GPT2LMHeadModel:
@@ -304,8 +280,8 @@ def transformer_model(config: GPT2Config) -> GPT2LMHeadModel:
         return GPT2LMHeadModel(config)
 
 
-def codec_model(config: Mapping[str, Any]) -> VQModel:
-    """Create a VQGAN on the meta device."""
+def codec_model(config: Mapping[str, Any]) -> Any:
+    """Create a VQGAN (`VQModel`) on the meta device."""
     network = vq_model_class()
     with torch.device("meta"):
         return network(**config)
@@ -314,69 +290,43 @@ def codec_model(config: Mapping[str, Any]) -> VQModel:
 def transformer_weights(model: GPT2LMHeadModel) -> dict[str, Weight]:
     """Sources of each weight of a converted transformer."""
     weights = {}
-    for name, weight in model.named_parameters():
-        shape = tuple(weight.shape)
+    for name, _ in model.named_parameters():
         inner = name.removeprefix("transformer.")
         if name == "lm_head.weight":
-            weights[name] = Weight((f"{TRANSFORMER}head.weight",), shape)
+            weights[name] = Weight((f"{TRANSFORMER}head.weight",))
         elif inner == "wpe.weight":
-            weights[name] = Weight((f"{TRANSFORMER}pos_emb",), (1, shape[0] - 1, shape[1]), _append_position)
+            weights[name] = Weight((f"{TRANSFORMER}pos_emb",), _append_position)
         elif inner in _OUTER_NAMES:
-            weights[name] = Weight((TRANSFORMER + _OUTER_NAMES[inner],), shape)
+            weights[name] = Weight((TRANSFORMER + _OUTER_NAMES[inner],))
         else:
-            weights[name] = _block_weight(inner, shape)
+            _, layer, rest = inner.split(".", 2)
+            module, _, kind = rest.rpartition(".")
+            sources = tuple(f"{TRANSFORMER}blocks.{layer}.{source}.{kind}" for source in _BLOCK_NAMES[module])
+            # Linear maps of GPT-2 are [in, out].
+            weights[name] = Weight(sources, lambda weight: weight.t() if weight.dim() > 1 else weight)
     return weights
 
 
 def codec_weights(model: VQModel) -> dict[str, Weight]:
     """Sources of each weight of a converted VQGAN."""
-    config: Any = model.config
-    last_level = len(config.block_out_channels) - 1
+    last_level = len(model.config["block_out_channels"]) - 1
     weights = {}
     for name, weight in model.named_parameters():
-        shape, source = tuple(weight.shape), FIRST_STAGE + _codec_name(name, last_level)
-        if ".attentions." in name and len(shape) == 2:  # convolutions of single pixels in the checkpoint
-            weights[name] = Weight((source,), (*shape, 1, 1), lambda weight: weight.flatten(1))
-        else:
-            weights[name] = Weight((source,), shape)
+        source = FIRST_STAGE + _codec_name(name, last_level)
+        # The checkpoint has convolutions of single pixels for these linear maps.
+        is_linear = ".attentions." in name and weight.dim() == 2
+        weights[name] = Weight((source,), lambda weight: weight.flatten(1)) if is_linear else Weight((source,))
     return weights
 
 
-def check_weights(shapes: Shapes, weights: Mapping[str, Weight]) -> None:
-    """Compare a checkpoint with the sources of the converted models.
-
-    Args:
-        shapes: from `select_used`.
-        weights: of all converted models.
-
-    Raises:
-        UsageError: weights are missing, unknown or of another shape.
-    """
-    needed = {source: weight.shape for weight in weights.values() for source in weight.sources}
+def _check_names(shapes: Shapes, weights: Mapping[str, Weight]) -> None:
+    needed = [source for weight in weights.values() for source in weight.sources]
     _refuse_missing([name for name in needed if name not in shapes])
-    if unknown := [name for name in shapes if name not in needed]:
+    if unknown := sorted(shapes.keys() - set(needed)):
         raise UsageError(
             f"holds {len(unknown)} weight(s) that this version does not know: {_first_names(unknown)}; accepted: "
             "a class-conditional checkpoint of taming-transformers, such as cin_transformer"
         )
-    for name, shape in needed.items():
-        if shapes[name] != shape:
-            raise UsageError(
-                f"holds {name} of shape {_times(shapes[name])}; from its other weights, {_times(shape)} is expected"
-            )
-
-
-def _block_weight(name: str, shape: tuple[int, ...]) -> Weight:
-    _, layer, rest = name.split(".", 2)
-    module, _, kind = rest.rpartition(".")
-    block = f"{TRANSFORMER}blocks.{layer}"
-    convert: Callable[[Tensor], Tensor] = lambda weight: weight  # noqa: E731
-    if kind == "weight" and not module.startswith("ln"):  # linear maps of GPT-2 are [in, out]
-        shape, convert = tuple(reversed(shape)), lambda weight: weight.t()
-    if module == "attn.c_attn":
-        sources = tuple(f"{block}.attn.{part}.{kind}" for part in ("query", "key", "value"))
-        return Weight(sources, (shape[0] // 3, *shape[1:]), convert)
-    return Weight((f"{block}.{_BLOCK_NAMES[module]}.{kind}",), shape, convert)
 
 
 def _codec_name(name: str, last_level: int) -> str:
@@ -394,7 +344,7 @@ def _codec_name(name: str, last_level: int) -> str:
 
 
 def _append_position(weight: Tensor) -> Tensor:
-    return torch.cat([weight[0], weight.new_zeros(1, weight.shape[-1])])
+    return torch.cat([weight.squeeze(0), weight.new_zeros(1, weight.shape[-1])])
 
 
 def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
@@ -440,19 +390,12 @@ def _check_causal(tensors: Mapping[str, Tensor]) -> None:
             raise UsageError(f"holds {name}, which is not causal; accepted: transformers without n_unmasked")
 
 
-def _raster(block: int, raster: tuple[int, int] | None) -> tuple[int, int]:
-    if raster is None:
-        side = math.isqrt(block)
-        if side * side != block:
-            raise UsageError(f"has {block} positions, which are no square; give the raster's height and width")
-        return side, side
-    if min(raster) < 1 or raster[0] * raster[1] != block:
-        raise UsageError(f"has {block} positions; a raster of {raster[0]}×{raster[1]} codes has not as many")
-    return raster
-
-
-def _layout(vocabulary: int, codes: int, raster: tuple[int, int], names: Sequence[str] | None) -> ImageLayout:
+def _layout(config: GPT2Config, codec: Any, names: Sequence[str] | None) -> ImageLayout:
     classes = tuple(map(str, range(CLASSES))) if names is None else tuple(names)
+    vocabulary, codes, positions = config.vocab_size, codec["num_vq_embeddings"], config.n_positions - 1
+    side = math.isqrt(positions)
+    if side * side != positions:
+        raise UsageError(f"has {positions} positions; accepted: a square raster of codes")
     if vocabulary != codes:
         raise UsageError(f"has a vocabulary of {vocabulary} tokens and a codebook of {codes}; accepted: the same")
     if not classes or len(set(classes)) < len(classes):
@@ -462,24 +405,5 @@ def _layout(vocabulary: int, codes: int, raster: tuple[int, int], names: Sequenc
         )
     # Classes are the first tokens, which are codes too; the last token is the padding.
     if len(classes) >= vocabulary:
-        raise UsageError(f"has {vocabulary} tokens, too few for {len(classes)} classes; give the names of its own")
-    return ImageLayout(codes, *raster, classes, first_class=0, no_class=None, vocab_size=codes, padding=codes - 1)
-
-
-def _write_transformer(
-    folder: Path, model: GPT2LMHeadModel, weights: Mapping[str, Weight], tensors: Mapping[str, Tensor]
-) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    dtype = tensors[weights["lm_head.weight"].sources[0]].dtype
-    meta = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-    plan = split_torch_state_dict_into_shards(meta, max_shard_size=SHARD_BYTES)
-    for file, names in plan.filename_to_tensors.items():
-        shard = {name: weights[name].load(tensors, dtype) for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_json(folder / "model.safetensors.index.json", index)
-    model.config.dtype = dtype
-    model.config.save_pretrained(folder)
+        raise UsageError(f"has {vocabulary} tokens, too few for {len(classes)} classes; name its classes (--names)")
+    return ImageLayout(codes, side, side, classes, first_class=0, no_class=None, vocab_size=codes, padding=codes - 1)

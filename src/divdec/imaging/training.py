@@ -23,11 +23,13 @@ from divdec.model.checkpoint import CheckpointReference, check_apart, digests
 from divdec.runs import RunFolder, read_record
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
-from divdec.training.settings import AuxiliarySettings
+from divdec.training.settings import AuxiliarySettings, optimization_of
 
 VERB = "image train"
 ANY_CLASS_SHARE = 0.1
 """Share of the images that are also learned without their class (Ho and Salimans 2022, section 5)."""
+FORGET_SHARE = 0.5
+"""Share of the classes to forget if the settings name none, as in the paper."""
 PAPER_SHARE = 0.1
 """Learning rate of the pair, relative to that of the base (paper, appendix on images)."""
 
@@ -46,7 +48,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
         The content of `run.json`.
 
     Raises:
-        UsageError: an input cannot be used; nothing has been trained.
+        UsageError: an input cannot be used; training has not begun.
         Interrupted: Ctrl-C; the same call resumes the run.
     """
     output = Path(settings.output).expanduser()
@@ -70,7 +72,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
     if not all(file.is_file() for file in sets.values()):
         (output / "data").mkdir(exist_ok=True)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        codes = encode(images, codec.to(str(device or "cpu")), settings.encode_batch)
+        codes = encode(images, codec.to(str(device or "cpu")))
         for name, members in (("forget", forget), ("retain", set(classes) - forget)):
             rows = [row for row, label in enumerate(labels) if label in members]
             records = training_records(layout, name, codes[rows], [labels[row] for row in rows], settings.seed)
@@ -84,20 +86,13 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
             retain=str(sets["retain"]),
             output=str(output / "pair"),
             target=settings.target,
-            recipe=settings.recipe,
+            recipe="forget-retain",
             init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
             steering=settings.steering,
             lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
-            epochs=settings.epochs,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
             max_length=layout.length + 1,
-            precision=settings.precision,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            lora_rank=settings.lora_rank,
-            loggers=settings.loggers,
-            seed=settings.seed,
             overwrite=settings.overwrite,
+            **optimization_of(settings),
         )
         content = train_auxiliaries(recipe, report, measure=False)
     bundle = output / "pair" / BUNDLE
@@ -111,7 +106,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
 
 
 def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: Sequence[int]) -> set[int]:
-    """Select the classes to forget: those of the settings, or a share of all, drawn by seed.
+    """Select the classes to forget: those of the settings, or half of all, drawn by seed.
 
     Raises:
         UsageError: a class is not known or has no images, or none is left to keep.
@@ -121,22 +116,17 @@ def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: S
         if missing := sorted(forget - set(classes)):
             raise UsageError(f"class {layout.classes[missing[0]]!r} is to be forgotten, but has no images")
     else:
-        count = round(settings.forget_share * len(classes))
+        count = round(FORGET_SHARE * len(classes))
         forget = set(random.Random(settings.seed).sample(sorted(classes), count))
     if not forget or forget >= set(classes):
-        raise UsageError(f"{len(forget)} of {len(classes)} classes are to be forgotten; some must be, and some kept")
+        raise UsageError(f"{len(forget)} of {len(classes)} classes are to be forgotten; leave some to keep")
     return forget
 
 
 def training_records(layout: ImageLayout, name: str, codes: Codes, classes: Sequence[int], seed: int = 0) -> RecordSet:
     """Return images as training records: each with its class and, if the layout has 'any class', a tenth without.
 
-    Args:
-        layout: the layout.
-        name: name of the set.
-        codes: codes of the images.
-        classes: indices of their classes.
-        seed: draws the images that are also learned without their class.
+    The seed draws that tenth.
     """
     order: list[int | None] = list(classes)
     if layout.no_class is not None:

@@ -29,8 +29,7 @@ from divdec.experts.neural import (
     new_cache,
     uses_gradient_checkpointing,
 )
-from divdec.experts.overlap import OverlappedExperts, started_divergence
-from divdec.experts.protocol import Experts
+from divdec.experts.protocol import Experts, OverlappedExperts, started_divergence
 from divdec.model.cache import DivergenceCache
 from divdec.model.checks import (
     check_divergence,
@@ -337,9 +336,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         caches = (None, None, None) if cache is None else (cache.target, cache.experts, cache.takedowns)
         target_cache, experts_cache, takedowns_cache = caches
 
-        with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as pending:
+        with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as result:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-            divergence = pending.result()
+            divergence = result()
         padding = padding_of(attention_mask, target_logits.shape[1])
         target_logits = zero_padding(target_logits, padding)
         check_target(target_logits)

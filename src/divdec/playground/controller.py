@@ -9,7 +9,7 @@ import dataclasses
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, checked_text, texts_of
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.evaluation.calibration import longest_run, measure, measured_text
-from divdec.playground.remote_server import RemoteServer
+from divdec.playground.models import RemoteServer, SteeredModel, UnsteeredTarget, is_number
 from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
-from divdec.playground.steered_model import SteeredModel, UnsteeredTarget, is_number
 from divdec.remote.client import StreamInterrupted
 from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
@@ -42,6 +41,10 @@ class ControlValues:
     k: Any = 20
     temperature: Any = 0.0
 
+    def steering(self, model: SteeredModel) -> Steering:
+        """Return the rule; refuse one that the model's controls do not offer."""
+        return model.controls.steering(self.rule, self.alpha, self.k)
+
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
@@ -62,17 +65,17 @@ class Controller:
 
     def ask(self, question: str, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
         """Answer a question, and yield the conversation as it grows."""
-        if not question.strip():
+        if question.strip():
+            yield from self._answer((*conversation, Turn(question.strip())), values)
+        else:
             yield conversation
-            return
-        yield from self._answer((*conversation, Turn(question.strip())), values)
 
     def retry(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
         """Generate the last answer again."""
-        if not conversation:
+        if conversation:
+            yield from self._answer(without_last_answer(conversation), values)
+        else:
             yield conversation
-            return
-        yield from self._answer(without_last_answer(conversation), values)
 
     def stop(self, conversation: Conversation) -> Conversation:
         """Mark a running answer as stopped."""
@@ -85,7 +88,7 @@ class Controller:
         if self.model is None or not conversation or not conversation[-1].tokens or conversation[-1].running:
             return conversation
         try:
-            steering = self._steering(self.model, values)
+            steering = values.steering(self.model)
             prompt = self.model.encode_prompt(to_messages(without_last_answer(conversation)))
             tokens = self.model.recolor(prompt, conversation[-1].tokens, steering)
         except Exception as error:
@@ -93,12 +96,7 @@ class Controller:
         return _replace_last(conversation, tokens=tokens, color_rule=str(steering))
 
     def answer_unsteered(self, conversation: Conversation, earlier: Conversation) -> Iterator[Conversation]:
-        """Yield the target's own answers, UNSTEERED, where they may be shown.
-
-        Args:
-            conversation: the steered conversation; the target answers its last question.
-            earlier: the target's answers so far.
-        """
+        """Yield the target's own answers so far and to the last question, UNSTEERED, where they may be shown."""
         if self.target is None or self.model is None or not conversation:
             yield ()
             return
@@ -114,12 +112,7 @@ class Controller:
         yield _replace_last(answers, running=False)
 
     def compute_curve(self, question: str, continuation: str, values: ControlValues) -> StrengthCurve:
-        """Compute a continuation's probability at all strengths that the page offers.
-
-        Raises:
-            UsageError: a text is missing or too long, or a server answers.
-            FailedClosed: the model cannot be steered.
-        """
+        """Compute a continuation's probability at all strengths that the page offers; errors as of `likelihoods`."""
         if self.model is None:
             raise UsageError("the strength is the server's: there is no curve")
         controls = self.model.controls
@@ -132,37 +125,33 @@ class Controller:
     def take_down(self, request_id: str, text: str, reference: str, values: ControlValues) -> TakedownEffect:
         """Add a takedown request; the steered model continues the text's first third before and after.
 
-        Args:
-            request_id: id of the request.
-            text: the text to take down.
-            reference: what the requester calls it.
-            values: the rule.
-
         Raises:
             UsageError: there is no registry, the text is too short, the id is taken or invalid.
             FailedClosed: the registry is damaged.
         """
         if self.model is None or self.registry is None:
             raise UsageError("no registry is open; give one with --registry")
-        steering = self._steering(self.model, values)
-        request_id, text, tokenizer = request_id.strip(), text.strip(), self.model.tokenizer
+        steering = values.steering(self.model)
+        request_id, text, model, tokenizer = request_id.strip(), text.strip(), self.model, self.model.tokenizer
         ids = encode_prompt(Record("", prompt=checked_text(text, "the text")), tokenizer)
         if len(ids) < MIN_TEXT:
             raise UsageError(f"the text has {len(ids)} tokens; paste at least {MIN_TEXT}")
         if not request_id:
             raise UsageError("the request has no id; give one, such as case-17")
         cut = len(ids) // 3
-        prompt, rest = self.model.check_prompt(ids[:cut]), ids[cut : cut + MAX_CONTINUATION]
-        before = _continue_text(self.model, prompt, rest, steering)
+        prompt, rest = model.check_prompt(ids[:cut]), ids[cut : cut + MAX_CONTINUATION]
+
+        def continue_text() -> VerbatimMatch:
+            tokens = tuple(islice(model.answer(prompt, steering), len(rest)))
+            return VerbatimMatch(tokens, longest_run([token.id for token in tokens if token.id is not None], rest))
+
+        before = continue_text()
         texts = texts_of(request_id, [text])
         entry = self.registry.add(request_id, texts, reference.strip())
-        measured = measured_text(measure(self.registry, entry, texts, self.model.model.target, tokenizer))
-        after = _continue_text(self.model, prompt, rest, steering)
+        measured = measured_text(measure(self.registry, entry, texts, model.model.target, tokenizer))
+        after = continue_text()
         beginning = str(tokenizer.decode(prompt, skip_special_tokens=True))
         return TakedownEffect(request_id, beginning, len(rest), before, after, measured)
-
-    def _steering(self, model: SteeredModel, values: ControlValues) -> Steering:
-        return model.controls.steering(values.rule, values.alpha, values.k)
 
     def _answer(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
         conversation = _replace_last(conversation, running=True)
@@ -190,7 +179,7 @@ class Controller:
             return "the server's rule", self.server.answer(messages, temperature)
         if self.model is None:
             raise UsageError("neither a bundle nor a server is open")
-        steering = self._steering(self.model, values)
+        steering = values.steering(self.model)
         return str(steering), self.model.answer(self.model.encode_prompt(messages), steering, temperature)
 
 
@@ -212,12 +201,7 @@ def without_last_answer(conversation: Conversation) -> Conversation:
 
 
 def explain_error(error: Exception, *, partial: bool = False) -> str:
-    """Describe an error for the page, and print an unexpected one to standard error.
-
-    Args:
-        error: the error.
-        partial: whether a part of the answer exists.
-    """
+    """Describe an error for the page, and print an unexpected one; `partial`: a part of the answer exists."""
     hint = f" {RETRY_HINT}" if partial or isinstance(error, StreamInterrupted) else ""
     if isinstance(error, UsageError | StreamInterrupted):
         return f"{_sentence(str(error))}{hint}"
@@ -235,11 +219,6 @@ def read_example_questions(bundle: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError):
         return ()
     return tuple(islice((line.strip() for line in lines if line.strip()), MAX_EXAMPLES))
-
-
-def _continue_text(model: SteeredModel, prompt: list[int], rest: Sequence[int], steering: Steering) -> VerbatimMatch:
-    tokens = tuple(islice(model.answer(prompt, steering), len(rest)))
-    return VerbatimMatch(tokens, longest_run([token.id for token in tokens if token.id is not None], rest))
 
 
 def _replace_last(conversation: Conversation, **changes: Any) -> Conversation:

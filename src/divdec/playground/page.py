@@ -1,24 +1,37 @@
-"""The Gradio page: components, their events, and the theme."""
+"""The Gradio page: components, their events, the theme, and its web server."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from divdec.playground import rendering
 from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
+from divdec.playground.models import MAX_K, SteeringControls
 from divdec.playground.rendering import Conversation, escape
-from divdec.playground.steered_model import MAX_K, SteeringControls
-from divdec.report.style import GROUND, PAGE, SERIES
+from divdec.report.style import palette_css
+from divdec.serving import is_local
 from divdec.steering import Steering
+from divdec.takedowns.registry import Registry
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
 
 import gradio as gr
 
+LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]", "::1"]
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; form-action 'self'"
+)
 LEGEND = """<p class="dd-legend"><span><span class="dd-token dd-down3">suppressed</span></span>
 <span><span class="dd-token dd-up3">promoted</span></span>
 <span><span class="dd-token dd-marked">another token suppressed here</span></span>
@@ -31,77 +44,57 @@ INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visib
 
 def build_page(controller: Controller) -> gr.Blocks:
     """Build the page without serving it."""
-    curve_question = None
-    with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
-        gr.HTML(_header(controller), elem_id="dd-header")
-        with gr.Row():
-            with gr.Column(scale=5, min_width=320), gr.Tabs():
-                with gr.Tab("Chat"):
-                    connect_chat = _add_chat(controller)
-                connect_curve: Any = None
-                connect_takedown: Any = None
-                if controller.model is not None:
-                    with gr.Tab("Strength", render_children=True):
-                        curve_question, connect_curve = _add_curve(controller)
-                if controller.registry is not None:
-                    with gr.Tab("Takedown", render_children=True):
-                        connect_takedown = _add_takedown(controller)
-            # Beside the tabs, where it stays when the tab changes.
-            with gr.Column(scale=2, min_width=260):
-                controls = _add_controls(controller)
-        connect_chat(controls, curve_question)
-        if controller.model is not None:
-            connect_curve(controls)
-        if controller.registry is not None:
-            connect_takedown(controls, page)
-    return page
-
-
-def page_theme() -> Any:
-    """Return Gradio's plainest theme with system fonts; `playground.css` sets its colours."""
-    return gr.themes.Base(
-        font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"), radius_size="md", text_size="md"
-    )
-
-
-def page_head() -> str:
-    """Return the page's style, with the reports' colours in light and dark, and its script."""
-    folder = resources.files("divdec.playground")
-    style, script = ((folder / f"playground.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    colours = {**GROUND, **SERIES, **PAGE}
-    light, dark = ("; ".join(f"--{name}: {pair[index]}" for name, pair in colours.items()) for index in (0, 1))
-    return f"<style>:root {{ {light}; }}\n.dark {{ {dark}; }}\n{style}</style>\n<script>{script}</script>"
-
-
-def _header(controller: Controller) -> str:
     legend, about = "", ""
     if controller.server is not None:
         about = f"{escape(controller.server.url)}; the server sets rule and strength"
     elif controller.model is not None:
         about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
         legend = LEGEND
-    return f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
+    header = f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
+    with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
+        gr.HTML(header, elem_id="dd-header")
+        controls = _create_controls(controller)
+        curve_question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2, render=False)
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320), gr.Tabs():
+                with gr.Tab("Chat"):
+                    _add_chat(controller, controls, curve_question)
+                if controller.model is not None:
+                    with gr.Tab("Strength", render_children=True):
+                        _add_curve(controller, controls, curve_question)
+                if controller.registry is not None:
+                    with gr.Tab("Takedown", render_children=True):
+                        _add_takedown(controller, controller.registry, controls, page)
+            # Beside the tabs, where it stays when the tab changes.
+            with gr.Column(scale=2, min_width=260):
+                for control in controls:
+                    control.render()
+    return page
 
 
-def _add_controls(controller: Controller) -> list[Any]:
-    """Add rule, strength, k and temperature; for a server only the temperature is enabled."""
+def _create_controls(controller: Controller) -> list[Any]:
+    """Create rule, strength, k and temperature; for a server only the temperature is enabled."""
     enabled, note = controller.model is not None, "" if controller.model is not None else " (set by the server)"
     offered = controller.model.controls if controller.model is not None else SteeringControls(Steering(), MAX_K + 1)
     (low, high), (smallest, largest) = offered.alpha_range, offered.k_range
     default, linear = offered.default, offered.default.rule == "linear"
     rule = gr.Radio(
         list(offered.rules), value=default.rule, label=f"Rule{note}", interactive=enabled, elem_id="dd-rule",
-        visible=len(offered.rules) > 1,
+        visible=len(offered.rules) > 1, render=False,
     )  # fmt: skip
     alpha = gr.Slider(
         low, high, value=min(max(default.alpha, low), high), step=0.05, label=f"Strength α{note}",
         info="weight of the divergence; 0 is not offered", interactive=enabled, visible=linear, elem_id="dd-alpha",
+        render=False,
     )  # fmt: skip
     k = gr.Slider(
         smallest, largest, value=min(max(default.k, smallest), largest), step=1, label=f"k{note}",
-        info="number of masked tokens at every position", interactive=enabled, visible=not linear, elem_id="dd-k",
+        info="number of masked tokens at every position", interactive=enabled, visible=not linear,
+        elem_id="dd-k", render=False,
     )  # fmt: skip
-    temperature = gr.Slider(0, MAX_TEMPERATURE, value=0, step=0.1, label="Temperature", info="0 is greedy")
+    temperature = gr.Slider(
+        0, MAX_TEMPERATURE, value=0, step=0.1, label="Temperature", info="0 is greedy", render=False
+    )
     rule.change(
         lambda name: (gr.update(visible=name == "linear"), gr.update(visible=name == "rank")), rule, [alpha, k],
         **INSTANT,
@@ -109,12 +102,12 @@ def _add_controls(controller: Controller) -> list[Any]:
     return [rule, alpha, k, temperature]
 
 
-def _add_chat(controller: Controller) -> Callable[[list[Any], Any], None]:
-    """Add the conversation; returns a function that connects its events with the controls."""
-    welcome = rendering.WELCOME if controller.model is not None else rendering.WELCOME_SERVER
-    compares = controller.target is not None
+def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) -> None:
+    """Add the conversation; with a bundle, the strength curve begins with the last question."""
+    bundle, compares = controller.model is not None, controller.target is not None
 
     def steered_html(conversation: Conversation) -> str:
+        welcome = rendering.WELCOME if bundle else rendering.WELCOME_SERVER
         html = rendering.conversation_html(conversation, empty=welcome)
         return f'<div class="dd-panel"><h4>Steered</h4>{html}</div>' if compares else html
 
@@ -141,57 +134,50 @@ def _add_chat(controller: Controller) -> Callable[[list[Any], Any], None]:
             label="Example questions", components=[question], samples=samples, samples_per_page=4, elem_id="dd-examples"
         )
         starts.append(examples.click(lambda sample: sample[0], examples, question, **INSTANT).then)
+    inputs, outputs = [conversation, *controls], [shown, conversation, stop]
 
-    def connect(controls: list[Any], curve_question: Any) -> None:
-        inputs, outputs = [conversation, *controls], [shown, conversation, stop]
+    def update(value: Conversation, *, busy: bool = False) -> tuple[Any, ...]:
+        running = busy or bool(value and value[-1].running)
+        return steered_html(value), value, gr.update(interactive=running)
 
-        def update(value: Conversation, *, busy: bool = False) -> tuple[Any, ...]:
-            running = busy or bool(value and value[-1].running)
-            return steered_html(value), value, gr.update(interactive=running)
+    def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
+        boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())
+        for growing in controller.ask(text, value, ControlValues(*values)):
+            yield *update(growing, busy=compares), *boxes[: len(asked) - len(outputs)]
+            boxes = (gr.skip(), gr.skip())
 
-        def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
-            boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())  # the curve begins with the last question
-            for growing in controller.ask(text, value, ControlValues(*values)):
-                yield *update(growing, busy=compares), *boxes[: len(asked) - len(outputs)]
-                boxes = (gr.skip(), gr.skip())
+    def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
+        for growing in controller.retry(value, ControlValues(*values)):
+            yield update(growing, busy=compares)
 
-        def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
-            for growing in controller.retry(value, ControlValues(*values)):
-                yield update(growing, busy=compares)
+    def compare(value: Conversation, earlier: Conversation) -> Iterator[tuple[Any, ...]]:
+        for growing in controller.answer_unsteered(value, earlier):
+            yield _unsteered_html(growing), growing, gr.update(interactive=bool(growing and growing[-1].running))
 
-        def compare(value: Conversation, earlier: Conversation) -> Iterator[tuple[Any, ...]]:
-            for growing in controller.answer_unsteered(value, earlier):
-                yield _unsteered_html(growing), growing, gr.update(interactive=bool(growing and growing[-1].running))
+    def recolor(value: Conversation, *values: Any) -> tuple[Any, ...]:
+        return update(controller.recolor(value, ControlValues(*values)))[:2]
 
-        asked = [*outputs, question, *([curve_question] if curve_question is not None else [])]
-        running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
-        running.append(again.click(retry, inputs, outputs, **STREAM))
-        reset = [*outputs]
-        if compares:
-            comparison = [target, unsteered]
-            running += [
-                event.then(compare, [conversation, unsteered], [*comparison, stop], **STREAM) for event in running
-            ]
-            reset += comparison
-        stop.click(lambda value: update(controller.stop(value)), conversation, outputs, cancels=running, **INSTANT)
-        cleared = (_unsteered_html(()), ()) if compares else ()
-        new.click(lambda: (*update(()), *cleared), None, reset, cancels=running, **INSTANT)
-        for control in controls[:3] if controller.model is not None else ():
-            control.change(
-                lambda value, *values: update(controller.recolor(value, ControlValues(*values)))[:2], inputs,
-                outputs[:2], trigger_mode="always_last", **STREAM,
-            )  # fmt: skip
-
-    return connect
+    asked = [*outputs, question, *([curve_question] if bundle else [])]
+    running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
+    running.append(again.click(retry, inputs, outputs, **STREAM))
+    reset, cleared = [*outputs], ()
+    if compares:
+        comparison, cleared = [target, unsteered], (_unsteered_html(()), ())
+        running += [event.then(compare, [conversation, unsteered], [*comparison, stop], **STREAM) for event in running]
+        reset += comparison
+    stop.click(lambda value: update(controller.stop(value)), conversation, outputs, cancels=running, **INSTANT)
+    new.click(lambda: (*update(()), *cleared), None, reset, cancels=running, **INSTANT)
+    for control in controls[:3] if bundle else ():
+        control.change(recolor, inputs, outputs[:2], trigger_mode="always_last", **STREAM)
 
 
-def _add_curve(controller: Controller) -> tuple[Any, Callable[[list[Any]], None]]:
+def _add_curve(controller: Controller, controls: list[Any], question: Any) -> None:
     gr.HTML(
         '<p class="dd-hint">The probability of a continuation at every strength of the linear rule. A forgotten fact '
         "should fall, a retained one should stay.</p>"
     )
     with gr.Row():
-        question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2)
+        question.render()
         continuation = gr.Textbox(label="Continuation", elem_id="dd-curve-continuation", lines=2)
     draw = gr.Button("Draw the curve", variant="primary", elem_id="dd-draw")
     shown = gr.HTML("", elem_id="dd-curve")
@@ -199,15 +185,10 @@ def _add_curve(controller: Controller) -> tuple[Any, Callable[[list[Any]], None]
     def draw_curve(question: str, continuation: str, *values: Any) -> str:
         return rendering.curve_html(controller.compute_curve(question, continuation, ControlValues(*values)))
 
-    def connect(controls: list[Any]) -> None:
-        draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
-
-    return question, connect
+    draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
 
 
-def _add_takedown(controller: Controller) -> Callable[[list[Any], gr.Blocks], None]:
-    registry = controller.registry
-    assert registry is not None
+def _add_takedown(controller: Controller, registry: Registry, controls: list[Any], page: gr.Blocks) -> None:
     gr.HTML(
         '<p class="dd-hint">A takedown request suppresses a text from the next answer on, whatever rule and strength '
         "are set. The page then measures whether the target still recites it; paraphrases can remain. The request is "
@@ -235,13 +216,10 @@ def _add_takedown(controller: Controller) -> Callable[[list[Any], gr.Blocks], No
         registry.remove(request_id or "")
         return f'<p class="dd-hint">{escape(request_id or "")} is withdrawn.</p>'
 
-    def connect(controls: list[Any], page: gr.Blocks) -> None:
-        listing = {"fn": _show_errors(list_requests, 2), "inputs": None, "outputs": [table, withdrawn], **MODEL}
-        add.click(_show_errors(take_down), [text, request, reference, *controls], shown, **MODEL).then(**listing)
-        withdraw.click(_show_errors(remove), [withdrawn], shown, **MODEL).then(**listing)
-        page.load(**listing)
-
-    return connect
+    listing = {"fn": _show_errors(list_requests, 2), "inputs": None, "outputs": [table, withdrawn], **MODEL}
+    add.click(_show_errors(take_down), [text, request, reference, *controls], shown, **MODEL).then(**listing)
+    withdraw.click(_show_errors(remove), [withdrawn], shown, **MODEL).then(**listing)
+    page.load(**listing)
 
 
 def _show_errors(action: Callable[..., Any], outputs: int = 1) -> Callable[..., Any]:
@@ -261,3 +239,77 @@ def _show_errors(action: Callable[..., Any], outputs: int = 1) -> Callable[..., 
 def _unsteered_html(conversation: Conversation) -> str:
     html = rendering.conversation_html(conversation, empty='<p class="dd-hint">Answers without steering.</p>')
     return f'<div class="dd-panel dd-unsteered"><h4>⚠ UNSTEERED: the target alone</h4>{html}</div>'
+
+
+class SecurityMiddleware:
+    """Sets the security headers, and refuses requests of other origins.
+
+    Without the check of the origin, another site's page in the same browser could add and withdraw takedown requests.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        origin = headers.get("origin")
+        if scope["type"] == "http" and origin is not None and origin.partition("://")[2] != headers.get("host"):
+            await PlainTextResponse("cross-origin requests are refused", status_code=403)(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def build_app(controller: Controller, host: str) -> Any:
+    """Build the ASGI application.
+
+    Args:
+        controller: the bundle or server on the page.
+        host: the listening address; on a loopback address only requests for this machine's names are accepted, so
+            that another site's name cannot be pointed at the page.
+    """
+    from fastapi import FastAPI
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    folder = resources.files("divdec.playground")
+    style, script = ((folder / f"playground.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    light, dark = palette_css()
+    head = f"<style>:root {{ {light}; }}\n.dark {{ {dark}; }}\n{style}</style>\n<script>{script}</script>"
+    theme = gr.themes.Base(
+        font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"), radius_size="md", text_size="md"
+    )
+
+    async def build() -> Any:
+        app = FastAPI(openapi_url=None)
+        app.add_middleware(SecurityMiddleware)
+        if is_local(host):
+            app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, host], www_redirect=False)
+        page = build_page(controller)
+        page.queue(api_open=False, max_size=64)
+        return gr.mount_gradio_app(
+            app, page, path="/", theme=theme, head=head, footer_links=[], run_history=False, ssr_mode=False,
+            mcp_server=False, pwa=False, enable_monitoring=False, show_error=False,
+            max_file_size=1,  # byte: the page accepts no files
+        )  # fmt: skip
+
+    return asyncio.run(build())  # outside of a running event loop Gradio creates loops that it never closes
+
+
+def serve(controller: Controller, host: str, listener: socket.socket) -> None:
+    """Serve the page until the process is stopped."""
+    import uvicorn
+
+    config = uvicorn.Config(build_app(controller, host), log_level="warning", timeout_graceful_shutdown=2)
+    port = listener.getsockname()[1]
+    name = f"[{host}]" if ":" in host else host
+    print(f"playground of {controller.name} on http://{name}:{port} (Ctrl-C ends it)", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from divdec.report.style import LINEAR, TEXT, style, svg_text, themed
@@ -134,7 +134,14 @@ def tokens_html(tokens: Iterable[Token]) -> str:
 
     A token that ends within a character is joined with the tokens that complete it.
     """
-    return "".join(map(_span, _whole_characters(tokens)))
+    spans: list[str] = []
+    group: list[Token] = []
+    for token in tokens:
+        group.append(token)
+        if token.text:
+            spans.append(_span(group))
+            group = []
+    return "".join(spans)
 
 
 def conversation_html(conversation: Conversation, *, empty: str = WELCOME) -> str:
@@ -168,22 +175,13 @@ def requests_html(registry: Registry) -> str:
 
 
 def curve_html(curve: StrengthCurve) -> str:
-    """Render a strength curve with a caption that states its ends and the chosen strength."""
-    caption = escape(describe_curve(curve))
-    return (
-        f'<figure class="dd-curve" role="img" aria-label="{caption}">{curve_svg(curve)}'
-        f'<figcaption class="dd-rule">{caption}</figcaption></figure>'
-    )
-
-
-def curve_svg(curve: StrengthCurve) -> str:
-    """Draw a strength curve as an `<svg>` element in the page's colours."""
+    """Draw a strength curve in the page's colours, with a caption that states its ends and the chosen strength."""
     from matplotlib.figure import Figure
 
+    percent = [100 * probability for probability in curve.probabilities]
     with style():
         figure = Figure(figsize=(4.8, 3.2), layout="constrained")
         axes = figure.subplots()
-        percent = [100 * probability for probability in curve.probabilities]
         axes.plot(curve.alphas, percent, color=LINEAR.colour, linewidth=2)
         axes.axvline(curve.chosen, color=TEXT, linewidth=0.8, linestyle=(0, (4, 3)))
         chosen = percent[curve.alphas.index(curve.chosen)]
@@ -193,16 +191,15 @@ def curve_svg(curve: StrengthCurve) -> str:
         axes.set_xlim(0, curve.alphas[-1] * 1.02)
         axes.set_ylim(0, max(min(100.0, 1.08 * max(percent)), 0.1))
         axes.grid(True)
-        return themed(svg_text(figure))
-
-
-def describe_curve(curve: StrengthCurve) -> str:
-    """Describe a strength curve in words."""
-    first, last = curve.probabilities[0], curve.probabilities[-1]
-    chosen = curve.probabilities[curve.alphas.index(curve.chosen)]
-    return (
-        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {chosen:.2%} at {curve.chosen:g} "
+        svg = themed(svg_text(figure))
+    first, middle, last = curve.probabilities[0], chosen / 100, curve.probabilities[-1]
+    caption = (
+        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {middle:.2%} at {curve.chosen:g} "
         f"(chosen), {last:.2%} at {curve.alphas[-1]:g}. Strength 0, the unsteered target, is not drawn."
+    )
+    return (
+        f'<figure class="dd-curve" role="img" aria-label="{caption}">{svg}'
+        f'<figcaption class="dd-rule">{caption}</figcaption></figure>'
     )
 
 
@@ -215,15 +212,6 @@ def _turn_html(turn: Turn) -> str:
     caption = f'<p class="dd-rule">{escape(rule)}</p>' if turn.tokens and rule else ""
     note = f'<p class="dd-note" role="alert">{escape(turn.note)}</p>' if turn.note else ""
     return f'<div class="dd-turn"><p class="dd-question">{escape(turn.question)}</p>{answer}{caption}{note}</div>'
-
-
-def _whole_characters(tokens: Iterable[Token]) -> Iterator[list[Token]]:
-    group: list[Token] = []
-    for token in tokens:
-        group.append(token)
-        if token.text:
-            yield group
-            group = []
 
 
 def _span(group: Sequence[Token]) -> str:

@@ -1,1 +1,1 @@
-"""Targets that are reached only through somebody else's API: steered from outside, with what the API offers."""
+"""Targets behind an OpenAI-compatible API, steered through `logit_bias`."""

@@ -40,10 +40,8 @@ class Bias:
     @property
     def sent(self) -> Float[Tensor, " vocab"]:
         """Bias of every token."""
-        found = torch.zeros_like(self.remainder)
-        if self.entries:
-            found[list(self.entries)] = torch.tensor(list(self.entries.values()), dtype=found.dtype)
-        return found
+        values = torch.tensor(list(self.entries.values()), dtype=self.remainder.dtype)
+        return torch.zeros_like(self.remainder).index_put((torch.tensor([*self.entries], dtype=torch.long),), values)
 
     def gap(self, token: int) -> float:
         """Return the most nats by which the greedy choice under s lies below the steered one; 0: they are equal.
@@ -72,14 +70,11 @@ def choose_bias(
     """Choose the entries to send if not all fit.
 
     Args:
-        shift: w in float64, −∞ for masked tokens.
+        shift: w in float64, −∞ for masked tokens; `FailedClosed` if it is not a number.
         limits: the provider's limits.
         known: tokens that the target is known to prefer here; they come first.
         closest: minimise the bound on the total variation. Otherwise no omitted token has a positive remainder, so
             that a greedy choice with an entry is proved to be the steered one.
-
-    Raises:
-        FailedClosed: the shift is not a number.
     """
     if shift.isnan().any():
         raise FailedClosed("the experts' divergence is not finite (an auxiliary overflowed); no request is sent")
@@ -95,15 +90,17 @@ def choose_bias(
         window = values[start : start + left_out]
         base = float((window[0] + window[-1]) / 2)
         chosen = torch.cat([order[:start], order[start + left_out :]])
-        return _bias(shift, chosen, base, limits)
-    first = torch.tensor(sorted(known)[: limits.entries], dtype=torch.long)
-    fresh = order[~torch.isin(order, first)]
-    room = min(limits.entries - len(first), len(fresh))
-    chosen = torch.cat([first, fresh[: (room + 1) // 2], fresh[len(fresh) - room // 2 :]])
-    omitted = torch.ones(len(shift), dtype=torch.bool)
-    omitted[chosen] = False
-    base = float(shift[omitted].max()) if omitted.any() else 0.0
-    return _bias(shift, chosen, base, limits)
+    else:
+        first = torch.tensor(sorted(known)[: limits.entries], dtype=torch.long)
+        fresh = order[~torch.isin(order, first)]
+        room = min(limits.entries - len(first), len(fresh))
+        chosen = torch.cat([first, fresh[: (room + 1) // 2], fresh[len(fresh) - room // 2 :]])
+        omitted = shift[~torch.isin(torch.arange(len(shift)), chosen)]
+        base = float(omitted.max()) if len(omitted) else 0.0
+    sent = (shift[chosen] - base).clamp(-limits.largest, limits.largest)
+    remainder = shift - base
+    remainder[chosen] -= sent
+    return Bias({token: value for token, value in zip(chosen.tolist(), sent.tolist(), strict=True) if value}, remainder)
 
 
 def _mask_tokens(shift: Float[Tensor, " vocab"], masked: Tensor, limits: BiasLimits, known: Collection[int]) -> Bias:
@@ -117,14 +114,6 @@ def _mask_tokens(shift: Float[Tensor, " vocab"], masked: Tensor, limits: BiasLim
         if lowered[token] < 0:
             entries[token] = max(float(lowered[token]), -limits.largest)
             remainder[token] -= entries[token]
-    return Bias(entries, remainder)
-
-
-def _bias(shift: Float[Tensor, " vocab"], chosen: Int[Tensor, " entries"], base: float, limits: BiasLimits) -> Bias:
-    values = (shift[chosen] - base).clamp(-limits.largest, limits.largest)
-    remainder = shift - base
-    remainder[chosen] -= values
-    entries = {token: value for token, value in zip(chosen.tolist(), values.tolist(), strict=True) if value}
     return Bias(entries, remainder)
 
 
@@ -161,17 +150,15 @@ class Candidates:
         """
         from divdec.sampling import pick
 
-        scores, others = (part / temperature for part in self._scores(shift))
+        scores, others = (values / temperature for values in self._scores(shift))
         token = int(self.ids[int(pick((scores - scores.max()).exp(), uniform))])
+        certain, outside, listed, total = (
+            float(values.logsumexp(0))
+            for values in (
+                scores.masked_fill(self.ambiguous, -math.inf), others, scores, torch.cat([scores, others])
+            )
+        )  # fmt: skip
+        if certain == listed:
+            return token, math.exp(outside - total)
         # First without the ambiguous candidates, then with them and all other tokens.
-        certain = scores.masked_fill(self.ambiguous, -math.inf)
-        parts = (
-            certain.logsumexp(0),
-            others.logsumexp(0),
-            scores.logsumexp(0),
-            torch.cat([scores, others]).logsumexp(0),
-        )
-        certain_sum, other_sum, candidate_sum, total = (float(part) for part in parts)
-        if certain_sum == candidate_sum:
-            return token, math.exp(other_sum - total)
-        return token, min(2 - math.exp(certain_sum - candidate_sum) - math.exp(certain_sum - total), 1.0)
+        return token, min(2 - math.exp(certain - listed) - math.exp(certain - total), 1.0)

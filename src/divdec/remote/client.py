@@ -41,7 +41,11 @@ class StreamInterrupted(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A model at an OpenAI-compatible endpoint; threads may share it. Close it after use, or use a `with` block."""
+    """A model at an OpenAI-compatible endpoint; threads may share it. Close it after use, or use a `with` block.
+
+    Its methods raise a `UsageError` if the endpoint cannot be reached, refuses (`Refused`), stays overloaded
+    (`Unavailable`), or replies in another format.
+    """
 
     base_url: str
     """URL before '/completions', such as 'http://localhost:8000/v1'."""
@@ -101,17 +105,7 @@ class Endpoint:
         max_tokens: int = 512,
         seed: int | None = None,
     ) -> str:
-        """Return the model's reply to a conversation.
-
-        Args:
-            messages: turns with role and content.
-            temperature: sampling temperature; 0 is greedy, None sends none.
-            max_tokens: longest reply.
-            seed: sampling seed; endpoints may ignore it.
-
-        Raises:
-            UsageError: the endpoint cannot be reached, refuses, stays overloaded, or replies in another format.
-        """
+        """Return the model's reply to a conversation; endpoints may ignore the seed."""
         options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         choice = self.create_chat(messages, **{name: value for name, value in options.items() if value is not None})
         message = choice.get("message")
@@ -123,15 +117,7 @@ class Endpoint:
         return content
 
     def create_chat(self, messages: Iterable[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """Return the first choice of a chat completion.
-
-        Args:
-            messages: turns with role and content.
-            **fields: further fields of the request; a provider's own fields are accepted.
-
-        Raises:
-            UsageError: see `complete`.
-        """
+        """Return the first choice of a chat completion; `fields` may include a provider's own fields."""
         content, _ = self._create("chat/completions", {"messages": list(messages)}, fields)
         try:
             choice = content["choices"][0]
@@ -142,28 +128,17 @@ class Endpoint:
         return choice
 
     def create_completion(self, prompt: str | list[int], final: Collection[int] = (), **fields: Any) -> tuple[Any, int]:
-        """Send one request to /completions.
+        """Return the reply to a request to /completions as JSON, and the number of retries.
 
         Args:
             prompt: text or token ids.
             final: statuses that mean "refused" here although they are retried elsewhere.
             **fields: further fields of the request; a provider's own fields are accepted.
-
-        Returns:
-            The reply as JSON, and the number of retries.
-
-        Raises:
-            Refused: the endpoint refuses the request.
-            Unavailable: every attempt failed.
         """
         return self._create("completions", {"prompt": prompt}, fields, final)
 
     def list_models(self) -> list[str]:
-        """Return the names of the models that the endpoint serves, at least one.
-
-        Raises:
-            UsageError: the endpoint cannot be reached, refuses, or lists no models.
-        """
+        """Return the names of the models that the endpoint serves, at least one."""
         key = self._api_key()
         try:
             response = self._client.models.with_raw_response.list(extra_headers=_headers(key))
@@ -179,11 +154,7 @@ class Endpoint:
     def stream(self, **fields: Any) -> Iterator[dict[str, Any]]:
         """Stream a chat completion (of `messages`) or a completion (of `prompt`), and yield the choice of each chunk.
 
-        Args:
-            **fields: fields of the request.
-
         Raises:
-            UsageError: see `complete`.
             StreamInterrupted: the stream reports an error, or ends before a choice has a finish reason.
         """
         path, name = ("chat/completions", "messages") if "messages" in fields else ("completions", "prompt")

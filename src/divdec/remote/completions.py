@@ -55,21 +55,12 @@ class ProviderCapabilities:
 
 @dataclasses.dataclass
 class UsageStatistics:
-    """Requests and tokens so far. Threads may add at the same time."""
+    """Requests and tokens so far."""
 
     requests: int = 0
     retries: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def add(self, **numbers: int) -> None:
-        """Add to some of the numbers."""
-        with self._lock:
-            for name, number in numbers.items():
-                setattr(self, name, getattr(self, name) + number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +99,14 @@ class Completions:
             tokenizer: the model's tokenizer; a fast one if the provider names tokens by text.
             eos_token_id: token that ends a reply.
             size: number of its tokens, from the first, that a reply may contain; all by default.
-            extra: further fields of every request, such as {"top_k": 0} for a server that truncates.
+            extra: further fields of every request, such as {"top_k": 0} for a server that truncates; those in
+                `RESERVED` are refused.
             other_eos_token_ids: further tokens that end a reply; an unnamed end may be any of them.
-
-        Raises:
-            UsageError: `extra` holds a field that requests set themselves.
         """
         if reserved := sorted(RESERVED & set(extra or ())):
             raise UsageError(f"extra holds {', '.join(reserved)}, which a request has already; leave it out")
-        self.usage = UsageStatistics()
+        self.usage, self.name = UsageStatistics(), repr(endpoint.model)
+        self._lock = threading.Lock()
         self.endpoint, self.tokenizer, self.eos_token_id, self.extra = endpoint, tokenizer, eos_token_id, extra or {}
         others = {eos_token_id: frozenset(other_eos_token_ids)} if other_eos_token_ids else {}
         self._unnamed_eos = TokenPosition(eos_token_id, None, ambiguous=others)
@@ -147,8 +137,7 @@ class Completions:
             final: see `Endpoint.create_completion`.
 
         Raises:
-            Refused, Unavailable: see `Endpoint.create_completion`.
-            UsageError: the prompt cannot be sent as text, or the reply cannot be read as tokens of this tokenizer.
+            UsageError: see `Endpoint`; or prompt or reply are not tokens of this tokenizer.
         """
         fields: dict[str, Any] = {
             "max_tokens": tokens,
@@ -167,21 +156,18 @@ class Completions:
             fields["return_tokens_as_token_ids"] = True
         prompt = list(ids) if capabilities.prompt_ids else self.text_of(ids)
         content, retries = self.endpoint.create_completion(prompt, final, **fields)
-        self.usage.add(requests=1, retries=retries)
-        choice, text = self._read_choice(content, len(ids))
+        choice, text = self._read_choice(content, len(ids), retries)
         reason = choice.get("finish_reason")
         positions = self._read_positions(choice, text, capabilities, ended=reason == "stop")
         if reason == "stop" and len(positions) < tokens and (not positions or positions[-1].token != self.eos_token_id):
             positions.append(self._unnamed_eos)
         if not positions:
             raise UsageError(
-                f"model {self.endpoint.model!r} answered with no token that can be read (finish_reason {reason!r}), "
+                f"model {self.name} answered with no token that can be read (finish_reason {reason!r}), "
                 "perhaps a part of a character; use a provider that names tokens by id"
             )
         if len(positions) > tokens:
-            raise UsageError(
-                f"model {self.endpoint.model!r} answered with {len(positions)} tokens; the request allows {tokens}"
-            )
+            raise UsageError(f"model {self.name} answered with {len(positions)} tokens; the request allows {tokens}")
         return positions
 
     @property
@@ -195,11 +181,7 @@ class Completions:
         return whole if whole[:prompt] == list(ids[:prompt]) else list(ids)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return a text that the tokenizer reads as these tokens.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return a text that the tokenizer reads as these tokens; refuse tokens without one."""
         whole = self._decode(ids)
         for text in (whole, whole.removeprefix(self.tokenizer.bos_token or "")):
             if self._encode(text) == list(ids):
@@ -215,20 +197,23 @@ class Completions:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
 
-    def _read_choice(self, content: Any, prompt: int) -> tuple[dict[str, Any], str]:
-        """Return the first choice and its text, and record the token counts."""
+    def _read_choice(self, content: Any, prompt: int, retries: int) -> tuple[dict[str, Any], str]:
+        """Return the first choice and its text, and count the request and its tokens."""
         try:
             choice = content["choices"][0]
             text = choice["text"]
         except (KeyError, IndexError, TypeError):
-            content, choice, text = {}, {}, None
+            choice, text = {}, None
         if not isinstance(text, str):
             raise UsageError(f"endpoint {self.endpoint.base_url} replied without choices[0].text: no completions API")
-        usage = content.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
+        usage = content.get("usage") if isinstance(content.get("usage"), dict) else {}
         counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         read, written = (number if isinstance(number, int) else 0 for number in counts)
-        self.usage.add(prompt_tokens=read or prompt, answer_tokens=written or 1)
+        with self._lock:
+            self.usage.requests += 1
+            self.usage.retries += retries
+            self.usage.prompt_tokens += read or prompt
+            self.usage.answer_tokens += written or 1
         return choice, text
 
     def _read_positions(
@@ -237,11 +222,11 @@ class Completions:
         logprobs = choice.get("logprobs")
         if not isinstance(logprobs, dict) or not isinstance(logprobs.get("tokens"), list):
             if capabilities.answer_ids:
-                raise UnnamedTokens(f"model {self.endpoint.model!r} did not name its tokens as requested")
+                raise UnnamedTokens(f"model {self.name} did not name its tokens as requested")
             return [self._read_position(text, None, capabilities)] if text else []
         names, top = logprobs["tokens"], logprobs.get("top_logprobs")
         if text and not names:
-            raise UnnamedTokens(f"model {self.endpoint.model!r} did not name its tokens as requested")
+            raise UnnamedTokens(f"model {self.name} did not name its tokens as requested")
         top = top if isinstance(top, list) else []
         if ended and names[-1:] == [""]:  # the end, from a provider that leaves special tokens out
             names = names[:-1]
@@ -255,9 +240,7 @@ class Completions:
             return TokenPosition(token, None, ambiguous=ambiguous)
         for value in top.values():
             if type(value) not in (int, float) or math.isnan(value) or value > ROUNDING:
-                raise UsageError(
-                    f"model {self.endpoint.model!r} returned a log-probability of {value!r}; accepted: up to 0"
-                )
+                raise UsageError(f"model {self.name} returned a log-probability of {value!r}; accepted: up to 0")
         # Every token above the least of those requested is listed. One more, the chosen one, may lie below it. Tokens
         # with one text are listed as one, and a token that cannot be read counts as not listed.
         values = sorted(map(float, top.values()), reverse=True)
@@ -296,7 +279,7 @@ class Completions:
                 tokens += self._token_texts().get(b" " + text, ())
         if not tokens or not all(0 <= token < self.size for token in tokens):
             raise UsageError(
-                f"model {self.endpoint.model!r} answered with {name!r}, which is no token of the given tokenizer of "
+                f"model {self.name} answered with {name!r}, which is no token of the given tokenizer of "
                 f"{self.size} tokens; give the provider's own tokenizer"
             )
         return tokens
@@ -331,15 +314,15 @@ def probe_provider(
         biased: whether `logit_bias` will be used; the probe then checks that it works.
 
     Raises:
-        UsageError: the provider cannot be reached, or refuses every form of request.
+        UsageError: the provider refuses every form of request.
         FailedClosed: it accepts `logit_bias` and ignores it.
     """
-    model = completions.endpoint.model
+    model = completions.name
     capabilities, position = _probe_neutral(completions, prompt, *_probe_forms(completions, prompt))
     if not biased:
         if not capabilities.top_logprobs:
             raise UsageError(
-                f"model {model!r} returns no log-probabilities, which the method 'candidates' needs; give --method bias"
+                f"model {model} returns no log-probabilities, which the method 'candidates' needs; give --method bias"
             )
         return capabilities
     try:
@@ -350,24 +333,24 @@ def probe_provider(
         raise UsageError(f"logit_bias is not accepted; use another provider{candidates} ({error})") from None
     if other.token == position.token:
         raise FailedClosed(
-            f"model {model!r} ignores logit_bias: its first choice, token {position.token}, came again with a bias of "
+            f"model {model} ignores logit_bias: its first choice, token {position.token}, came again with a bias of "
             f"{-limits.largest:g}; it cannot be steered by biases"
         )
     # The second choice lies at most `limits.largest` below the first, so the same bias must lift it above.
     (lifted,) = completions.complete(prompt, capabilities, {other.token: limits.largest})
     if lifted.token != other.token:
         raise FailedClosed(
-            f"model {model!r} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
+            f"model {model} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
             f"a bias of {limits.largest:g}; it cannot be steered by biases"
         )
     if position.logprobs is not None and other.logprobs is None:
         # Whether log-probabilities contain the bias is unknown, and a wrong guess would prove falsehoods.
         capabilities = dataclasses.replace(capabilities, top_logprobs=0)
-    raw = True
     if position.logprobs is not None and other.logprobs is not None:
         suppressed = other.logprobs.get(position.token, -1e9)
         raw = abs(suppressed - position.logprobs[position.token]) < SAME_LOGPROB
-    return dataclasses.replace(capabilities, raw_logprobs=raw)
+        capabilities = dataclasses.replace(capabilities, raw_logprobs=raw)
+    return capabilities
 
 
 def _probe_forms(completions: Completions, prompt: Sequence[int]) -> tuple[ProviderCapabilities, TokenPosition]:
@@ -385,7 +368,7 @@ def _probe_forms(completions: Completions, prompt: Sequence[int]) -> tuple[Provi
         else:
             if not top_logprobs or position.logprobs is not None:
                 return capabilities, position
-    raise refused or UsageError(f"model {completions.endpoint.model!r} gives no answer that can be read")
+    raise refused or UsageError(f"model {completions.name} gives no answer that can be read")
 
 
 def _probe_neutral(

@@ -1,19 +1,35 @@
-"""Loading experts and tokenizer for a remote target, from a bundle (without its target) or from checkpoints."""
+"""Experts of a remote target, from a bundle (without its target) or from checkpoints, and their shift of its logits."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from divdec.errors import UsageError
-from divdec.experts.protocol import Experts
+from divdec.experts.combined import CombinedExperts, NoExperts
+from divdec.experts.protocol import Experts, can_roll_back
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_different,
+    check_same_vocabulary,
+    check_tokenizer,
+    check_weights,
+    load_model,
+    load_tokenizer,
+    vocabulary_sha256,
+)
+from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
+from divdec.takedowns.correction import TakedownCorrection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from divdec.takedowns.correction import TakedownCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,44 +71,35 @@ class LoadedExperts:
     max_length: int | None
     """Most tokens that the experts can read."""
     vocab_size: int
-    """Size of the steered vocabulary."""
+    """Size of the steered vocabulary, padding included. A rank rule counts all of it."""
 
 
-def sources_from_bundle(bundle: str, device: str = "cpu", *, verify: bool = True) -> tuple[ExpertSources, Steering]:
+def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources, Steering]:
     """Return the experts and the rule of a bundle; the target's weights are not needed.
 
     Raises:
         UsageError: the folder is no bundle, or a part of it is missing or has changed.
     """
-    from divdec.model.checkpoint import CheckpointReference
     from divdec.model.configuration import AUXILIARIES
     from divdec.model.loading import find_bundle, read_config, weight_of
 
     folder = find_bundle(bundle)
     config = read_config(folder)
     paths: dict[str, str] = {}
-    for part in AUXILIARIES:
-        if getattr(config, part) is not None:
-            reference = CheckpointReference.from_dict(getattr(config, part), part)
+    for name in AUXILIARIES:
+        if getattr(config, name) is not None:
+            reference = CheckpointReference.from_dict(getattr(config, name), name)
             path = reference.resolve(folder, weights=True)
-            if verify:
-                reference.verify(path, part)
-            paths[part] = str(path)
+            reference.verify(path, name)
+            paths[name] = str(path)
     counted: dict[str, Any] = {name: getattr(config, name) or {} for name in ("ngram", "registry")}
-    named = {name: str((folder / pairs["folder"]).resolve()) for name, pairs in counted.items() if pairs}
+    folders = {name: str((folder / fields["folder"]).resolve()) for name, fields in counted.items() if fields}
     bridge = config.bridge if isinstance(config.bridge, dict) else {}
     sources = ExpertSources(
-        tokenizer=str(folder),
-        retain=paths.get("retain_auxiliary"),
-        forget=paths.get("forget_auxiliary"),
-        ngram=named.get("ngram"),
-        registry=named.get("registry"),
-        ngram_weight=weight_of(counted["ngram"], "ngram"),
-        bridge=config.bridge is not None,
-        token_healing=bool(bridge.get("token_healing", False)),
-        device=device,
-        vocab_size=config.vocab_size,
-    )
+        str(folder), paths.get("retain_auxiliary"), paths.get("forget_auxiliary"), folders.get("ngram"),
+        folders.get("registry"), weight_of(counted["ngram"], "ngram"), config.bridge is not None,
+        bool(bridge.get("token_healing", False)), device, config.vocab_size,
+    )  # fmt: skip
     return sources, Steering.from_dict(config.steering or {})
 
 
@@ -102,16 +109,13 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
     Raises:
         UsageError: a part is missing, corrupt or of another tokenizer, or there is nothing to steer with.
     """
-    from divdec.experts.combined import CombinedExperts, NoExperts
     from divdec.experts.ngram_fit import describe_pair, load_pair
-    from divdec.model.checkpoint import CheckpointReference, check_tokenizer, load_tokenizer, vocabulary_sha256
-    from divdec.takedowns.correction import TakedownCorrection
 
     path = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
     tokenizer = load_tokenizer(path)
     digest = vocabulary_sha256(tokenizer)
     pairs: list[tuple[Experts, float]] = []
-    longest = None
+    longest, takedowns = None, None
     if sources.retain is not None or sources.forget is not None:
         experts, longest = _load_pair(sources, path, tokenizer)
         pairs.append((experts, 1.0))
@@ -119,43 +123,38 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
         folder = Path(sources.ngram).expanduser()
         check_tokenizer(folder, describe_pair(folder)["tokenizer"], digest)
         pairs.append((load_pair(folder), sources.ngram_weight))
-    takedowns = None
     if sources.registry is not None:
         folder = Path(sources.registry).expanduser()
         takedowns = TakedownCorrection(folder)
         check_tokenizer(folder, takedowns.tokenizer_sha256, digest)
-    if not pairs and takedowns is None:
-        raise UsageError("nothing would steer the target: give a bundle, --retain and --forget, --ngram or --registry")
-    if not pairs:
-        assert takedowns is not None
+    if pairs:
+        experts = pairs[0][0] if len(pairs) == 1 and pairs[0][1] == 1 else CombinedExperts(pairs)
+    elif takedowns is not None:
         experts = NoExperts(takedowns.vocab_size)
     else:
-        experts = pairs[0][0] if len(pairs) == 1 and pairs[0][1] == 1 else CombinedExperts(pairs)
-    width = sources.vocab_size or min(part.vocab_size for part in (experts, takedowns) if part is not None)
+        raise UsageError(
+            "nothing would steer the target: give a bundle, --retain-auxiliary and --forget-auxiliary, --ngram or "
+            "--registry"
+        )
+    width = sources.vocab_size or min(one.vocab_size for one in (experts, takedowns) if one is not None)
     return LoadedExperts(tokenizer, experts, takedowns, _find_eos_token_ids(path, tokenizer), longest, width)
 
 
 def _load_pair(
     sources: ExpertSources, tokenizer_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Experts, int | None]:
+    """Load the auxiliaries, and return them with the most tokens that they can read."""
     from divdec.bridge.pair import BridgedPair
     from divdec.experts.neural import NeuralPair
-    from divdec.model.checkpoint import (
-        CheckpointReference,
-        check_different,
-        check_same_vocabulary,
-        check_weights,
-        load_model,
-        load_tokenizer,
-    )
 
     if sources.retain is None or sources.forget is None:
-        raise UsageError("a pair is made of both: give --retain and --forget")
-    references = {
-        name: CheckpointReference.parse(text) for name, text in (("retain", sources.retain), ("forget", sources.forget))
+        raise UsageError("a pair is made of both: give --retain-auxiliary and --forget-auxiliary")
+    references = [CheckpointReference.parse(text) for text in (sources.retain, sources.forget)]
+    check_different(*references)
+    paths = {
+        name: reference.resolve(Path(), weights=True)
+        for name, reference in zip(("retain", "forget"), references, strict=True)
     }
-    check_different(references["retain"], references["forget"])
-    paths = {name: reference.resolve(Path(), weights=True) for name, reference in references.items()}
     for folder in paths.values():
         check_weights(folder)
     tokenizers = {name: load_tokenizer(folder) for name, folder in paths.items()}
@@ -175,12 +174,68 @@ def _load_pair(
 def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
-    own = tokenizer.eos_token_id
     ends: Any = None
     if (path / "generation_config.json").is_file():
         ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or ())
-    first = [own] if isinstance(own, int) else []
-    if not first and not ends:
+    if isinstance(tokenizer.eos_token_id, int):
+        ends.insert(0, tokenizer.eos_token_id)
+    if not ends:
         raise UsageError(f"{path}: the tokenizer names no token that ends an answer")
-    return tuple(dict.fromkeys([*first, *ends]))
+    return tuple(dict.fromkeys(ends))
+
+
+class SteeringContext:
+    """The experts' cache of one sequence, which grows and is sometimes shortened."""
+
+    def __init__(self, loaded: LoadedExperts, steering: Steering) -> None:
+        """Start with an empty sequence; a registry is followed in its present state."""
+        self._loaded, self._steering = loaded, steering
+        self._size = min(loaded.vocab_size, len(loaded.tokenizer))
+        self._eligible = steering.eligible(loaded.vocab_size)
+        self._cache = loaded.experts.new_cache()
+        self._takedown_cache = None if loaded.takedowns is None else loaded.takedowns.new_cache()
+        self._ids: list[int] = []
+
+    @torch.inference_mode()
+    def logit_shift(self, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+        """Return what the rule adds to the target's logits after each of the last tokens, in float64.
+
+        Args:
+            ids: the whole sequence.
+            last: number of positions, from the end.
+
+        Raises:
+            UsageError: the sequence is longer than the experts can read.
+            FailedClosed: the divergence is not finite.
+        """
+        longest, width = self._loaded.max_length, self._loaded.vocab_size
+        if longest is not None and len(ids) > longest:
+            raise UsageError(f"{len(ids)} tokens are too many for {longest} positions of the auxiliaries")
+        pairs = enumerate(zip(ids, self._ids, strict=False))
+        common = next((index for index, pair in pairs if pair[0] != pair[1]), len(self._ids))
+        start = min(len(ids) - last, common)
+        self._crop(start)
+        new = torch.tensor([list(ids[start:])])
+        self._ids = list(ids)
+        divergence = self._loaded.experts.divergence(new, None, positions_of(new, None, start), self._cache, last)
+        divergence = divergence[0, :, :width].cpu()
+        check_divergence(divergence)
+        correction = torch.zeros_like(divergence)
+        if (takedowns := self._loaded.takedowns) is not None:
+            correction = takedowns.correction(new, None, self._takedown_cache, last)[0, :, :width].cpu()
+            check_divergence(correction)
+        return self._steering.apply(correction, divergence, self._eligible)[:, : self._size].double()
+
+    def _crop(self, length: int) -> None:
+        removed = len(self._ids) - length
+        if removed and self._takedown_cache is not None:
+            self._takedown_cache.crop(-removed)
+        if removed and all(map(can_roll_back, self._cache.layers)):
+            self._cache.crop(-removed)
+        elif removed:  # a sliding window or a recurrent state: the sequence is read anew
+            self._cache = self._loaded.experts.new_cache()
+            if length:
+                ids = torch.tensor([self._ids[:length]])
+                self._loaded.experts.divergence(ids, None, positions_of(ids, None, 0), self._cache, 1)
+        self._ids = self._ids[:length]

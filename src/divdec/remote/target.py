@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,16 +20,14 @@ from torch import Tensor
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
-from divdec.experts.protocol import Experts, can_roll_back
-from divdec.model.checks import check_divergence, positions_of
 from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
+from divdec.remote.experts import LoadedExperts, SteeringContext
 from divdec.steering import Steering
-from divdec.takedowns.correction import TakedownCorrection
 
 METHODS = ("bias", "candidates")
-NO_LOGPROBS = "model {} returned no log-probabilities to choose among; give --method bias"
 DISOBEYED = 1.0  # nats by which a greedy choice may seem worse than another token, for rounding
 
 
@@ -108,128 +106,40 @@ class ExactnessStatistics:
         self.total_variation = max(self.total_variation, choice.total_variation)
 
 
-class SteeringContext:
-    """The experts' cache of one growing, sometimes shortened, sequence."""
-
-    def __init__(
-        self,
-        experts: Experts,
-        steering: Steering,
-        width: int,
-        size: int,
-        max_length: int | None = None,
-        takedowns: TakedownCorrection | None = None,
-    ) -> None:
-        """Start with an empty sequence.
-
-        Args:
-            experts: compute the divergence.
-            steering: the rule.
-            width: size of the steered vocabulary, padding included.
-            size: number of tokens of the provider's tokenizer, at most `width`.
-            max_length: most tokens that the experts can read.
-            takedowns: registry to follow, in its present state.
-        """
-        self._takedowns = takedowns
-        self._takedown_cache = None if takedowns is None else takedowns.new_cache()
-        self._experts, self._steering, self._max_length = experts, steering, max_length
-        self._width, self._size = width, size
-        self._eligible = steering.eligible(width)
-        self._cache = experts.new_cache()
-        self._ids: list[int] = []
-
-    @torch.inference_mode()
-    def logit_shift(self, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
-        """Return what the rule adds to the target's logits after each of the last tokens, in float64.
-
-        Args:
-            ids: the whole sequence.
-            last: number of positions, from the end.
-
-        Raises:
-            UsageError: the sequence is longer than the experts can read.
-            FailedClosed: the divergence is not finite.
-        """
-        if self._max_length is not None and len(ids) > self._max_length:
-            raise UsageError(f"{len(ids)} tokens are too many for {self._max_length} positions of the auxiliaries")
-        pairs = enumerate(zip(ids, self._ids, strict=False))
-        common = next((index for index, pair in pairs if pair[0] != pair[1]), len(self._ids))
-        start = min(len(ids) - last, common)
-        self._crop(start)
-        new = torch.tensor([list(ids[start:])])
-        self._ids = list(ids)
-        divergence = self._experts.divergence(new, None, positions_of(new, None, start), self._cache, last)
-        divergence = divergence[0, :, : self._width].cpu()
-        check_divergence(divergence)
-        correction = torch.zeros_like(divergence)
-        if self._takedowns is not None:
-            correction = self._takedowns.correction(new, None, self._takedown_cache, last)[0, :, : self._width].cpu()
-            check_divergence(correction)
-        return self._steering.apply(correction, divergence, self._eligible)[:, : self._size].double()
-
-    def _crop(self, length: int) -> None:
-        removed = len(self._ids) - length
-        if removed and self._takedown_cache is not None:
-            self._takedown_cache.crop(-removed)
-        if removed and all(map(can_roll_back, self._cache.layers)):
-            self._cache.crop(-removed)
-        elif removed:  # a sliding window or a recurrent state: the sequence is read anew
-            self._cache = self._experts.new_cache()
-            if length:
-                ids = torch.tensor([self._ids[:length]])
-                self._experts.divergence(ids, None, positions_of(ids, None, 0), self._cache, 1)
-        self._ids = self._ids[:length]
-
-
 class RemoteTarget:
-    """A provider's model, steered by experts and a rule. Threads may share it."""
+    """A provider's model, steered by experts and a rule. Threads may share it.
+
+    Attributes:
+        completions: the provider, with the numbers of requests and tokens so far.
+        exactness: exactness of the tokens of all answers so far.
+        capabilities: what the provider accepts and returns; None before the first answer.
+    """
 
     def __init__(
         self,
-        completions: Completions,
-        experts: Experts,
+        endpoint: Endpoint,
+        experts: LoadedExperts,
         steering: Steering,
         settings: RemoteSettings | None = None,
-        *,
-        eos_token_ids: Sequence[int] = (),
-        max_length: int | None = None,
-        width: int | None = None,
-        takedowns: TakedownCorrection | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare; no request is sent yet.
-
-        Args:
-            completions: the provider.
-            experts: compute the divergence over the provider's tokens.
-            steering: the rule, without a soft fill.
-            settings: how the provider is steered.
-            eos_token_ids: tokens that end an answer, besides that of `completions`.
-            max_length: most tokens that the experts can read.
-            width: size of the steered vocabulary; the experts' by default. A rank rule counts all of it, as in a
-                steered model whose vocabulary is padded.
-            takedowns: a registry of takedown requests, whose correction is added.
+        """Prepare; no request is sent yet. `extra` are further fields of every request; see `Completions`.
 
         Raises:
-            UsageError: the rule needs the target's logits, or does not fit the vocabulary.
+            UsageError: the rule needs the target's logits (a soft fill), or does not fit the vocabulary.
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
-        if steering.rule == "rank" and isinstance(experts, NoExperts):
+        if steering.rule == "rank" and isinstance(experts.experts, NoExperts):
             raise UsageError(NO_RULE)
-        self._width = experts.vocab_size if width is None else width
-        steering.check_vocabulary(self._width)
-        if self._width < completions.size:
-            raise UsageError(
-                f"the experts know {self._width} of the provider's {completions.size} tokens: the others could not be "
-                "steered"
-            )
-        self.completions, self.steering = completions, steering
-        self.settings = settings or RemoteSettings()
-        self._experts, self._max_length, self._takedowns = experts, max_length, takedowns
+        steering.check_vocabulary(experts.vocab_size)
+        first, *others = experts.eos_token_ids
+        self.completions = Completions(endpoint, experts.tokenizer, first, experts.vocab_size, extra, others)
+        self.steering, self.settings = steering, settings or RemoteSettings()
         self.exactness = ExactnessStatistics()
-        self._eos_token_ids = frozenset([completions.eos_token_id, *eos_token_ids])
-        self._capabilities: ProviderCapabilities | None = None
-        self._lock = threading.Lock()  # experts are not thread-safe
+        self.capabilities: ProviderCapabilities | None = None
+        self.experts = experts
+        self._lock = threading.Lock()
 
     def __enter__(self) -> RemoteTarget:
         return self
@@ -240,15 +150,6 @@ class RemoteTarget:
     def close(self) -> None:
         """Close the connections to the provider; a later answer opens new ones."""
         self.completions.endpoint.close()
-
-    @property
-    def _name(self) -> str:
-        return repr(self.completions.endpoint.model)
-
-    @property
-    def capabilities(self) -> ProviderCapabilities | None:
-        """What the provider accepts and returns; None before the first answer."""
-        return self._capabilities
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 128, **options: Any) -> RemoteAnswer:
         """Answer a prompt; see `stream`."""
@@ -267,7 +168,7 @@ class RemoteTarget:
         stop: Sequence[str] = (),
         answer: RemoteAnswer | None = None,
     ) -> Iterator[str]:
-        """Answer a prompt and yield its text.
+        """Answer a prompt, and yield text that no later token changes.
 
         Args:
             prompt: token ids.
@@ -277,9 +178,6 @@ class RemoteTarget:
             stop: stop strings.
             answer: filled while it is generated.
 
-        Yields:
-            Text that no later token changes.
-
         Raises:
             UsageError: the provider cannot be reached, refuses, or returns unknown tokens.
             FailedClosed: it ignores the bias, or chooses suppressed tokens.
@@ -288,174 +186,160 @@ class RemoteTarget:
             raise UsageError("a prompt needs at least one token")
         answer = RemoteAnswer() if answer is None else answer
         with self._lock:
-            if self._capabilities is None:
-                limits = self.settings.limits
+            if self.capabilities is None:
                 biased = self.settings.method == "bias"
-                self._capabilities = probe_provider(self.completions, prompt, limits, biased=biased)
-            context = SteeringContext(
-                self._experts, self.steering, self._width, self.completions.size, self._max_length, self._takedowns
-            )
-        draws = _RandomDraws(temperature, seed)
+                self.capabilities = probe_provider(self.completions, prompt, self.settings.limits, biased=biased)
+            decoder = _Decoder(self, self.capabilities, temperature, seed)
         text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
-            step = self._step(context, ids, min(self.settings.block, max_new_tokens - len(answer.choices)), draws)
-            for choice in step:
+            for choice in decoder.next_tokens(ids, max_new_tokens - len(answer.choices)):
                 answer.choices.append(choice)
                 with self._lock:
                     self.exactness.add(choice)
                 ids.append(choice.token)
-                piece = text.add(choice.token)
-                answer.text += piece
-                if piece:
+                if piece := text.add(choice.token):
+                    answer.text += piece
                     yield piece
-                if text.stopped or choice.token in self._eos_token_ids:
+                if text.stopped or choice.token in self.experts.eos_token_ids:
                     answer.finish_reason = "stop"
                     break
             if answer.finish_reason == "stop":
                 break
-            if not self._capabilities.prompt_ids:
+            if not self.capabilities.prompt_ids:
                 # The provider may read other tokens from the text; the experts must read the same.
                 ids = self.completions.retokenize(ids, len(prompt))
-        rest = text.end()
-        answer.text += rest
-        if rest:
+        if rest := text.end():
+            answer.text += rest
             yield rest
 
-    def _logit_shift(self, context: SteeringContext, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+    def logit_shift(self, context: SteeringContext, ids: Sequence[int], last: int = 1) -> Float[Tensor, "last vocab"]:
+        """Return `context.logit_shift`, computed by one thread at a time: experts are not thread-safe."""
         with self._lock:
             return context.logit_shift(ids, last)
 
-    def _step(self, context: SteeringContext, ids: list[int], block: int, draws: _RandomDraws) -> list[ChosenToken]:
+
+class _Decoder:
+    """Chooses the tokens of one answer."""
+
+    def __init__(self, target: RemoteTarget, capabilities: ProviderCapabilities, temperature: float, seed: int) -> None:
+        self._target, self._capabilities, self._temperature = target, capabilities, temperature
+        self._completions, self._settings = target.completions, target.settings
+        self._context = SteeringContext(target.experts, target.steering)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def next_tokens(self, ids: list[int], most: int) -> list[ChosenToken]:
         """Return at least one more token, by up to `tries` requests."""
-        assert self._capabilities is not None
-        shift = self._logit_shift(context, ids)[0]
+        shift = self._target.logit_shift(self._context, ids)[0]
+        sends_bias, limits = self._settings.method == "bias", self._settings.limits
         known: set[int] = set()
-        has_ambiguous = not self._capabilities.answer_ids and self.completions.has_ambiguous_names
-        unresolvable = has_ambiguous and draws.temperature > 0 and not shift.isneginf().any()
-        tries = self.settings.tries if self.settings.method == "bias" and not unresolvable else 1
-        limits = self.settings.limits
-        if has_ambiguous:  # one entry is kept to find out which of the tokens with one name was chosen
+        has_ambiguous = not self._capabilities.answer_ids and self._completions.has_ambiguous_names
+        unresolvable = has_ambiguous and self._temperature > 0 and not shift.isneginf().any()
+        if has_ambiguous:  # one entry is left to find out which of the tokens with one name was chosen
             limits = dataclasses.replace(limits, entries=max(limits.entries - 1, 1))
-        for left in reversed(range(tries)):
+        drawing = self._temperature if sends_bias else 0.0
+        # Rejection sampling needs no log-probabilities.
+        capabilities = dataclasses.replace(self._capabilities, top_logprobs=0) if drawing else self._capabilities
+        # Text alone is read as one token.
+        block = min(self._settings.block, most) if capabilities.answer_ids or capabilities.top_logprobs else 1
+        for left in reversed(range(self._settings.tries if sends_bias and not unresolvable else 1)):
             bias = Bias({}, shift)
-            if self.settings.method == "bias":
-                bias = choose_bias(shift, limits, known, closest=not left and draws.temperature > 0)
-            drawing = draws.temperature if self.settings.method == "bias" else 0.0
-            # Rejection sampling needs no log-probabilities.
-            capabilities = dataclasses.replace(self._capabilities, top_logprobs=0) if drawing else self._capabilities
-            if not (capabilities.answer_ids or capabilities.top_logprobs):
-                block = 1  # text alone is read as one token
-            reply = self.completions.complete(
-                ids, capabilities, bias.entries, tokens=block, temperature=drawing, seed=draws.seed()
+            if sends_bias:
+                bias = choose_bias(shift, limits, known, closest=not left and self._temperature > 0)
+            seed = int(torch.randint(2**31, (), generator=self._generator)) if self._temperature else None
+            reply = self._completions.complete(
+                ids, capabilities, bias.entries, tokens=block, temperature=drawing, seed=seed
             )
-            if not draws.temperature:
-                reply[0] = self._resolved(ids, reply[0], bias)
-            first = self._judge(reply[0], shift, bias, draws, last=not left)
-            if first is None:
-                known |= {reply[0].token, *(reply[0].logprobs or ())}
-                continue
-            return [first, *self._further(context, ids, reply, first, bias, draws)]
+            if not self._temperature:
+                reply[0] = self._resolve(ids, reply[0], bias)
+            first = self._judge(reply[0], shift, bias, last=not left)
+            if first is not None:
+                return [first, *self._rest_of_block(ids, reply, first, bias)]
+            known |= {reply[0].token, *(reply[0].logprobs or ())}
         raise AssertionError("the last try always gives a token")
 
-    def _resolved(self, ids: list[int], position: TokenPosition, bias: Bias) -> TokenPosition:
+    def _resolve(self, ids: list[int], position: TokenPosition, bias: Bias) -> TokenPosition:
         """Resolve an ambiguous greedy choice by a request that suppresses its token.
 
         If the token was meant, another one is chosen; if not, the same name is returned again.
         """
-        assert self._capabilities is not None
-        token, limits = position.token, self.settings.limits
+        token, limits = position.token, self._settings.limits
         entries = {**bias.entries, token: -limits.largest}
-        if token not in position.ambiguous or self.settings.method != "bias" or len(entries) > limits.entries:
+        if token not in position.ambiguous or self._settings.method != "bias" or len(entries) > limits.entries:
             return position
-        (other,) = self.completions.complete(ids, self._capabilities, entries)
+        (other,) = self._completions.complete(ids, self._capabilities, entries)
         if other.token in {token, *position.ambiguous[token]}:
             return position
         return dataclasses.replace(position, ambiguous={t: o for t, o in position.ambiguous.items() if t != token})
 
-    def _further(
-        self,
-        context: SteeringContext,
-        ids: list[int],
-        reply: list[TokenPosition],
-        first: ChosenToken,
-        bias: Bias,
-        draws: _RandomDraws,
+    def _rest_of_block(
+        self, ids: list[int], reply: list[TokenPosition], first: ChosenToken, bias: Bias
     ) -> list[ChosenToken]:
-        """Return the rest of a block up to the first token that is not the provider's choice."""
-        if len(reply) == 1 or first.token != reply[0].token or first.token in self._eos_token_ids:
+        """Return the tokens after the first, up to the first one that is not the provider's choice."""
+        ends = self._target.experts.eos_token_ids
+        if len(reply) == 1 or first.token != reply[0].token or first.token in ends:
             return []
         whole = [*ids, *(position.token for position in reply[:-1])]
-        rows = self._logit_shift(context, whole, len(reply) - 1)
         choices = []
+        rows = self._target.logit_shift(self._context, whole, len(reply) - 1)
         for position, shift in zip(reply[1:], rows, strict=True):
-            there = Bias(bias.entries, shift - bias.sent)
-            choice = self._judge(position, shift, there, draws, last=False)
+            choice = self._judge(position, shift, Bias(bias.entries, shift - bias.sent), last=False)
             if choice is None:
                 break
             choices.append(choice)
-            if choice.token != position.token or choice.token in self._eos_token_ids:
+            if choice.token != position.token or choice.token in ends:
                 break
         return choices
 
     def _judge(
-        self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias, draws: _RandomDraws, *, last: bool
+        self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias, *, last: bool
     ) -> ChosenToken | None:
         """Return the token for a position; None if another request should be tried.
 
         Raises:
             FailedClosed: the provider ignores the bias, or every token that it returns is suppressed.
         """
-        token = position.token
-        if bias.entries.get(token, 0) <= -self.settings.limits.largest and shift[token].isneginf():
+        token, limits = position.token, self._settings.limits
+        if bias.entries.get(token, 0) <= -limits.largest and shift[token].isneginf():
             raise FailedClosed(
-                f"model {self._name} answered with token {token}, which was suppressed by a bias of "
-                f"{-self.settings.limits.largest:g}; it does not obey logit_bias"
+                f"model {self._completions.name} answered with token {token}, which was suppressed by a bias of "
+                f"{-limits.largest:g}; it does not obey logit_bias"
             )
-        if draws.temperature == 0:
-            choice = self._greedy(position, shift, bias)
-        elif self.settings.method == "candidates":
-            choice = self._sampled(position, shift, bias, draws)
-        elif last and not shift.isneginf().any():
-            # Every draw is taken; calling some of them exact would bias the others.
-            distance = bias.total_variation(draws.temperature)
-            return ChosenToken(token, total_variation=1.0 if token in position.ambiguous else distance)
-        elif draws.uniform() < bias.acceptance(token, draws.temperature):
-            return ChosenToken(token, total_variation=1.0 if token in position.ambiguous else 0.0)
+        if self._temperature == 0 or self._settings.method == "candidates":
+            choice = self._choose(position, shift, bias)
         else:
-            choice = ChosenToken(token, total_variation=bias.total_variation(draws.temperature))
+            # Every draw of the last try is taken; calling some of them exact would bias the others.
+            unconditional = last and not shift.isneginf().any()
+            accepted = not unconditional and self._uniform() < bias.acceptance(token, self._temperature)
+            bound = 0.0 if accepted else bias.total_variation(self._temperature)
+            if unconditional or accepted:
+                return ChosenToken(token, total_variation=1.0 if token in position.ambiguous else bound)
+            choice = ChosenToken(token, total_variation=bound)
         if shift[choice.token].isneginf() and last:
             raise FailedClosed(
-                f"model {self._name} keeps choosing tokens that are to be suppressed here; at most "
-                f"{self.settings.limits.entries} fit a request; raise --bias-entries or --tries"
+                f"model {self._completions.name} keeps choosing tokens that are to be suppressed here; at most "
+                f"{limits.entries} fit a request; raise --bias-entries or --tries"
             )
         return choice if choice.exact or last else None
 
-    def _greedy(self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias) -> ChosenToken:
-        """Return the best known token, and how much better an unknown one could be."""
-        by_bias = ChosenToken(
-            position.token, math.inf if position.token in position.ambiguous else bias.gap(position.token)
-        )
+    def _choose(self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias) -> ChosenToken:
+        """Return the best known token, or sample a candidate; with its error bound."""
         candidates = self._candidates(position, bias)
-        if candidates is None and self.settings.method == "candidates":
-            raise UsageError(NO_LOGPROBS.format(self._name))
+        if candidates is None and self._settings.method == "candidates":
+            raise UsageError(
+                f"model {self._completions.name} returned no log-probabilities to choose among; give --method bias"
+            )
+        if candidates is not None and self._temperature > 0:
+            token, distance = candidates.draw(shift, self._temperature, self._uniform())
+            return ChosenToken(token, total_variation=distance)
+        token = position.token
+        by_bias = ChosenToken(token, math.inf if token in position.ambiguous else bias.gap(token))
         if candidates is None or by_bias.exact:
             return by_bias
-        by_logprob = ChosenToken(*candidates.best(shift))
-        return by_logprob if by_logprob.gap <= by_bias.gap else by_bias
-
-    def _sampled(
-        self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias, draws: _RandomDraws
-    ) -> ChosenToken:
-        candidates = self._candidates(position, bias)
-        if candidates is None:
-            raise UsageError(NO_LOGPROBS.format(self._name))
-        token, distance = candidates.draw(shift, draws.temperature, draws.uniform())
-        return ChosenToken(token, total_variation=distance)
+        return min(ChosenToken(*candidates.best(shift)), by_bias, key=lambda choice: choice.gap)
 
     def _candidates(self, position: TokenPosition, bias: Bias) -> Candidates | None:
         """Return the target's log-probabilities at a greedy position, and bounds for the other tokens."""
-        assert self._capabilities is not None
         if position.logprobs is None:
             return None
         sent = bias.sent
@@ -474,22 +358,10 @@ class RemoteTarget:
         score = position.logprobs[position.token] + sent[position.token]
         if (logprobs + sent[ids])[~ambiguous].max() > score + DISOBEYED:
             raise FailedClosed(
-                f"model {self._name} did not choose the token that its log-probabilities and "
+                f"model {self._completions.name} did not choose the token that its log-probabilities and "
                 "logit_bias make the likeliest; it cannot be steered"
             )
         return Candidates(ids, logprobs, torch.minimum(ceiling, score - sent), ambiguous)
 
-
-class _RandomDraws:
-    """Random numbers of one answer."""
-
-    def __init__(self, temperature: float, seed: int) -> None:
-        self.temperature = temperature
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def uniform(self) -> Float[Tensor, ""]:
+    def _uniform(self) -> Float[Tensor, ""]:
         return torch.rand((), generator=self._generator, dtype=torch.float64)
-
-    def seed(self) -> int | None:
-        """Return another seed for each request."""
-        return int(torch.randint(2**31, (), generator=self._generator)) if self.temperature else None

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 Interval = tuple[float, float]
-Box = tuple[float, float, float, float]
 Kind = Literal["scatter", "curves", "dots", "roc"]
 
 
@@ -81,18 +80,6 @@ class Plot:
     """Put ticks at integers only."""
     rows: tuple[str, ...] = ()
     """Names of the rows of a 'dots' chart; a dot's y is the index of its row."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A model in the plane of forgetting and keeping."""
-
-    series: str
-    label: str
-    """The model, or its steering such as 'linear:1.5'."""
-    forget: float
-    retain: float
-    recommended: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,10 +238,11 @@ def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: s
     return result
 
 
-def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> str:
+def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str) -> str:
     """Draw what is kept over what is remembered as an `<svg>` element; up and to the left is better.
 
-    The axes are zoomed to the points. Each setting is labelled with its α or k where there is room.
+    The axes are zoomed to the points. Each setting, such as 'linear:1.5', is labelled with its α or k where there is
+    room; `settings` are by name of the rule, 'target' or 'retrain'.
     """
     from matplotlib.figure import Figure
 
@@ -263,20 +251,16 @@ def trade_off(points: Sequence[Point], forget_label: str, retain_label: str) -> 
         Series(
             f"{name}{signs.get(name, '')}",
             BY_NAME.get(name, OTHERS),
-            tuple(
-                Dot(point.forget, point.retain, label=_strength(point.label), best=point.recommended)
-                for point in points
-                if point.series == name
-            ),
+            tuple(dataclasses.replace(dot, label=_strength(dot.label)) for dot in dots),
             joined=name not in ("target", "retrain"),
         )
-        for name in dict.fromkeys(point.series for point in points)
+        for name, dots in settings.items()
     )
     with style():
         figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
         axes = figure.subplots()
-        scatter(axes, Plot(forget_label, retain_label, series))
-        recommended = next((str(point.label) for point in points if point.recommended), None)
+        scatter(axes, Plot(x_label, y_label, series))
+        recommended = next((dot.label for dots in settings.values() for dot in dots if dot.best), None)
         if recommended is not None:
             axes.plot(
                 [], [], "o", markersize=15, markerfacecolor="none", markeredgecolor=TEXT,
@@ -325,31 +309,32 @@ def log_ticks(axes: Axes, values: Sequence[float]) -> None:
 def write_labels(axes: Axes, series: Sequence[Series]) -> None:
     """Write each point's label beside it if it hides no point and no other label; otherwise omit the label.
 
-    Args:
-        axes: axes with final limits and size.
-        series: what a scatter drew there.
+    The axes have their final limits and size, and `scatter` has drawn the series.
     """
+    from matplotlib.transforms import Bbox
+
     figure: Any = axes.get_figure(root=True)
     figure.draw_without_rendering()
     unit = figure.dpi / 72
+    taken: list[Bbox] = []
 
-    def line(start: tuple[float, float], end: tuple[float, float], half: float) -> list[Box]:
+    def cover(start: tuple[float, float], end: tuple[float, float], half: float) -> None:
         """Cover a line in data coordinates with boxes in pixels."""
         (x0, y0), (x1, y1) = axes.transData.transform([start, end])
         steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * half)) + 1
-        centres = [(x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps) for step in range(steps + 1)]
-        return [(x - half, y - half, x + half, y + half) for x, y in centres]
+        for step in range(steps + 1):
+            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
+            taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
 
-    taken: list[Box] = []
     for one in series:
         for dot in one.dots:
-            taken += line((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.look.size / 2 + 1) * unit)
+            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.look.size / 2 + 1) * unit)
             if dot.x_interval:
-                taken += line((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
+                cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
             if dot.y_interval:
-                taken += line((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
+                cover((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
         for start, end in one.segments:
-            taken += line((start.x, start.y), (end.x, end.y), unit)
+            cover((start.x, start.y), (end.x, end.y), unit)
     frame = axes.get_window_extent()
     near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
     far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
@@ -360,21 +345,20 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
             color=one.look.colour, ha="center", in_layout=False, zorder=6,
         )  # fmt: skip
         # Positions are computed from one layout of the text; a layout for each position is slow.
-        box = text.get_window_extent()
-        half = (box.x1 - box.x0) / 2
+        centred = text.get_window_extent()
         for right, up in (*near, *far):
-            across = right * unit + (half if right > 0 else -half if right < 0 else 0.0)
-            x0, x1, y0, y1 = box.x0 + across, box.x1 + across, box.y0 + up * unit, box.y1 + up * unit
-            inside = frame.x0 <= x0 and x1 <= frame.x1 and frame.y0 <= y0 and y1 <= frame.y1
-            if inside and not any(x0 < u1 and u0 < x1 and y0 < v1 and v0 < y1 for u0, v0, u1, v1 in taken):
-                taken.append((x0, y0, x1, y1))
+            side = (right > 0) - (right < 0)
+            box = centred.translated(right * unit + side * centred.width / 2, up * unit)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not box.count_overlaps(taken):
+                taken.append(box)
                 text.set_position((right, up))
-                text.set_horizontalalignment("center" if not right else "left" if right > 0 else "right")
+                text.set_horizontalalignment(("center", "left", "right")[side])
                 break
         else:
             text.remove()
 
 
-def _strength(label: Any) -> str:
-    rule, _, value = str(label).partition(":")
+def _strength(label: str) -> str:
+    rule, _, value = label.partition(":")
     return value.partition(":")[0] if value else "" if rule in BY_NAME else rule

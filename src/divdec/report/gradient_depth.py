@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,13 +24,7 @@ TITLES = {"attention": "attention", "mlp": "MLP"}
 
 
 def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:
-    """Write depth.json and depth.svg into an existing folder.
-
-    Args:
-        folder: output folder.
-        rows: measurements.
-        about: further content of the JSON file.
-        level: level of the intervals.
+    """Write depth.json and depth.svg into an existing folder, with intervals of a level.
 
     Returns:
         The content of depth.json: `about`, and `rows` with set, part, layer, mean, low, high, n and norms.
@@ -48,28 +41,24 @@ def depth_frame(rows: Sequence[LayerDepth] | Sequence[dict[str, Any]]) -> pandas
     import pandas
 
     columns = pandas.Index(["set", "part", "layer", "mean", "low", "high"])
-    return pandas.DataFrame(
-        [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows], columns=columns
-    )
+    return pandas.DataFrame([row if isinstance(row, dict) else vars(row) for row in rows], columns=columns)
 
 
 def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
-    """Plot the norm over the layer, one panel for each part of a layer, one band for each set.
+    """Plot the norms of a `depth_frame` over the layer: a panel for each part of a layer, a band for each set.
 
-    The scale is logarithmic unless a norm is 0.
-
-    Args:
-        frame: table from `depth_frame`.
-        level: level of the intervals, for the legend.
+    The scale is logarithmic unless a norm is 0. The legend names the level of the intervals.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     panels: dict[str, list[Band]] = {}
     for key, rows in frame.groupby(["part", "set"], sort=False):
-        part, name = cast(tuple[str, str], key)
-        band = Band(name, SETS.get(name, OTHERS), **{axis: rows[column].tolist() for axis, column in _AXES.items()})
-        panels.setdefault(TITLES.get(part, part), []).append(band)
+        component, name = cast(tuple[str, str], key)
+        band = Band(
+            name, SETS.get(name, OTHERS), *(rows[column].tolist() for column in ("layer", "mean", "low", "high"))
+        )
+        panels.setdefault(TITLES.get(component, component), []).append(band)
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
     for axes in grid:
@@ -103,8 +92,8 @@ def depth_table(frame: pandas.DataFrame) -> Table:
     columns = list(dict.fromkeys(zip(frame["set"], frame["part"], strict=True)))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")
-    for name, part in columns:
-        table.add_column(f"{name}, {TITLES.get(part, part)}", justify="right", no_wrap=True)
+    for name, component in columns:
+        table.add_column(f"{name}, {TITLES.get(component, component)}", justify="right", no_wrap=True)
     cells = frame.set_index(["set", "part", "layer"])
     for layer in sorted(set(frame["layer"])):
         texts = []
@@ -114,6 +103,3 @@ def depth_table(frame: pandas.DataFrame) -> Table:
             texts.append(f"[bold]{text}[/bold]" if largest.get(column) == layer else text)
         table.add_row(str(layer), *texts)
     return table
-
-
-_AXES = {"x": "layer", "y": "mean", "low": "low", "high": "high"}

@@ -11,7 +11,18 @@ from typing import Any
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import CLOSER_TO_1, CORRECT, FLUENCY, PROB_MEAN, UTILITY, Bootstrap
 from divdec.report.charts import inline
-from divdec.report.scores import ATTACK_NAMES, MEASURES, RESAMPLED, SCORES, Best, Entry, Row, Scorer, best_results
+from divdec.report.scores import (
+    ATTACK_NAMES,
+    MEASURES,
+    RESAMPLED,
+    SCORES,
+    Best,
+    Entry,
+    ScoredResult,
+    Scorer,
+    best_results,
+    group_remarks,
+)
 from divdec.report.sections import (
     EXAMPLE_SETS,
     Example,
@@ -46,29 +57,21 @@ TABLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    """Figures of all results under a caption."""
-
-    caption: str
-    columns: tuple[str, ...]
-    """Names of measures."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Report:
     """Content of the report's page."""
 
     suite: str
     variant: str
-    rows: tuple[Row, ...]
+    rows: tuple[ScoredResult, ...]
     """Target, retrained model, results."""
     bests: tuple[Best, ...]
     """The best result by each of the suite's goals."""
     without_best: tuple[str, ...]
     """Why there is no best result by the other goals."""
-    tables: tuple[Table, ...]
+    tables: dict[str, tuple[str, ...]]
+    """Names of the measures in each table, by caption."""
     sections: tuple[Section, ...]
-    side_by_side: tuple[Row, ...]
+    side_by_side: tuple[ScoredResult, ...]
     """Results whose ROC and answers are shown."""
     examples: tuple[Example, ...]
     notes: dict[str, str]
@@ -78,12 +81,9 @@ class Report:
 
 
 def write_page(path: Path, template: str, **content: Any) -> None:
-    """Render a template and write it atomically.
+    """Render a file of `templates`, and write it atomically.
 
-    Args:
-        path: the HTML file.
-        template: name of a file in `templates`.
-        **content: variables of the template; those whose names end in `_svg` are plots, which follow the theme.
+    Variables of the template whose names end in `_svg` are plots, which follow the theme.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -101,13 +101,7 @@ def write_page(path: Path, template: str, **content: Any) -> None:
 
 
 def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, examples: int = 8) -> Report:
-    """Score results and choose what the page shows.
-
-    Args:
-        entries: results from `collect`.
-        variant: computation of TOFU's aggregates.
-        bootstrap: computation of intervals.
-        examples: number of questions with answers.
+    """Score results from `collect`, and choose what the page shows, with the answers to some example questions.
 
     Raises:
         UsageError: the number of examples is negative, the variant does not exist, or an item lacks a field.
@@ -117,7 +111,7 @@ def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, e
     suite = entries[0].results.suite
     references = {entry.role: entry.results for entry in entries if entry.role}
     scorer = Scorer(references.get("target"), references.get("retrain"), variant, bootstrap)
-    rows = tuple(scorer.row(entry) for entry in entries)
+    rows = tuple(map(scorer.score, entries))
     bests = best_results(rows, suite)
     chosen = _side_by_side(rows)
     sections = (
@@ -142,11 +136,11 @@ def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, e
         rows,
         bests=tuple(best for best in bests if isinstance(best, Best)),
         without_best=tuple(best for best in bests if isinstance(best, str) and best),
-        tables=tuple(Table(text, columns) for text, columns in shown.items() if columns),
+        tables={text: columns for text, columns in shown.items() if columns},
         sections=sections,
         side_by_side=chosen,
         examples=selected,
-        notes=_notes(rows),
+        notes={line[:1].upper() + line[1:]: _list_names(own, len(rows)) for line, own in group_remarks(rows).items()},
         left_out=tuple(_left_out(rows, scorer, {section.kind for section in sections}, bool(selected or not examples))),
     )
 
@@ -166,7 +160,6 @@ def write_report(path: Path, report: Report) -> None:
         report=report,
         measures=MEASURES,
         draw=inline,
-        columns=_columns,
         selection=SELECTION,
         best_names={best.row.entry.name for best in report.bests},
         looks={"target": TARGET, "retrain": RETRAIN},
@@ -185,13 +178,7 @@ def _plot(svg: str) -> Any:
     return Markup('<div class="scroll"><div style="min-width: {}">{}</div></div>').format(least, Markup(themed(svg)))
 
 
-def _columns(section: Section) -> int:
-    """Number of plots side by side on a wide screen."""
-    number = len(section.plots)
-    return 1 if number == 1 else 3 if section.kind == "roc" and number not in (2, 4) else 2
-
-
-def _side_by_side(rows: Sequence[Row]) -> tuple[Row, ...]:
+def _side_by_side(rows: Sequence[ScoredResult]) -> tuple[ScoredResult, ...]:
     """Target, results, retrained model; of many results the best of each group, or the first if none is best."""
     target, retrain = ([row for row in rows if row.entry.role == role] for role in ("target", "retrain"))
     own = [row for row in rows if row.entry.role is None]
@@ -204,26 +191,15 @@ def _side_by_side(rows: Sequence[Row]) -> tuple[Row, ...]:
     return (*target, *own, *retrain)
 
 
-def _interval_note(rows: Sequence[Row], scorer: Scorer) -> str:
+def _interval_note(rows: Sequence[ScoredResult], scorer: Scorer) -> str:
     if not any(row.intervals for row in rows):
         return "Point values."
-    references = (("target", scorer.target), ("retrained model", scorer.retrain))
-    fixed = " and ".join(name for name, results in references if results is not None)
-    held = f", {fixed} held fixed as the reference" if fixed else ""
-    bootstrap = scorer.bootstrap
+    bootstrap, references = scorer.bootstrap, {"target": scorer.target, "retrained model": scorer.retrain}
+    fixed = " and ".join(name for name, results in references.items() if results is not None)
     return (
-        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals "
-        f"({bootstrap.draws} draws, seed {bootstrap.seed}{held})."
+        f"In brackets {100 * bootstrap.level:g} % percentile bootstrap intervals ({bootstrap.draws} draws, seed "
+        f"{bootstrap.seed}{f', {fixed} held fixed as the reference' if fixed else ''})."
     )
-
-
-def _notes(rows: Sequence[Row]) -> dict[str, str]:
-    notes: dict[str, list[str]] = {}
-    for row in rows:
-        missing = [f"No {MEASURES[name].short}: {reason}" for name, reason in row.reasons.items()]
-        for line in (*missing, *(note[:1].upper() + note[1:] for note in row.notes)):
-            notes.setdefault(line, []).append(row.entry.name)
-    return {line: _list_names(names, len(rows)) for line, names in notes.items()}
 
 
 def _list_names(names: Sequence[str], total: int) -> str:
@@ -233,7 +209,7 @@ def _list_names(names: Sequence[str], total: int) -> str:
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:MAX_NAMES])} and {more} more"
 
 
-def _left_out(rows: Sequence[Row], scorer: Scorer, kinds: set[str], has_examples: bool) -> list[str]:
+def _left_out(rows: Sequence[ScoredResult], scorer: Scorer, kinds: set[str], has_examples: bool) -> list[str]:
     tofu, lines = rows[0].entry.results.suite == "tofu", []
     if scorer.target is None:
         needs = "Utility" if tofu else "The distances"
@@ -252,10 +228,6 @@ def _left_out(rows: Sequence[Row], scorer: Scorer, kinds: set[str], has_examples
     if not has_examples:
         metrics = EXAMPLE_SETS[rows[0].entry.results.suite]
         without = [row.entry.name for row in rows if not any(row.entry.results.items.get(name) for name in metrics)]
-        if len(without) == len(rows):
-            reason = "no result holds any."
-        else:
-            none_of = f"there are none of {_list_names(without, len(rows))}."
-            reason = none_of if without else "the results have no question in common."
-        lines.append(f"Answers side by side: {reason}")
+        reason = f"there are none of {_list_names(without, len(rows))}" if without else "no question is in all results"
+        lines.append(f"Answers side by side: {'no result holds any' if len(without) == len(rows) else reason}.")
     return lines

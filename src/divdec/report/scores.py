@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,6 @@ from divdec.evaluation.aggregate import (
     Scores,
     aggregate,
     muse_distances,
-    needed,
     tofu_figures,
 )
 from divdec.evaluation.results import Identity, Results, find_results, identify, read_results
@@ -112,18 +112,14 @@ NO_RETRAIN = "no retrained model was given (--retrain)"
 # Scores that are best where a figure equals the reference's; resampling only leads away from it.
 ONE_SIDED = ("priv", *DISTANCES)
 OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
-NO_ITEMS = "no intervals: the folder holds figures only, no items"
+NO_ITEMS = "the folder holds figures only, no items"
 
 
 def best_index(values: Sequence[float | None], better: str, digits: int | None = None) -> int | None:
     """Return the index of the value that is strictly better than all others, or None if there is none.
 
-    A tie has no best value. If higher is better and no value is above 0, there is no best value either.
-
-    Args:
-        values: None and NaN are ignored.
-        better: 'higher' or 'lower'.
-        digits: printed decimals; a value that is printed as 0 counts as 0.
+    A tie has no best value. If higher is better and no value is above 0, there is no best value either. None and NaN
+    are ignored; with `digits`, a value that is printed as 0 counts as 0.
     """
     known = [(value, index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     if not known:
@@ -148,28 +144,29 @@ class Entry:
 
 
 def collect(runs: Sequence[str], target: str | None = None, retrain: str | None = None) -> list[Entry]:
-    """Read all results at or below paths, each once: the target first, then the retrained model, then the runs.
-
-    Args:
-        runs: folders with results, or with such folders in them.
-        target: results of the target.
-        retrain: results of the model retrained without the forget set.
+    """Read all results at or below folders, each once: the target first, then the retrained model, then the runs.
 
     Raises:
         UsageError: a folder holds no results, target or retrain hold several, or the results are not all of TOFU or
             all of MUSE.
     """
+    references: dict[Role, list[Path]] = {}
     paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
-    roles: dict[Role, Path] = {role: _single_result(role, path) for role, path in paths if path is not None}
-    references = {folder.resolve() for folder in roles.values()}
-    found: dict[Path, Path] = {}
+    for role, path in paths:
+        if path is not None:
+            references[role] = find_results(path)
+            if len(references[role]) > 1:
+                number, first = len(references[role]), references[role][0]
+                raise UsageError(f"{role} {path} holds {number} results, such as {first}; give one of them")
+    entries = [Entry(role, folder, read_results(folder), role=role) for role, (folder,) in references.items()]
+    taken = {entry.folder.resolve() for entry in entries}
+    by_path: dict[Path, Path] = {}
     for folder in (folder for run in runs for folder in find_results(run)):
-        found.setdefault(folder.resolve(), folder)
-    folders = [folder for resolved, folder in found.items() if resolved not in references]
+        by_path.setdefault(folder.resolve(), folder)
+    folders = [folder for path, folder in by_path.items() if path not in taken]
     if not folders:
         raise UsageError("there is no result besides target and retrain; give a folder of results to report")
-    entries = [Entry(role, folder, read_results(folder), role=role) for role, folder in roles.items()]
-    for folder, name in zip(folders, _unique_names(folders, roles), strict=True):
+    for folder, name in zip(folders, _unique_names(folders, references), strict=True):
         results = read_results(folder)
         identity = identify(results, folder)
         entries.append(Entry(name, folder, results, identity if identity.strength is not None else None))
@@ -183,54 +180,45 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
     return entries
 
 
-def _single_result(role: str, path: str) -> Path:
-    folders = find_results(path)
-    if len(folders) > 1:
-        raise UsageError(f"{role} {path} holds {len(folders)} results, such as {folders[0]}; give one of them")
-    return folders[0]
-
-
 def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
-    """The folders' names, preceded by as many of their parents' names as distinguish them."""
+    """The folders' names; those that are not unique are preceded by their parents' names."""
     paths = [folder.absolute() for folder in folders]
-    depths = [1] * len(paths)
-    while True:
-        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
-        ambiguous = [
-            index
-            for index, name in enumerate(names)
-            if (names.count(name) > 1 or name in taken) and depths[index] < len(paths[index].parts)
-        ]
-        if not ambiguous:
-            return names
-        for index in ambiguous:
-            depths[index] += 1
+    names = [path.name for path in paths]
+    base = os.path.commonpath([path.parent.parent for path in paths])
+    return [
+        name if names.count(name) == 1 and name not in taken else os.path.relpath(path, base)
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoredResults:
-    """Aggregates and figures of a result."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoredResult:
+    """Aggregates and figures of a result, with their intervals."""
 
-    scores: Scores
+    entry: Entry
+    aggregates: Scores
     values: dict[str, float | None]
-    """Aggregates and figures by name; None if a value is missing."""
+    """Figures and aggregates by name; None if a value is missing."""
     intervals: dict[str, Interval]
     missing_intervals: dict[str, str]
     """Why a value has no interval although there are items."""
 
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on values and intervals."""
+        notes = list(self.aggregates.notes if self.has("utility") else ())
+        if not self.entry.results.items:
+            return [*notes, f"no intervals: {NO_ITEMS}"]
+        for name in ONE_SIDED:
+            low, high = self.intervals.get(name, (-math.inf, math.inf))
+            if not low <= (self.values.get(name) or 0.0) <= high:
+                notes.append(f"{MEASURES[name].short}{OUTSIDE}")
+        return notes + [f"no interval of {MEASURES[name].short}: {why}" for name, why in self.missing_intervals.items()]
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A result as a row of the report's tables."""
-
-    entry: Entry
-    values: dict[str, float | None]
-    """By name of the measure; None if a value is missing."""
-    intervals: dict[str, Interval]
-    reasons: dict[str, str]
-    """Why an aggregate is None."""
-    notes: tuple[str, ...] = ()
-    """Remarks on the values."""
+    @property
+    def remarks(self) -> list[str]:
+        """Why an aggregate is missing, and the notes."""
+        return [f"no {MEASURES[name].short}: {why}" for name, why in self.aggregates.reasons.items()] + self.notes
 
     def has(self, name: str) -> bool:
         """Whether there is a value of this name."""
@@ -246,17 +234,14 @@ class Row:
             return ""
         return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]"
 
-    def as_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
-        return {
-            "name": self.entry.name,
-            "folder": str(self.entry.folder),
-            "role": self.entry.role,
-            **self.values,
-            "ci": self.intervals,
-            "reason": self.reasons,
-            "notes": list(self.notes),
-        }
+
+def group_remarks(rows: Sequence[ScoredResult]) -> dict[str, list[str]]:
+    """Return the remarks on results, each with the names of its results."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        for line in row.remarks:
+            names.setdefault(line, []).append(row.entry.name)
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,25 +254,23 @@ class Scorer:
     """Computation of TOFU's aggregates; see `divdec.evaluation.aggregate.VARIANTS`."""
     bootstrap: Bootstrap
 
-    def score(self, results: Results, *, aggregates_only: bool = False) -> ScoredResults:
-        """Compute a result's aggregates, and the intervals of aggregates and figures.
-
-        Args:
-            results: figures, and items if there are any.
-            aggregates_only: resample only the figures that an aggregate needs.
+    def score(self, entry: Entry) -> ScoredResult:
+        """Compute a result's aggregates, and the intervals of aggregates and figures if it has items.
 
         Raises:
             UsageError: the variant does not exist, or an item lacks a field.
         """
-        suite = results.suite
+        results, suite = entry.results, entry.results.suite
         figures = tofu_figures(results) if suite == "tofu" else results.figures
-        scores = self._aggregate(suite, figures)
-        values = {name: _number(value) for name, value in {**figures, **scores.values}.items()}
+        aggregates = self._aggregate(suite, figures)
+        values: dict[str, float | None] = {}
+        for name, value in {**figures, **aggregates.values}.items():
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            values[name] = float(value) if numeric and math.isfinite(value) else None
         if not results.items:
-            return ScoredResults(scores, values, {}, {})
-        names = self._needed(suite, scores) if aggregates_only else RESAMPLED[suite]
-        names = [name for name in names if values.get(name) is not None]
-        draws, missing = Resampler(results, self.bootstrap).figures(names)
+            return ScoredResult(entry, aggregates, values, {}, {})
+        resampled = [name for name in RESAMPLED[suite] if values.get(name) is not None]
+        draws, missing = Resampler(results, self.bootstrap).figures(resampled)
         rescored = self._aggregate(suite, draws, fluency=values.get(FLUENCY) is not None)
         intervals = {
             name: interval
@@ -302,54 +285,26 @@ class Scorer:
                 for name, reason in rescored.reasons.items()
                 if values.get(name) is not None and name not in intervals
             }
-        return ScoredResults(scores, values, intervals, missing)
-
-    def row(self, entry: Entry) -> Row:
-        """Score an entry of a report.
-
-        Raises:
-            UsageError: see `score`.
-        """
-        scored = self.score(entry.results)
-        values = {name: scored.values.get(name) for name in MEASURES}
-        notes = list(scored.scores.notes if values["utility"] is not None else ())
-        if not entry.results.items:
-            return Row(entry, values, {}, scored.scores.reasons, (*notes, NO_ITEMS))
-        for name in ONE_SIDED:
-            low, high = scored.intervals.get(name, (-math.inf, math.inf))
-            if not low <= (values[name] or 0.0) <= high:
-                notes.append(f"{MEASURES[name].short}{OUTSIDE}")
-        notes += [f"no interval of {MEASURES[name].short}: {why}" for name, why in scored.missing_intervals.items()]
-        return Row(entry, values, scored.intervals, scored.scores.reasons, tuple(notes))
-
-    def _needed(self, suite: str, scores: Scores) -> list[str]:
-        if suite == "tofu":
-            parts = needed(self.variant, fluency=not scores.notes)
-        else:
-            parts = {DISTANCES[0]: (VERBMEM, RETAIN_KNOWMEM), DISTANCES[1]: (FORGET_KNOWMEM, RETAIN_KNOWMEM)}
-        return [name for part, names in parts.items() if scores.values[part] is not None for name in names]
+        return ScoredResult(entry, aggregates, values, intervals, missing)
 
     def _aggregate(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
-        reasons: dict[str, str] = {}
         target, retrain = (model.figures if model is not None else {} for model in (self.target, self.retrain))
         missing = [why for model, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if model is None]
         if suite == "tofu":
             fluent = fluency and all(model.get(FLUENCY) is not None for model in (figures, target))
             scores = aggregate(figures, target, retrain, self.variant, fluency=fluent)
             reasons = {name: why for name, why in (("utility", NO_TARGET), ("priv", NO_RETRAIN)) if why in missing}
-        elif missing:
-            scores = Scores(dict.fromkeys(DISTANCES), {})
-            reasons = dict.fromkeys(DISTANCES, ", ".join(missing))
-        else:
-            scores = muse_distances(figures, target, retrain)
-        return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
+            return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
+        if missing:
+            return Scores(dict.fromkeys(DISTANCES), dict.fromkeys(DISTANCES, ", ".join(missing)))
+        return muse_distances(figures, target, retrain)
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
     """The best result by one measure."""
 
-    row: Row
+    row: ScoredResult
     measure: str
 
     @property
@@ -359,34 +314,27 @@ class Best:
         return f"{how} {MEASURES[self.measure].short}"
 
 
-def best_results(rows: Sequence[Row], suite: str) -> list[Best | str]:
+def best_results(rows: Sequence[ScoredResult], suite: str) -> list[Best | str]:
     """Find the best result by each goal of a suite, or say why there is none (empty if no result has a value)."""
     candidates = [row for row in rows if row.entry.role is None]
-    found: list[Best | str] = []
+    bests: list[Best | str] = []
     for alternatives in GOALS[suite]:
         name = first_measured(alternatives, candidates)
         measure, values = MEASURES[name], [row.values.get(name) for row in candidates]
         index = best_index(values, measure.better, measure.digits)
         known = [value for value in values if value is not None and math.isfinite(value)]
         if index is not None:
-            found.append(Best(candidates[index], name))
+            bests.append(Best(candidates[index], name))
         elif known:
             top, extreme = (max(known), "highest") if measure.better == "higher" else (min(known), "lowest")
             tie = ", of several" if known.count(top) > 1 else ""
-            found.append(f"no result is best by {measure.short}: the {extreme} is {measure.text(top)}{tie}")
+            bests.append(f"no result is best by {measure.short}: the {extreme} is {measure.text(top)}{tie}")
         else:
-            found.append("")
-    return found
+            bests.append("")
+    return bests
 
 
-def first_measured(names: Sequence[str], rows: Sequence[Row]) -> str:
+def first_measured(names: Sequence[str], rows: Sequence[ScoredResult]) -> str:
     """Return the first of these measures that at least half of the rows have, or else the most frequent one."""
     counts = {name: sum(row.has(name) for row in rows) for name in names}
     return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))
-
-
-def _number(value: Any) -> float | None:
-    """A figure as a number; None if the file holds something else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None

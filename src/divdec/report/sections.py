@@ -11,7 +11,7 @@ import numpy as np
 
 from divdec.evaluation.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM, UTILITY, VERBMEM
 from divdec.report.charts import Dot, Kind, Plot, Series, shortened
-from divdec.report.scores import ATTACK_NAMES, MEASURES, Best, Entry, Row, best_index, first_measured
+from divdec.report.scores import ATTACK_NAMES, MEASURES, Best, Entry, ScoredResult, first_measured
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, Look
 
 MAX_SINGLE_RESULTS = 5  # results outside of sweeps with a look for each
@@ -51,7 +51,7 @@ EXAMPLE_SETS = {
 # The last user turn of a chat template, and OpenUnlearning's plain layout.
 CHAT = re.compile(r".*user\n+(?P<question>.+?)\n*assistant(?:\s*<think>\s*</think>)?", flags=re.DOTALL)
 PLAIN = re.compile(r"(?:.*\n)?Question: (?P<question>.+?)\n+Answer:", flags=re.DOTALL)
-LONGEST_PROMPT, LONGEST_ANSWER, SHOWN = 400, 360, 300  # characters
+LONGEST_PROMPT = 400  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,14 @@ class Section:
     title: str
     text: str
     plots: tuple[Plot, ...]
-    legend: tuple[tuple[str, Look], ...]
+
+    @property
+    def legend(self) -> tuple[tuple[str, Look], ...]:
+        """Name and look of each series and of the references behind them."""
+        references = {TARGET: "target", RETRAIN: "retrain"}
+        series = [(one.name, one.look) for plot in self.plots for one in plot.series]
+        levels = [(references[look], look) for plot in self.plots for look, _ in plot.levels]
+        return tuple(dict.fromkeys([*series, *levels]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Group:
 
     name: str
     look: Look
-    rows: tuple[Row, ...]
+    rows: tuple[ScoredResult, ...]
     rule: str | None = None
     """Kind of sweep, a key of `SWEEPS`."""
 
@@ -85,14 +92,6 @@ class Answer:
     rouge: float
     """ROUGE-L against the true answer."""
 
-    @property
-    def parts(self) -> tuple[str, str]:
-        """The beginning of the text, and the rest of a long one. The cut is at a space if there is one near."""
-        if len(self.text) <= LONGEST_ANSWER:
-            return self.text, ""
-        cut = max(self.text.rfind(" ", 0, SHOWN), SHOWN - 40)
-        return self.text[:cut], self.text[cut:]
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -105,12 +104,10 @@ class Example:
     answers: tuple[Answer, ...]
 
 
-def group_results(rows: Sequence[Row], *, separate: bool = False) -> list[Group]:
+def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> list[Group]:
     """Group results by look: target, retrained model, each sweep, and the other results.
 
-    Args:
-        rows: rows of the report.
-        separate: put every result into a group of its own, in the order of the rows.
+    With `separate`, every result is in a group by itself, in the order of the rows.
     """
     own = [row for row in rows if row.entry.role is None]
     references = [Group(row.entry.role, BY_NAME[row.entry.role], (row,)) for row in rows if row.entry.role]
@@ -118,13 +115,14 @@ def group_results(rows: Sequence[Row], *, separate: bool = False) -> list[Group]
         groups = [Group(row.entry.name, LOOKS[index % len(LOOKS)], (row,)) for index, row in enumerate(own)]
         by_row = {id(group.rows[0]): group for group in (*references, *groups)}
         return [by_row[id(row)] for row in rows]
-    sweeps: dict[tuple[str, str], list[Row]] = {}
-    singles = [row for row in own if row.entry.setting is None]
+    sweeps: dict[tuple[str, str], list[ScoredResult]] = {}
+    singles: list[ScoredResult] = []
     for row in own:
-        if row.entry.setting is not None:
-            sweeps.setdefault((row.entry.setting.rule or "", row.entry.setting.family), []).append(row)
+        setting = row.entry.setting
+        members = singles if setting is None else sweeps.setdefault((setting.rule or "", setting.family), [])
+        members.append(row)
     rules = [rule for rule, _ in sweeps]
-    named: list[tuple[str, list[Row], str | None]] = [
+    named: list[tuple[str, list[ScoredResult], str | None]] = [
         (f"{rule}, {family}" if rules.count(rule) > 1 else rule, sorted(members, key=_strength), rule)
         for (rule, family), members in sweeps.items()
     ]
@@ -139,7 +137,7 @@ def group_results(rows: Sequence[Row], *, separate: bool = False) -> list[Group]
     ]
 
 
-def scatter_sections(rows: Sequence[Row], suite: str, bests: Sequence[Best | str]) -> list[Section]:
+def scatter_sections(rows: Sequence[ScoredResult], suite: str, bests: Sequence[Best | str]) -> list[Section]:
     """Chart what is kept over what is still remembered."""
     plots: list[Plot] = []
     absent: set[str] = set()
@@ -147,6 +145,9 @@ def scatter_sections(rows: Sequence[Row], suite: str, bests: Sequence[Best | str
     groups = group_results(rows)
     for x_names, y_names, goal in AXES[suite]:
         x, y, best = first_measured(x_names, rows), first_measured(y_names, rows), bests[goal]
+        drawn = [row for row in rows if row.has(x) and row.has(y)]
+        if all(row.entry.role for row in drawn):
+            continue
         series = []
         for group in groups:
             dots = tuple(
@@ -156,20 +157,14 @@ def scatter_sections(rows: Sequence[Row], suite: str, bests: Sequence[Best | str
                     best=isinstance(best, Best) and row is best.row,
                 )
                 for row in group.rows
-                if row.has(x) and row.has(y)
+                if row in drawn
             )  # fmt: skip
             if dots:
                 series.append(Series(group.name, group.look, dots, joined=group.rule is not None))
-        if all(one.look in (TARGET, RETRAIN) for one in series):
-            continue
-        drawn = [dot for one in series for dot in one.dots]
-        ringed += [best] if isinstance(best, Best) and any(dot.best for dot in drawn) else []
-        absent |= {row.entry.name for row in rows if not (row.has(x) and row.has(y))}
-        references = [
-            f"{row.entry.name}: {row.text(x)}, {row.text(y)}"
-            for row in rows
-            if row.entry.role and row.has(x) and row.has(y)
-        ]
+        if isinstance(best, Best) and best.row in drawn:
+            ringed.append(best)
+        absent |= {row.entry.name for row in rows if row not in drawn}
+        references = [f"{row.entry.name}: {row.text(x)}, {row.text(y)}" for row in drawn if row.entry.role]
         text = f"Scatter of {MEASURES[y].short} over {MEASURES[x].short} for {len(drawn)} results."
         text += f" {'; '.join(references)}." if references else ""
         plots.append(Plot(MEASURES[x].axis, MEASURES[y].axis, tuple(series), text))
@@ -184,57 +179,51 @@ def scatter_sections(rows: Sequence[Row], suite: str, bests: Sequence[Best | str
         text += f" A ring marks the best on these same items: {names}."
     if absent:
         text += f" {len(absent)} without these figures {'are' if len(absent) > 1 else 'is'} not drawn."
-    return [Section("scatter", "The trade-off", text, tuple(plots), _legend(plots))]
+    return [Section("scatter", "The trade-off", text, tuple(plots))]
 
 
-def curve_sections(rows: Sequence[Row], suite: str) -> list[Section]:
+def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
     """Chart figures along α, along k, and along the steps of a sequence."""
     sections = []
     for rule, (symbol, label, heading) in SWEEPS.items():
         groups = [group for group in group_results(rows) if group.rule == rule]
-        if not any(len(group.rows) > 1 for group in groups):
-            continue
         plots = []
-        for alternatives in CURVES[suite]:
+        for alternatives in CURVES[suite] if groups else ():
             name = first_measured(alternatives, [row for group in groups for row in group.rows])
-            measure = MEASURES[name]
-            series = tuple(
-                Series(group.name, group.look, dots)
-                for group in groups
-                if (
-                    dots := tuple(
-                        Dot(_strength(row), row.values[name] or 0.0, y_interval=row.intervals.get(name))
-                        for row in group.rows
-                        if row.has(name)
-                    )
+            measure, series = MEASURES[name], []
+            for group in groups:
+                dots = tuple(
+                    Dot(_strength(row), row.values[name] or 0.0, y_interval=row.intervals.get(name))
+                    for row in group.rows
+                    if row.has(name)
                 )
-            )
+                if dots:
+                    series.append(Series(group.name, group.look, dots))
             if max((len(one.dots) for one in series), default=0) < 2:
                 continue
             levels = tuple(
-                (BY_NAME[role], value)
-                for role in ("target", "retrain")
-                for row in rows
-                if row.entry.role == role and (value := row.values.get(name)) is not None
+                (group.look, group.rows[0].values[name] or 0.0)
+                for group in group_results([row for row in rows if row.entry.role])
+                if group.rows[0].has(name)
+            )
+            ends = "; ".join(
+                f"{one.name} " + ", ".join(f"{measure.text(dot.y)} at {dot.x:g}" for dot in (one.dots[0], one.dots[-1]))
+                for one in series
             )
             plots.append(
                 Plot(
-                    label, "", series,
-                    f"{measure.short} over {symbol}. {_describe_curves(series, name, symbol)}",
+                    label, "", tuple(series), f"{measure.short} over {symbol}: {ends}.",
                     f"{measure.short} {measure.arrow}", levels, log=rule == "rank", integer=symbol == "step",
                 )
             )  # fmt: skip
         if plots:
             bands = any(dot.y_interval for plot in plots for one in plot.series for dot in one.dots)
             text = "Bands are the intervals of the tables." if bands else "Without items there are no bands."
-            names = {TARGET: "target", RETRAIN: "retrain"}
-            levels = [(names[look], look) for plot in plots for look, _ in plot.levels]
-            legend = tuple(dict.fromkeys([*_legend(plots), *levels]))
-            sections.append(Section("curves", heading, text, tuple(plots), legend))
+            sections.append(Section("curves", heading, text, tuple(plots)))
     return sections
 
 
-def over_under_sections(rows: Sequence[Row]) -> list[Section]:
+def over_under_sections(rows: Sequence[ScoredResult]) -> list[Section]:
     """Chart the distance of each attack's AUC from the retrained model's."""
     retrain = next((row for row in rows if row.entry.role == "retrain"), None)
     attacks = [name for name in ATTACK_NAMES if retrain is not None and retrain.has(name)]
@@ -245,41 +234,26 @@ def over_under_sections(rows: Sequence[Row]) -> list[Section]:
     series = []
     for index, name in enumerate(attacks):
         reference = retrain.values[name] or 0.0
-        dots = tuple(
-            Dot((row.values[name] or 0.0) - reference, float(position),
-                (row.intervals[name][0] - reference, row.intervals[name][1] - reference)
-                if name in row.intervals else None)
-            for position, row in enumerate(shown)
-            if row.has(name)
-        )  # fmt: skip
+        dots = []
+        for position, row in enumerate(shown):
+            if row.has(name):
+                low, high = row.intervals.get(name, (None, None))
+                interval = None if low is None or high is None else (low - reference, high - reference)
+                dots.append(Dot((row.values[name] or 0.0) - reference, float(position), interval))
         if dots:
-            series.append(Series(ATTACK_NAMES[name], LOOKS[index % len(LOOKS)], dots))
-    text = f"For {len(shown)} results the AUC of {len(series)} membership attacks less the retrained model’s."
-    distances = [
-        float(np.mean([abs(dot.x) for one in series for dot in one.dots if dot.y == position]))
-        for position in range(len(shown))
-    ]
-    nearest, farthest = best_index(distances, "lower"), best_index(distances, "higher")
-    if len(shown) > 1 and nearest is not None and farthest is not None:
-        near, far = (f"{shown[index].entry.name} ({distances[index]:.2f})" for index in (nearest, farthest))
-        text += f" On average nearest to 0: {near}; farthest: {far}."
+            series.append(Series(ATTACK_NAMES[name], LOOKS[index % len(LOOKS)], tuple(dots)))
+    description = f"For {len(shown)} results the AUC of {len(series)} membership attacks less the retrained model’s."
     names = tuple(row.entry.name for row in shown)
-    plot = Plot("AUC − the retrained model’s AUC", "", tuple(series), text, rows=names)
-    explanation = (
+    plot = Plot("AUC − the retrained model’s AUC", "", tuple(series), description, levels=((RETRAIN, 0.0),), rows=names)
+    text = (
         "An attack separates forget from holdout items; 0 is its AUC on the retrained model. To the right the model "
         "still recognises the forget set as training data; to the left the forget set is less likely than unseen texts."
     )
-    legend = (*_legend([plot]), ("retrain", RETRAIN))
-    return [Section("dots", "Over- and under-unlearning", explanation, (plot,), legend)]
+    return [Section("dots", "Over- and under-unlearning", text, (plot,))]
 
 
-def roc_sections(rows: Sequence[Row], remark: str = "") -> list[Section]:
-    """Chart the ROC curve of each attack, from items.
-
-    Args:
-        rows: results to show.
-        remark: how they were chosen.
-    """
+def roc_sections(rows: Sequence[ScoredResult], remark: str = "") -> list[Section]:
+    """Chart the ROC curve of each attack, from items; `remark` says how the results were chosen."""
     plots = []
     for attack, title in ATTACK_NAMES.items():
         series, aucs = [], []
@@ -299,19 +273,13 @@ def roc_sections(rows: Sequence[Row], remark: str = "") -> list[Section]:
     )
     if any(row.entry.role == "retrain" for row in rows):
         text += " Nearer to the retrained model’s curve is better."
-    text = f"{text} {remark}".strip()
-    return [Section("roc", "ROC of the membership attacks", text, tuple(plots), _legend(plots))]
+    return [Section("roc", "ROC of the membership attacks", f"{text} {remark}".strip(), tuple(plots))]
 
 
 def roc_points(forget: np.ndarray, holdout: np.ndarray) -> list[tuple[float, float]]:
-    """Compute false and true positive rate at every threshold; a low score means training data.
+    """Compute false and true positive rate at every threshold, from (0, 0) to (1, 1).
 
-    Args:
-        forget: scores of the forget items.
-        holdout: scores of the holdout items.
-
-    Returns:
-        Points from (0, 0) to (1, 1); the area under them is `attack_auc`.
+    A low score means training data. The area under the points is `attack_auc`.
     """
     thresholds = np.unique(np.concatenate([forget, holdout]))
     rates = [
@@ -322,31 +290,31 @@ def roc_points(forget: np.ndarray, holdout: np.ndarray) -> list[tuple[float, flo
 
 
 def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
-    """Select questions that all models answered.
+    """Select questions that all models answered, `count` of all sets together.
 
     With a target, those that it answers best come first, because forgetting can change them most. Without one they
     are spread evenly over the set.
-
-    Args:
-        entries: target, results, retrained model, in the order in which they are shown.
-        count: number of questions in all sets together.
     """
     sets = EXAMPLE_SETS[entries[0].results.suite]
     shared = {metric: indices for metric in sets if (indices := _shared_indices(entries, metric))}
     weight = sum(sets[metric][1] for metric in shared)
     target = next((entry for entry in entries if entry.role == "target"), None)
-    found: list[Example] = []
+    examples: list[Example] = []
     for metric, indices in shared.items():
         title, share, field = sets[metric]
-        number = count - len(found) if metric == list(shared)[-1] else round(count * share / weight)
+        number = count - len(examples) if metric == list(shared)[-1] else round(count * share / weight)
         number = min(number, len(indices))
         if target is not None:
             items = target.results.items[metric]
             chosen = sorted(indices, key=lambda index, items=items, field=field: -_rouge(items[index], field))[:number]
         else:
             chosen = [indices[step * len(indices) // number] for step in range(number)]
-        found += [_example(entries, metric, index, title, field) for index in chosen]
-    return found
+        for index in chosen:
+            models = [(entry.name, entry.results.items[metric][index]) for entry in entries]
+            answers = tuple(Answer(name, item["generation"].strip(), _rouge(item, field)) for name, item in models)
+            prompt, truth = (str(models[0][1].get(name) or "") for name in ("input", "ground_truth"))
+            examples.append(Example(title, index, question_of(prompt), truth, answers))
+    return examples
 
 
 def question_of(prompt: str) -> str:
@@ -357,16 +325,6 @@ def question_of(prompt: str) -> str:
             text = match["question"].strip()
             break
     return text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}"
-
-
-def _example(entries: Sequence[Entry], metric: str, index: str, title: str, field: str) -> Example:
-    items = [entry.results.items[metric][index] for entry in entries]
-    answers = tuple(
-        Answer(entry.name, item["generation"].strip(), _rouge(item, field))
-        for entry, item in zip(entries, items, strict=True)
-    )
-    prompt, truth = (str(items[0].get(name) or "") for name in ("input", "ground_truth"))
-    return Example(title, index, question_of(prompt), truth, answers)
 
 
 def _shared_indices(entries: Sequence[Entry], metric: str) -> list[str]:
@@ -391,7 +349,7 @@ def _rouge(item: dict[str, Any], field: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _item_scores(row: Row, metric: str) -> np.ndarray:
+def _item_scores(row: ScoredResult, metric: str) -> np.ndarray:
     """The scores of all items of a metric; empty if an item has none."""
     items = row.entry.results.items.get(metric) or {}
     values = [fields.get("score") for fields in items.values() if isinstance(fields, dict)]
@@ -399,24 +357,5 @@ def _item_scores(row: Row, metric: str) -> np.ndarray:
     return scores[np.isfinite(scores)] if len(scores) == len(items) else np.empty(0)
 
 
-def _strength(row: Row) -> float:
+def _strength(row: ScoredResult) -> float:
     return (row.entry.setting and row.entry.setting.strength) or 0.0
-
-
-def _legend(plots: Sequence[Plot]) -> tuple[tuple[str, Look], ...]:
-    return tuple(dict.fromkeys((one.name, one.look) for plot in plots for one in plot.series))
-
-
-def _describe_curves(series: Sequence[Series], name: str, symbol: str) -> str:
-    """Say where each curve begins and ends, and where it is best."""
-    measure, sentences = MEASURES[name], []
-    for one in series:
-        first, last = one.dots[0], one.dots[-1]
-        text = f"{one.name}: {measure.text(first.y)} at {symbol} = {first.x:g}, {measure.text(last.y)} at {last.x:g}"
-        if measure.better in ("higher", "lower"):
-            peak = best_index([dot.y for dot in one.dots], measure.better, measure.digits)
-            if peak is not None:
-                extreme = "highest" if measure.better == "higher" else "lowest"
-                text += f", {extreme} {measure.text(one.dots[peak].y)} at {one.dots[peak].x:g}"
-        sentences.append(f"{text}.")
-    return " ".join(sentences)

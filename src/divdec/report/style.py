@@ -82,7 +82,7 @@ LOOKS = tuple(
         strict=True,
     )
 )
-LINEAR, RANK, DISTILLED = LOOKS[:3]
+LINEAR, RANK = LOOKS[:2]
 OTHERS = Look(MUTED, "h", "⬢")
 """Methods other than Divergence Decoding, in plots with more methods than looks."""
 BY_NAME = {"linear": LINEAR, "rank": RANK, "target": TARGET, "retrain": RETRAIN}
@@ -124,8 +124,7 @@ _NAMES = {light: name for name, (light, _) in {**GROUND, **SERIES}.items()}
 def style(salt: str = "divdec") -> Iterator[None]:
     """Apply the style of all plots; the same data gives the same SVG.
 
-    Args:
-        salt: seed of the SVG's element ids; two plots on one page need different ones.
+    `salt` is the seed of the SVG's element ids; two plots on one page need different ones.
     """
     import matplotlib
 
@@ -139,27 +138,18 @@ def svg_text(figure: Figure) -> str:
 
 
 def check_format(path: Path) -> None:
-    """Check the suffix of a picture's file name.
-
-    Raises:
-        UsageError: it is neither .svg nor .png.
-    """
+    """Refuse a picture whose file name ends in neither .svg nor .png."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"output {path} ends in {path.suffix or 'nothing'}; accepted: {' and '.join(FORMATS)}")
 
 
 def write_figure(path: Path, figure: Figure, *, title: str, description: str, sources: Sequence[str]) -> None:
-    """Write a figure atomically, with title, description and sources in its metadata.
+    """Write a figure atomically as SVG or PNG, with title, description and names of source files in its metadata.
 
-    Args:
-        path: file name that ends in .svg or .png.
-        figure: drawn under `style`, which must still be in force.
-        title: title in the metadata.
-        description: what the figure shows.
-        sources: names of the files that its values come from.
+    The figure was drawn under `style`, which must still be in force.
 
     Raises:
-        UsageError: the file name has another suffix.
+        UsageError: the file name ends in neither .svg nor .png.
     """
     check_format(path)
     about = {"Title": title, "Description": description, "Source": "; ".join(sources)}
@@ -182,10 +172,16 @@ def themed(svg: str) -> str:
     return re.sub(r"(?<=[ :])#[0-9a-fA-F]{6}\b", lambda match: variable(match[0]), svg)
 
 
-def css() -> str:
-    """Return the palette as CSS variables: light, and dark if the reader's system prefers it."""
+def palette_css() -> tuple[str, str]:
+    """Return the palette as CSS variables, for light and for dark pages."""
     colours = {**GROUND, **SERIES, **PAGE}
     light, dark = ("; ".join(f"--{name}: {shades[index]}" for name, shades in colours.items()) for index in (0, 1))
+    return light, dark
+
+
+def css() -> str:
+    """Return the palette as a style sheet: light, and dark if the reader's system prefers it."""
+    light, dark = palette_css()
     return (
         f"  :root {{ color-scheme: light dark; {light}; }}\n"
         f"  @media screen and (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n"

@@ -18,7 +18,8 @@ from divdec.data.formatting import Example, encode_set
 from divdec.demo.models import Shape, StageCache
 from divdec.demo.run import console_for, reporter
 from divdec.imaging.codecs import Codec, Images, PatchCodec
-from divdec.imaging.evaluation import ImageBenchmark, rule_name, train_classifier
+from divdec.imaging.evaluation import ImageBenchmark, rule_name
+from divdec.imaging.judges import Classifier
 from divdec.imaging.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
 from divdec.imaging.results import ImageTable, Mean, SettingResult, cell_text, tabulate
 from divdec.imaging.settings import SamplingSettings
@@ -109,7 +110,9 @@ class ImageMaterial:
 
     def benchmark(self, count: int, sampling: SamplingSettings) -> ImageBenchmark:
         """Create a benchmark with `count` images of each class and a classifier of the real images."""
-        classifier = train_classifier(self.layout, self.images, self.labels, (*self.retain, *self.forget))
+        labels = [*self.retain, *self.forget]
+        names = [self.layout.classes[index] for index in labels]
+        classifier = Classifier.fit(self.images, [labels.index(label) for label in self.labels], names)
         return ImageBenchmark(
             self.layout, self.codec, self.retain, self.forget, count, sampling, self.images, self.labels, classifier
         )

@@ -17,9 +17,9 @@ import torch
 
 from divdec.errors import UsageError
 from divdec.imaging.codecs import FOLDER, Codes, Images
-from divdec.imaging.evaluation import ImageBenchmark, PretrainedFeatures, rule_name, train_classifier
+from divdec.imaging.evaluation import ImageBenchmark, PretrainedFeatures, rule_name
 from divdec.imaging.files import read_folder, write_png
-from divdec.imaging.judges import ImageEndpoint, ImageJudge
+from divdec.imaging.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec.imaging.models import (
     ImageLayout,
     image_folder,
@@ -211,7 +211,9 @@ def evaluate_images(
         real_labels,
     ]
     network = None if settings.features is None else PretrainedFeatures(Path(settings.features).expanduser())
-    classifier = train_classifier(layout, pixels, real_labels, (*retain, *forget))
+    labels = [*retain, *forget]
+    class_names = [layout.classes[index] for index in labels]
+    classifier = Classifier.fit(pixels, [labels.index(label) for label in real_labels], class_names)
     accuracy = f"{classifier.held_out.accuracy:.1%}"
     report(f"classifier: {accuracy} of {classifier.held_out.images} real images it has not seen")
     run = RunFolder.open(output, VERB, settings, decides, overwrite=settings.overwrite, stale=STALE)

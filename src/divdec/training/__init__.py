@@ -1,1 +1,1 @@
-"""Fine-tuning the auxiliaries, on `transformers.Trainer`: resume, precision and launchers are its own."""
+"""Training on `transformers.Trainer`: auxiliaries, distillation, gradient depth."""

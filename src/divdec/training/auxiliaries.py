@@ -1,8 +1,7 @@
 """Train the two auxiliaries by the paper's recipes, and measure whether the pair can steer.
 
 A pair can steer if p and q differ on the forget set and agree on the retain set (`Separation`). With `lr="auto"`, a
-pair that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times. A run can be
-interrupted and resumed; an auxiliary that is complete is not trained twice.
+pair that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Separation:
             )
         if self.retain_pushed > RETAIN_SHARE * max(self.forget_pushed, 0.0):
             faults.append(
-                f"steering would push down {self.retain_pushed:.1%} of the retain set's tokens (allowed: "
+                f"steering would lower {self.retain_pushed:.1%} of the retain set's tokens (allowed: "
                 f"{RETAIN_SHARE:.0%} of the {self.forget_pushed:.1%} of the forget set)"
             )
         return faults
@@ -110,23 +109,15 @@ class Separation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures and the faults, for run.json."""
+        """Convert to JSON values, with the faults and a summary."""
         fields = {"forget_loss": list(self.forget_loss), "retain_loss": list(self.retain_loss), "faults": self.faults}
-        return dataclasses.asdict(self) | fields
+        return dataclasses.asdict(self) | fields | {"summary": str(self)}
 
 
 def measure_separation(
     q: PreTrainedModel, p: PreTrainedModel, forget: Sequence[Example], retain: Sequence[Example], batch_size: int
 ) -> Separation:
-    """Score both sets with both auxiliaries.
-
-    Args:
-        q: the retain auxiliary.
-        p: the forget auxiliary.
-        forget: the forget set; at most 512 of its examples are scored.
-        retain: the retain set; at most 512 of its examples are scored.
-        batch_size: sequences in a forward pass.
-    """
+    """Score at most 512 examples of both sets with both auxiliaries."""
     q_forget, p_forget, q_retain, p_retain = (
         score(model, sample_examples(examples, MAX_SAMPLE, 0), batch_size=batch_size)
         for examples in (forget, retain)
@@ -149,11 +140,10 @@ def _mean_loss(scores: Sequence[ItemScore]) -> float:
 
 def _share_lowered(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> float:
     """Share of tokens that steering lowers by `LOWERED` times α or more, minus the share that it raises by as much."""
-    differences = [
-        p - q
-        for q_item, p_item in zip(q_scores, p_scores, strict=True)
-        for q, p in zip(q_item.log_probabilities, p_item.log_probabilities, strict=True)
-    ]
+    q_values, p_values = (
+        [value for item in scores for value in item.log_probabilities] for scores in (q_scores, p_scores)
+    )
+    differences = (p - q for q, p in zip(q_values, p_values, strict=True))
     return statistics.fmean((value > LOWERED) - (value < -LOWERED) for value in differences)
 
 
@@ -165,7 +155,7 @@ def train_auxiliaries(
     Args:
         settings: data, base, recipe and training.
         report: receives one line at a time.
-        measure: measure the separation. False for images, whose pairs learn a class and not single images; the pair
+        measure: measure the separation. False for images, whose pairs learn classes and not single images: the pair
             is then trained once.
 
     Returns:
@@ -182,13 +172,17 @@ def train_auxiliaries(
     base = resolve_trainable(settings.base, "base")
     tokenizer = load_tokenizer(base)
     if settings.target is not None:
-        steering.check_vocabulary(_check_target(settings.target, base))
+        reference = CheckpointReference.parse(settings.target)
+        target = reference.resolve(Path(), weights=False)
+        if reference.folder is not None:
+            check_weights(target)
+        steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
     inputs = [
         Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
     ]
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
-    report_sets(forget, retain, "what q has seen is not forgotten", report)
+    report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
     form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(retain, tokenizer, form, report)}
 
@@ -319,24 +313,23 @@ class _PairTrainer:
         shared = settings.recipe == "full-retain"
         p_examples = forget + retain if shared else forget
         rate, probes = self._learning_rate("retain", self.base, p_examples if shared else retain, shared)
-        q = self._train_one(RETAIN, "retain", self.base, retain, settings.training(rate_factor * rate), probes)
+        q = self._train_one("retain", self.base, retain, settings.training(rate_factor * rate), probes)
         p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.base
         probes = None
         if not shared:
             rate, probes = self._learning_rate("forget", p_base, forget, True)
-        p = self._train_one(FORGET, "forget", p_base, p_examples, settings.training(rate_factor * rate), probes)
+        p = self._train_one("forget", p_base, p_examples, settings.training(rate_factor * rate), probes)
         return {RETAIN: q, FORGET: p}
 
     def _train_one(
         self,
-        name: str,
         role: str,
         start: Path,
         examples: Sequence[Example],
         training: TrainingSettings,
         probes: list[dict[str, float]] | None,
     ) -> dict[str, Any]:
-        folder = self.output / name
+        folder = self.output / f"{role}_auxiliary"
         if (folder / RESULT).is_file():
             earlier = read_json(folder / RESULT)
             if (earlier["learning_rate"], earlier.get("epochs")) == (training.learning_rate, training.epochs):
@@ -369,7 +362,7 @@ class _PairTrainer:
     def _learning_rate(
         self, role: str, start: Path, examples: Sequence[Example], learns_forget_set: bool
     ) -> tuple[float, list[dict[str, float]] | None]:
-        """The learning rate of the settings, or one found by probes, with these; a resumed run keeps the one found."""
+        """Return the learning rate, given or searched, and the probes; a resumed run does not search again."""
         if self.settings.lr != "auto":
             return float(self.settings.lr), None
         path = self.output / WORK / role / "learning_rate.json"
@@ -399,16 +392,7 @@ class _PairTrainer:
         self.report(f"measured: {separation}")
         for fault in separation.faults:
             self.report(f"the pair does not fit yet: {fault}")
-        return separation.to_dict() | {"summary": str(separation)}
-
-
-def _check_target(target: str, base: Path) -> int:
-    """Find problems with the target before training rather than after it; return the common vocabulary size."""
-    reference = CheckpointReference.parse(target)
-    folder = reference.resolve(Path(), weights=False)
-    if reference.folder is not None:
-        check_weights(folder)
-    return common_vocabulary_of({"target": folder, "base": base})
+        return separation.to_dict()
 
 
 def _write_card(

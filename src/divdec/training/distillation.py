@@ -51,21 +51,15 @@ from divdec.runs import (
 )
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.distillation_loss import (
-    Distillation,
-    LiveTeacher,
-    Pieces,
-    plain_head,
-    predicting,
-    sum_over_positions,
-)
+from divdec.training.distillation_loss import Distillation, Pieces, plain_head, predicting, sum_over_positions
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, encode, join_processes, report_set, resolve_trainable, sample_indices
 from divdec.training.settings import DistillationSettings
-from divdec.training.teacher_cache import (
+from divdec.training.teachers import (
     FILE,
     CachedTeacher,
     Fingerprint,
+    LiveTeacher,
     check_cache,
     check_k,
     load_cache,
@@ -124,7 +118,7 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         error = metrics.cache_error(cached, student, job.examples)
         report(
             f"teacher cache: the loss is {error['cached']:.4f} by it, {error['exact']:.4f} by the teacher itself; "
-            f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} kept tokens"
+            f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} cached tokens"
         )
     epochs: list[dict[str, Any]] = read_json(work / EPOCHS) if (work / EPOCHS).is_file() else []
 
@@ -189,10 +183,7 @@ class DistillationMetrics:
     """Move the teacher to the CPU between measurements, because training does not use it."""
 
     def measure(self, model: PreTrainedModel) -> Figures:
-        """KL(teacher ‖ student) and both cross entropies for each set, at temperature 1.
-
-        Temperature and direction of the loss have no influence, so that runs with different ones can be compared.
-        """
+        """Compute KL(teacher ‖ student) and both cross entropies of each set, at temperature 1 in every run."""
         teacher = dataclasses.replace(self.teacher, temperature=1.0, direction="teacher-student")
         result: Figures = {}
         for role, examples in self.sets.items():
@@ -204,12 +195,7 @@ class DistillationMetrics:
     def cache_error(
         self, cached: CachedTeacher, model: PreTrainedModel, examples: Sequence[Example]
     ) -> dict[str, float]:
-        """Compare the loss from a cache with the exact loss, for the student as it is now.
-
-        Args:
-            cached: cache of this teacher.
-            model: the student.
-            examples: all examples of the cache; a sample is measured.
+        """Compare a cache with the teacher on a sample of its examples.
 
         Returns:
             The loss per labelled token with the teacher (`exact`) and with the cache (`cached`, not larger except for
@@ -341,7 +327,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     if job.cache is not None:
         path, fingerprint = job.cache
         if path.resolve().is_relative_to(output.resolve()):
-            raise UsageError(f"teacher-cache {path.parent} lies in the output folder; give a folder of its own")
+            raise UsageError(f"--teacher-cache {path.parent} lies in the output folder; give another folder")
         if path.is_file():
             check_cache(path, fingerprint)
     return job
@@ -351,15 +337,15 @@ def _check_teacher(config: DivergenceConfig, steering: Steering, settings: Disti
     steering.check_vocabulary(config.vocab_size)
     if steering.rule == "rank" and steering.fill == "hard":
         raise UsageError(
-            f"the rule {steering} gives suppressed tokens probability 0, which no student reaches (its loss has no "
-            f"bound); distil from rank:{steering.k}:soft or linear:ALPHA (--steering)"
+            f"the rule {steering} gives masked tokens probability 0, so that the loss is infinite; distil from "
+            f"rank:{steering.k}:soft or linear:ALPHA (--steering)"
         )
     if steering.rule == "linear" and steering.alpha == 0:
         raise UsageError("linear:0 steers nothing: the student would learn the target itself (--steering linear:1.5)")
     if config.registry is not None:
         raise UsageError(
-            "the bundle follows a registry of takedown requests, which may change while the student learns; count "
-            "what it holds as n-grams (divdec ngram) and distil from a bundle of these"
+            "the bundle follows a registry of takedown requests, which may change while the student learns; count the "
+            "texts as n-grams (divdec ngram) and distil from a bundle of these"
         )
     if settings.cache_teacher is not None:
         check_k(settings.cache_teacher, config.vocab_size)

@@ -58,7 +58,7 @@ class Interrupted(Exception):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss in place of the cross entropy. It does not change any other model that it holds."""
+    """A loss in place of the cross entropy."""
 
     counts_tokens: bool
     """Whether the loss is a mean over labelled tokens. If so, `loss` is passed the number of labelled tokens in all
@@ -132,8 +132,8 @@ def fine_tune(
         resumable: write checkpoints; False for probes and runs of seconds.
         objective: the loss; by default the cross entropy of the labelled tokens.
         companions: further examples in each batch, by name, for the objective.
-        on_epoch: called after each epoch with the model, in evaluation mode, and the number of finished epochs. With
-            LoRA this is the wrapped model, whose adapters are not merged.
+        on_epoch: called after each epoch with the model in evaluation mode (LoRA adapters not merged) and the number
+            of finished epochs.
         on_end: called with the model after the last step, in every process.
 
     Returns:
@@ -219,7 +219,7 @@ def discard_checkpoints(folder: Path) -> None:
 def mean_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], batch_size: int
 ) -> float:
-    """Mean loss per labelled token over the examples, in nats, without changing the model."""
+    """Return the mean loss per labelled token in nats; the model is not changed."""
     was_training = model.training
     model.eval()
     total, count = 0.0, 0

@@ -1,7 +1,6 @@
 """Gradient depth: the L2 norm of the distillation loss's gradient in each layer (paper, section Distillation).
 
-The student is the target, and the teacher is the target with steering. The loss is backpropagated for one example, or
-batch, at a time. No weight is updated.
+The student is the target, and the teacher is the target with steering. No weight is updated.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from divdec.errors import Diverged, FailedClosed, UsageError
 from divdec.evaluation.aggregate import Bootstrap, mean_interval
 from divdec.experts.neural import device_of
 from divdec.steering import Steering
-from divdec.training.distillation_loss import Direction, Distillation, LiveTeacher
+from divdec.training.distillation_loss import Direction, Distillation
 from divdec.training.inputs import Collator, sample_indices
+from divdec.training.teachers import LiveTeacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def gradient_depth(
         tokenizer: its tokenizer, for padding.
         sets: examples by the name of their set.
         temperature: T.
-        direction: 'teacher-student' or 'student-teacher'.
+        direction: see `divdec.training.distillation_loss.divergence`.
         batch_size: examples whose mean loss gives one gradient. Gradients of different examples partly cancel, so that
             norms of batches are smaller than norms of examples.
         bootstrap: settings of the means' intervals.
@@ -141,7 +141,7 @@ def decoder_parts(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
     """Find attention and MLP of every decoder layer by their names in transformers.
 
     Raises:
-        UsageError: there is no list of layers, or a layer lacks one of the two; the message names its modules.
+        UsageError: there is no list of layers, or a layer lacks one of the two.
     """
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -153,16 +153,14 @@ def decoder_parts(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
     layers = []
     for index, layer in enumerate(lists[0]):  # the outermost; experts within a layer come later
         children = dict(layer.named_children())
-        parts = {}
-        for part, names in NAMES.items():
-            name = next((name for name in names if name in children), None)
-            if name is None:
+        known = {part: [children[name] for name in names if name in children] for part, names in NAMES.items()}
+        for part, modules in known.items():
+            if not modules:
                 raise UsageError(
-                    f"layer {index} of {type(model).__name__} ({type(layer).__name__}) has no {part} under a name "
-                    f"known here ({', '.join(names)}); its children are {', '.join(children) or 'none'}"
+                    f"layer {index} of {type(model).__name__} ({type(layer).__name__}) has no {part} under a known "
+                    f"name ({', '.join(NAMES[part])}); its children are {', '.join(children) or 'none'}"
                 )
-            parts[part] = children[name]
-        layers.append(parts)
+        layers.append({part: modules[0] for part, modules in known.items()})
     return layers
 
 

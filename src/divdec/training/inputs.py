@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 INDEX = "index"
 """The column of a batch that holds the indices of its examples."""
 GROUPED_BATCHES = 4
-"""Number of batches that are sorted by length together. Small, so that batches stay mixed: sorting a small data set as
-a whole puts the same wordings together in every epoch, and models learn visibly worse."""
+"""Number of batches that are sorted by length together. It is small, so that batches stay mixed: with a small data set
+sorted as a whole the same wordings share a batch in every epoch, and models learn worse."""
 
 Report = Callable[[str], None]
 
@@ -38,11 +38,7 @@ def join_processes(report: Report) -> tuple[PartialState, Report]:
 
 
 def resolve_trainable(reference: str, role: str) -> Path:
-    """Resolve a checkpoint that can be trained.
-
-    Args:
-        reference: a folder or hub id, '@revision' allowed.
-        role: its name in messages.
+    """Resolve a checkpoint that can be trained; messages call it by its role.
 
     Raises:
         UsageError: it does not exist, holds no weights, or consists of several checkpoints.
@@ -69,13 +65,7 @@ def report_set(role: str, records: RecordSet, report: Report) -> None:
 
 
 def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: Report) -> None:
-    """Report both sets and their overlap.
-
-    Args:
-        forget: the forget set.
-        retain: the retain set.
-        consequence: the effect of shared records, for the warning.
-        report: receives one line at a time.
+    """Report both sets, and warn about records that they share, with the `consequence`.
 
     Raises:
         UsageError: both hold the same records.
@@ -93,7 +83,7 @@ def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: 
 
 
 def report_cut(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format, report: Report) -> None:
-    """Warn about records that exceed the maximum length; plain texts are split instead."""
+    """Warn about records that are cut to the maximum length; plain texts are split instead."""
     if records.kind != "text" and (cut := count_cut(records.records, tokenizer, form)):
         report(f"warning: {cut} records of {records.name} are cut to {form.max_length} tokens (--max-length)")
 
@@ -118,15 +108,15 @@ def sample_examples(examples: Sequence[Example], size: int, seed: int) -> Sequen
 
 @dataclasses.dataclass(frozen=True)
 class Companion:
-    """A second set of examples, of which each batch holds one for each of its training examples."""
+    """A second set of examples; each batch holds one of them for each of its training examples."""
 
     examples: Sequence[Example]
     drawn: bool = True
-    """Draw companions at random in each epoch, each as often as any other; False pairs equal indices."""
+    """Draw companions at random in each epoch, all equally often; False pairs equal indices."""
 
 
 class ExampleDataset(Dataset[dict[str, Any]]):
-    """Training examples with their companions; seed and epoch determine which companion belongs to which example."""
+    """Training examples, each with a companion of each kind that seed and epoch determine."""
 
     def __init__(self, examples: Sequence[Example], companions: Mapping[str, Companion], seed: int) -> None:
         for name, companion in companions.items():
@@ -143,14 +133,12 @@ class ExampleDataset(Dataset[dict[str, Any]]):
         """Draw the companions of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch + 50_021)
         count = len(self.examples)
-        self._indices: dict[str, Sequence[int]] = {}
+        self._indices: dict[str, Sequence[int]] = dict.fromkeys(self.companions, range(count))
         for name, companion in self.companions.items():
             if companion.drawn:
                 available = len(companion.examples)
                 rounds = [torch.randperm(available, generator=generator) for _ in range(-(-count // available))]
                 self._indices[name] = torch.cat(rounds)[:count].tolist()
-            else:
-                self._indices[name] = range(count)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -181,7 +169,7 @@ class Collator:
     def batches(
         self, examples: Sequence[Example], indices: Sequence[int], batch_size: int, device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        """Batches of the examples at `indices`, ordered by length, for passes without training."""
+        """Yield batches of the examples at `indices`, ordered by length, for passes without training."""
         order = sorted(indices, key=lambda index: len(examples[index].input_ids))
         for start in range(0, len(order), batch_size):
             batch = self(
@@ -199,8 +187,8 @@ def model_inputs(batch: Mapping[str, Tensor], companion: str = "") -> dict[str, 
 class LengthGroupedSampler(Sampler[int]):
     """Batches of similar length in an order that only seed and epoch determine.
 
-    The length-grouped sampler of transformers draws from torch's global state, so that a run resumed within an epoch
-    would repeat some examples of that epoch and miss others; it also orders batches from long to short.
+    The length-grouped sampler of transformers draws from torch's global state: a run that is resumed within an epoch
+    would repeat some examples of that epoch and miss others. It also orders batches from long to short.
     """
 
     def __init__(

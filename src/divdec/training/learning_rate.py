@@ -1,10 +1,8 @@
 """Find a learning rate: the training loss about halves over the run (paper, appendix, MUSE details), or more.
 
 A base that does not know the form of the records halves its loss by learning the form alone. So the search begins at
-the rate that halves the loss, and raises it until a probe has learned the examples that it must learn.
-
-A probe trains on a share of the data, with the batch size reduced by the same share. It takes the same number of steps
-and epochs as the run, at a fraction of the cost.
+the rate that halves the loss, and raises it until a probe has learned the required examples. A probe trains on a share
+of the data, with the batch size reduced by the same share: the same number of steps at a fraction of the cost.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def find_learning_rate(
         model: the model to train; its weights are restored.
         tokenizer: its tokenizer.
         examples: the data of the run.
-        settings: the settings of the run; their learning rate is not used.
+        settings: the settings of the run; their learning rate is ignored.
         required: number of examples, from the first, that must be learned. With 0 only the loss counts.
         report: receives one line for each probe.
 
@@ -77,9 +75,8 @@ def find_learning_rate(
     watched = [examples[index] for index in indices if index < required]
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = score(model.eval(), watched, batch_size=settings.batch_size)
-    probes: list[Probe] = []
 
-    def try_rate(rate: float) -> float:
+    def try_rate(rate: float) -> Probe:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 trained, result = fine_tune(
@@ -94,8 +91,7 @@ def find_learning_rate(
         except Diverged as error:
             model.load_state_dict(initial)
             report(f"learning rate {rate:.1e}: {error}")
-            probes.append(Probe(rate, math.inf))
-            return math.inf
+            return Probe(rate, math.inf)
         ratio = result.loss_ratio if math.isfinite(result.loss_ratio) else math.inf
         learned = None
         if watched and ratio < math.inf:
@@ -103,29 +99,27 @@ def find_learning_rate(
         model.load_state_dict(initial)
         suffix = "" if learned is None else f", {learned:.0%} of the forget set's unknown tokens learned"
         report(f"learning rate {rate:.1e}: loss {result.loss_before:.3f} → {result.loss_after:.3f}{suffix}")
-        probes.append(Probe(rate, ratio, learned))
-        return ratio
+        return Probe(rate, ratio, learned)
 
-    search(try_rate)
+    probes = search(try_rate)
     best = min(probes, key=lambda probe: abs(probe.loss_ratio - LOSS_RATIO))
     for _ in range(MAX_RAISES):
         if best.learned is None or best.learned >= LEARNED:
             break
-        try_rate(best.learning_rate * STEP)
+        probes.append(try_rate(best.learning_rate * STEP))
         if (probes[-1].learned or 0.0) <= best.learned:
             break
         best = probes[-1]
-    reason = f"loss falls to {best.loss_ratio:.0%}; the rule begins at {LOSS_RATIO:.0%}"
-    report(f"chosen: {best.learning_rate:.1e} ({reason})")
+    report(f"chosen: {best.learning_rate:.1e} (the loss falls to {best.loss_ratio:.0%} of the loss before)")
     return best.learning_rate, probes
 
 
-def search(loss_ratio: Callable[[float], float]) -> list[Probe]:
+def search(try_rate: Callable[[float], Probe]) -> list[Probe]:
     """Try rates until one is near the target ratio: up or down by √10 to a bracket, then between its ends.
 
     The ratio falls with the rate until training diverges, where it rises again. A rise ends the search upward.
     """
-    probes = [Probe(START, loss_ratio(START))]
+    probes = [try_rate(START)]
     while len(probes) < MAX_PROBES and abs(probes[-1].loss_ratio - LOSS_RATIO) > TOLERANCE:
         too_low = [probe for probe in probes if probe.loss_ratio > LOSS_RATIO]
         too_high = [probe for probe in probes if probe.loss_ratio <= LOSS_RATIO]
@@ -141,23 +135,19 @@ def search(loss_ratio: Callable[[float], float]) -> list[Probe]:
             if len(probes) > 1 and probes[-1].loss_ratio >= probes[-2].loss_ratio:
                 break
             rate = max(probe.learning_rate for probe in probes) * STEP
-        probes.append(Probe(rate, loss_ratio(rate)))
+        probes.append(try_rate(rate))
     return probes
 
 
 def share_learned(before: Sequence[ItemScore], after: Sequence[ItemScore]) -> float:
     """Of the tokens that are not predicted before, the share that is predicted after; 0 if all were predicted."""
-    hits = [
-        hit
-        for one, other in zip(before, after, strict=True)
-        for known, hit in zip(one.hits, other.hits, strict=True)
-        if not known
-    ]
+    pairs = [pair for one, other in zip(before, after, strict=True) for pair in zip(one.hits, other.hits, strict=True)]
+    hits = [hit for known, hit in pairs if not known]
     return sum(hits) / len(hits) if hits else 0.0
 
 
 def _interpolate(low: Probe, high: Probe) -> float:
-    """Intersect a straight line in (log rate, ratio) with the target ratio."""
+    """Return the rate at which a straight line in (log rate, ratio) reaches the target ratio."""
     ratio = min(low.loss_ratio, 2.0)  # the ratio of a diverged probe has no useful slope
     share = (ratio - LOSS_RATIO) / max(ratio - high.loss_ratio, 1e-9)
     share = min(max(share, 0.2), 0.8)
@@ -165,7 +155,7 @@ def _interpolate(low: Probe, high: Probe) -> float:
 
 
 def _reduce(count: int, settings: TrainingSettings) -> tuple[list[int], TrainingSettings]:
-    """Indices of the examples of a probe, below `count`, and its settings."""
+    """Return the indices of a probe's examples, and its settings."""
     settings = dataclasses.replace(settings, loggers=())  # experiment trackers do not record probes
     share = max(1 / 8, 1 / settings.batch_size, MIN_PROBE_EXAMPLES / count)
     if share >= 1:

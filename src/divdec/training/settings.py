@@ -1,7 +1,7 @@
 """Options of training, distillation and gradient depth."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -41,12 +41,12 @@ class TrainingSettings(Optimization):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
-    """How the two auxiliaries are made from a base checkpoint."""
+    """How the two auxiliaries are trained from a base checkpoint."""
 
     base: str
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
-    """The model to be steered; with it a bundle is written, without it only the auxiliaries are trained."""
+    """The model to be steered. With it a bundle is written, without it only the auxiliaries are trained."""
     recipe: Literal["full-retain", "forget-retain"] = "full-retain"
     """'full-retain': p on forget + retain, q on retain (the paper's TOFU); 'forget-retain': p on forget, q on
     retain (the paper's MUSE)."""
@@ -66,7 +66,7 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
 
     def training(self, learning_rate: float) -> TrainingSettings:
         """Return the settings of one of the two runs."""
-        return _training(self, learning_rate)
+        return TrainingSettings(learning_rate=learning_rate, **optimization_of(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,19 +80,19 @@ class DistillationLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimization, OutputFolder, BundleArgument):
-    """Whose behaviour becomes whose weights, on what data, and how."""
+    """How a student is distilled from a bundle."""
 
     retain: str | None = None
     """Retain set, on which the student is measured; it is trained on it only with --rehearse."""
     rehearse: int = 0
-    """Distil this many examples of the retain set, drawn by the seed, beside the forget set. 0 is the paper's; small
-    students lose what the loss does not cover."""
+    """Distil this many examples of the retain set, drawn by seed, beside the forget set. The paper uses 0; small
+    students forget what the loss does not cover."""
     temperature: float = 1.5
     """Temperature T of the loss T²·KL."""
     lr: Annotated[float, TRAINING] = 4e-5
     """Peak learning rate of AdamW."""
     date: Annotated[str | None, RARE] = None
-    """Date for chat templates that print one; the template's own by default."""
+    """Date for chat templates that print one; by default the template's."""
     init_student: str | None = None
     """Another checkpoint to start from than the bundle's target: the student of an earlier request."""
     cache_teacher: Annotated[int | None, RARE] = None
@@ -119,17 +119,17 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
 
     def training(self) -> TrainingSettings:
         """Return the settings of the student's fine-tuning."""
-        return _training(self, self.lr)
+        return TrainingSettings(learning_rate=self.lr, **optimization_of(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, ModelLoading, OutputFolder, BundleArgument):
-    """Whose gradient is measured, and on what."""
+    """Which gradients are measured, and on what data."""
 
     temperature: float = 1.0
     """Temperature T of the loss T²·KL."""
     samples: int = 100
-    """Examples of each set, drawn at random; 0 takes all."""
+    """Examples of each set, drawn by seed; 0 takes all."""
     batch_size: int = 1
     """Examples whose mean loss is one gradient: 1 takes the norm of each example's gradient, the paper's code 32."""
     seed: int = 0
@@ -144,6 +144,6 @@ class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, Mode
             check_at_least(name, getattr(self, name), least)
 
 
-def _training(options: Optimization, learning_rate: float) -> TrainingSettings:
-    shared = {field.name: getattr(options, field.name) for field in dataclasses.fields(Optimization)}
-    return TrainingSettings(learning_rate=learning_rate, **shared)
+def optimization_of(settings: Optimization) -> dict[str, Any]:
+    """Return the options of `Optimization` alone, by name."""
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(Optimization)}

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from divdec.remote.client import Endpoint
-from divdec.remote.completions import Completions
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
@@ -59,13 +58,9 @@ def test_greedy_answers_are_the_local_models(url, bundle, prompts, monkeypatch, 
     monkeypatch.setitem(os.environ, "DIVDEC_TEST_KEY", KEY)
     reference = Reference(bundle)
     reference.model.steering = steering
-    parts = load_experts(sources_from_bundle(str(bundle))[0])
+    experts = load_experts(sources_from_bundle(str(bundle))[0])
     endpoint = Endpoint(url, "plain", "DIVDEC_TEST_KEY")
-    completions = Completions(endpoint, parts.tokenizer, parts.eos_token_ids[0], parts.vocab_size)
-    settings = RemoteSettings(block=block, tries=60)
-    with RemoteTarget(
-        completions, parts.experts, Steering.parse(steering), settings, eos_token_ids=parts.eos_token_ids
-    ) as target:
+    with RemoteTarget(endpoint, experts, Steering.parse(steering), RemoteSettings(block=block, tries=60)) as target:
         for ids in prompts[:4]:
             answer = target.generate(ids, 16)
             tokens = [choice.token for choice in answer.choices]

@@ -11,7 +11,7 @@ from typing import Any, cast
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
-from divdec.report.scores import MEASURES, SCORES, Interval, Scorer, best_index
+from divdec.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
 from divdec.research.baselines.methods import methods
 from divdec.research.charts import Kind
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
@@ -165,14 +165,14 @@ def _score(
     scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
     found = []
     for folder, (source, results) in folders.items():
-        scored = scorer.score(results)
+        scored = scorer.score(Entry(folder.name, folder, results))
         role = next((role for role, (_, reference) in references.items() if reference is results), None)
         identity: dict[str, Any] = {"method": role, "setting": ""} if role else _identify(results, folder, source.run)
         found.append(
             MethodResult(
                 **identity,
                 values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
-                reasons=scored.scores.reasons,
+                reasons=scored.aggregates.reasons,
             )
         )  # fmt: skip
     return found

@@ -6,7 +6,7 @@ import torch
 
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError
-from divdec.playground.steered_model import (
+from divdec.playground.models import (
     MAX_ALPHA,
     MAX_ALTERNATIVES,
     MIN_ALPHA,
@@ -42,10 +42,10 @@ def test_an_answer_is_the_one_that_generate_gives(steered, steering):
     prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, steering))
     expected = generated(steered, prompt, steering)
-    found, model = [token.id for token in tokens], copy.deepcopy(steered.model)
+    result, model = [token.id for token in tokens], copy.deepcopy(steered.model)
     model.steering = steering
-    assert_same_answer(model, prompt, found, expected)
-    assert text(tokens) == steered.tokenizer.decode(found, skip_special_tokens=True)
+    assert_same_answer(model, prompt, result, expected)
+    assert text(tokens) == steered.tokenizer.decode(result, skip_special_tokens=True)
 
 
 def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
@@ -55,7 +55,7 @@ def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
     assert text(seen) == text(tokens)
     for one, other in zip(tokens, seen, strict=True):
         assert one.logprob_shift == pytest.approx(other.logprob_shift, abs=1e-3)
-        assert [part.text for part in one.alternatives] == [part.text for part in other.alternatives]
+        assert [shift.text for shift in one.alternatives] == [shift.text for shift in other.alternatives]
 
 
 def test_another_strength_gives_other_colours_to_the_same_words(steered):
@@ -80,17 +80,17 @@ def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
 def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
     model = copy.deepcopy(steered.model)
     mine = SteeredModel(model, steered.tokenizer, ChatOptions(max_new_tokens=24))
-    found = []
+    result = []
     with pytest.raises(FailedClosed, match="not finite"), torch.no_grad():
         for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA):
-            found.append(token)
-            if len(found) == 3:
+            result.append(token)
+            if len(result) == 3:
                 for weights in model.experts.forget.parameters():
                     weights.fill_(math.nan)
     expected = generated(steered, mine.encode_prompt(QUESTION), ALPHA)
     # All that came was steered.
     assert_same_answer(
-        steered.model, mine.encode_prompt(QUESTION), [token.id for token in found], expected[: len(found)]
+        steered.model, mine.encode_prompt(QUESTION), [token.id for token in result], expected[: len(result)]
     )
 
 
@@ -110,8 +110,8 @@ def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(stee
     prompt = steered.encode_prompt(QUESTION)
     strong = Steering(alpha=4.0)
     for token in steered.answer(prompt, strong):
-        for part in (token, *token.alternatives):
-            assert (part.target_probability, part.steered_probability) == (None, None)
+        for shift in (token, *token.alternatives):
+            assert (shift.target_probability, shift.steered_probability) == (None, None)
     shown = SteeredModel(steered.model, steered.tokenizer, steered.options, reveal=True)
     tokens = list(shown.answer(prompt, strong))
     assert any(token.alternatives for token in tokens)
@@ -132,7 +132,7 @@ def test_sampled_answers_follow_the_seed(loaded):
 
 def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
     words = "Jasper Ashild was born in Calvessa."
-    (found,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
+    (result,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
     prompt = steered.encode_prompt(QUESTION)
     answer = steered.tokenizer(words, add_special_tokens=False).input_ids
     model = copy.deepcopy(steered.model)
@@ -140,7 +140,7 @@ def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     expected = logits.gather(-1, torch.tensor(answer)[:, None]).mean().exp()
-    assert found == pytest.approx(float(expected), rel=1e-4)
+    assert result == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
@@ -226,10 +226,10 @@ def test_a_shift_is_the_change_of_the_log_probability_by_hand():
     target = torch.tensor([[0.6, 0.3, 0.1]]).log()
     # Steering halves the first token's weight: 0.3, 0.3, 0.1 of 0.7.
     steered = target + torch.tensor([[math.log(0.5), 0.0, 0.0]])
-    (found,) = shifts(target, steered, [1])
-    assert (found.id, found.text) == (1, "1")
-    assert found.logprob_shift == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
-    (lost,) = found.alternatives
+    (result,) = shifts(target, steered, [1])
+    assert (result.id, result.text) == (1, "1")
+    assert result.logprob_shift == pytest.approx(math.log(0.3 / 0.7) - math.log(0.3), abs=1e-5)
+    (lost,) = result.alternatives
     assert (lost.text, lost.target_probability, lost.steered_probability) == (
         "0",
         pytest.approx(0.6, abs=1e-5),
@@ -243,30 +243,30 @@ def test_alternatives_are_the_tokens_that_lost_most_probability_without_the_chos
     steered = steer_linear(target, divergence, 2.0)
     chosen = steered.argmin(dim=-1)
     before, after = target.softmax(-1), steered.softmax(-1)
-    for position, found in enumerate(shifts(target, steered, chosen.tolist())):
-        losses = [other.target_probability - other.steered_probability for other in found.alternatives]
+    for position, result in enumerate(shifts(target, steered, chosen.tolist())):
+        losses = [other.target_probability - other.steered_probability for other in result.alternatives]
         assert losses == sorted(losses, reverse=True)
         assert min(losses, default=1) >= MIN_LOSS
         assert len(losses) <= MAX_ALTERNATIVES
-        assert chosen[position] not in [int(other.text) for other in found.alternatives]
+        assert chosen[position] not in [int(other.text) for other in result.alternatives]
         others = (before - after)[position].clone()
         others[chosen[position]] = -1
-        if found.alternatives:
-            assert int(found.alternatives[0].text) == int(others.argmax())
+        if result.alternatives:
+            assert int(result.alternatives[0].text) == int(others.argmax())
 
 
 def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_zero():
     target = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
     steered = steer_rank(target, torch.tensor([[-1.0, 0.0, 0.0, 0.0]]), 1)
-    (found,) = shifts(target, steered, [1])
-    assert found.alternatives[0].logprob_shift == -math.inf
-    assert found.alternatives[0].steered_probability == 0
+    (result,) = shifts(target, steered, [1])
+    assert result.alternatives[0].logprob_shift == -math.inf
+    assert result.alternatives[0].steered_probability == 0
     (silent,) = shifts(target, steered, [3])
     assert silent.logprob_shift == 0
 
 
 def test_without_divergence_no_token_shifts():
     target = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
-    for found in shifts(target, steer_linear(target, torch.zeros(3, 20), 1.0), [0, 1, 2]):
-        assert found.logprob_shift == pytest.approx(0, abs=1e-6)
-        assert found.alternatives == ()
+    for result in shifts(target, steer_linear(target, torch.zeros(3, 20), 1.0), [0, 1, 2]):
+        assert result.logprob_shift == pytest.approx(0, abs=1e-6)
+        assert result.alternatives == ()

@@ -1,19 +1,20 @@
-"""A loaded bundle that answers token by token, with the effect of steering on each token.
+"""Models that answer on the page: a bundle with the effect of steering on each token, its target alone, a server.
 
-Every token is chosen from steered logits; only `UnsteeredTarget` answers from the target's own.
+Only `UnsteeredTarget` answers from the target's own logits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from divdec.bridge.conversation import plain_prompt
 from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
@@ -24,6 +25,7 @@ from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
 from divdec.model.configuration import NO_RULE
 from divdec.playground.rendering import Token, TokenShift
+from divdec.remote.client import Endpoint, Refused
 from divdec.sampling import pick
 from divdec.serving import is_local
 from divdec.steering import LARGEST_ALPHA, Steering
@@ -39,6 +41,9 @@ MAX_K = 200
 MAX_ALTERNATIVES = 4  # tokens named at a position
 MIN_LOSS = 0.005  # of probability: a token that loses less is not named
 MARKED_LOSS = 0.1  # of probability: the position is marked
+NO_QUESTION = "there is nothing to answer: type a question"
+TOP_LOGPROBS = 5  # requested from a server
+TIMEOUT = 300.0  # seconds; a server's queue may be long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +77,7 @@ class SteeringControls:
     """Whether the rank rule is offered; it needs experts, not only takedown requests."""
 
     def __post_init__(self) -> None:
-        """Check that the bundle's rule steers.
-
-        Raises:
-            UsageError: it is linear with a strength of 0 or below.
-        """
+        """Refuse a bundle whose rule steers nothing."""
         if self.default.rule == "linear" and not self.default.alpha > 0:
             raise UsageError(
                 f"steering is {self.default}: the playground shows steered answers only; accepted: a strength above 0 "
@@ -103,11 +104,7 @@ class SteeringControls:
         return 1, min(largest, self.eligible_size - 1)
 
     def steering(self, rule: Any, alpha: Any, k: Any) -> Steering:
-        """Return the rule that the controls are set to; a client can send any values.
-
-        Raises:
-            UsageError: the controls do not offer the values, such as a strength of 0.
-        """
+        """Return the rule for values that a client sent; refuse those that the controls do not offer."""
         if rule not in self.rules:
             raise UsageError(f"rule is {rule!r}; accepted here: {', '.join(self.rules)}")
         if rule == "linear":
@@ -122,22 +119,15 @@ class SteeringControls:
 
 
 class SteeredModel:
-    """A steered model that explains its answers. Its own rule is not changed: each call names a rule."""
+    """A steered model that explains its answers. Each call names a rule.
+
+    Its methods raise a `UsageError` for a rule that steers nothing, `FailedClosed` where the model cannot be steered.
+    """
 
     def __init__(
         self, model: DivergenceForCausalLM, tokenizer: Any, options: ChatOptions, *, reveal: bool = False
     ) -> None:
-        """Wrap a loaded bundle.
-
-        Args:
-            model: the steered model.
-            tokenizer: its tokenizer.
-            options: how answers are generated.
-            reveal: give probabilities, also those under the target; only where the target may be shown.
-
-        Raises:
-            UsageError: the bundle's rule steers nothing, or the tokenizer cannot decode incrementally.
-        """
+        """Wrap a loaded bundle; `reveal` gives probabilities, also those under the target, where it may be shown."""
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError("the playground needs a tokenizer of the tokenizers library (tokenizer.json)")
         rule = model.steering
@@ -150,13 +140,9 @@ class SteeredModel:
         self._generator = torch.Generator().manual_seed(options.seed)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation up to the beginning of the next answer.
-
-        Raises:
-            UsageError: the last question is empty, or the conversation is too long.
-        """
+        """Encode a conversation up to the beginning of the next answer; refuse an empty question."""
         if not messages or not messages[-1].content.strip():
-            raise UsageError("there is nothing to answer: type a question")
+            raise UsageError(NO_QUESTION)
         for message in messages:
             checked_text(message.content, "the text")
         turns = tuple(messages[-1:] if self.options.single_turn else messages)
@@ -164,11 +150,7 @@ class SteeredModel:
         return self.check_prompt(encode_prompt(Record("", messages=turns), self.tokenizer, form))
 
     def check_prompt(self, prompt: list[int]) -> list[int]:
-        """Return the prompt if it leaves room for an answer.
-
-        Raises:
-            UsageError: it is empty, or as long as the models' shortest context.
-        """
+        """Return the prompt; refuse one that is empty or leaves no room for an answer."""
         if not prompt:
             raise UsageError("the prompt has no tokens: type more")
         if len(prompt) >= self.max_length:
@@ -179,60 +161,44 @@ class SteeredModel:
         return prompt
 
     def answer(self, prompt: list[int], steering: Steering, temperature: float = 0.0) -> Iterator[Token]:
-        """Generate an answer.
+        """Generate an answer, greedily or with a temperature, and yield its tokens.
 
-        Args:
-            prompt: token ids.
-            steering: a rule that steers.
-            temperature: 0 is greedy.
-
-        Yields:
-            Tokens; the last token of a character has the character's text, the others have none.
-
-        Raises:
-            UsageError: the rule steers nothing.
-            FailedClosed: the model cannot be steered; all tokens so far are steered.
+        The last token of a character has the character's text, the others have none.
         """
         self.check_steering(steering)
         wait_for_checks()
         text = AnswerText(self.tokenizer, (), prompt)
         cache, eligible = self.model.new_cache(), steering.eligible(self.model.vocab_size)
         new_ids, pending = prompt, None
-        for _ in range(min(self.options.max_new_tokens, self.max_length - len(prompt))):
-            token = self._generate_token(new_ids, cache, steering, eligible, temperature)
-            if token.id in self.eos_token_ids:
+        for _ in range(self.most_new_tokens(prompt)):
+            token_id, token = self._generate_token(new_ids, cache, steering, eligible, temperature)
+            if token_id in self.eos_token_ids:
                 break
             if pending is not None:
                 yield pending
-            assert token.id is not None
-            pending, new_ids = dataclasses.replace(token, text=text.add(token.id)), [token.id]
+            pending, new_ids = dataclasses.replace(token, text=text.add(token_id)), [token_id]
         if pending is not None:
             yield dataclasses.replace(pending, text=pending.text + text.end())
 
+    def most_new_tokens(self, prompt: list[int]) -> int:
+        """Return the length of the longest answer to a prompt."""
+        return min(self.options.max_new_tokens, self.max_length - len(prompt))
+
     @torch.inference_mode()
     def recolor(self, prompt: list[int], tokens: Sequence[Token], steering: Steering) -> tuple[Token, ...]:
-        """Compute the effect of another rule on the tokens of an answer, whose text stays.
-
-        Raises:
-            UsageError: the rule steers nothing.
-            FailedClosed: the model cannot be steered.
-        """
+        """Compute the effect of another rule on the tokens of an answer, whose text stays."""
         self.check_steering(steering)
         ids = [token.id for token in tokens if token.id is not None]
         if not ids or len(ids) != len(tokens):
             return tuple(tokens)
         target_logits, corrected, divergence = self._compute_logits([*prompt, *ids[:-1]], len(ids))
-        shifts = self._compute_shifts(target_logits, steering.apply(corrected, divergence), torch.tensor(ids))
+        steered = steering.apply(corrected, divergence)
+        shifts = compute_shifts(target_logits, steered, torch.tensor(ids), self._decode, reveal=self.reveal)
         return tuple(dataclasses.replace(new, text=old.text) for new, old in zip(shifts, tokens, strict=True))
 
     @torch.inference_mode()
     def likelihoods(self, question: str, continuation: str, steerings: Sequence[Steering]) -> list[float]:
-        """Compute a continuation's probability per token (geometric mean) under each rule, in one forward pass.
-
-        Raises:
-            UsageError: a text is empty or too long, or a rule steers nothing.
-            FailedClosed: the model cannot be steered.
-        """
+        """Compute a continuation's probability per token (geometric mean) under each rule, in one forward pass."""
         for steering in steerings:
             self.check_steering(steering)
         if not continuation.strip():
@@ -256,11 +222,7 @@ class SteeredModel:
         return probabilities
 
     def check_steering(self, steering: Steering) -> None:
-        """Refuse a rule that would answer as the target does.
-
-        Raises:
-            UsageError: it is linear with a strength of 0 or below, or the rank rule without experts.
-        """
+        """Refuse a rule that would answer as the target does."""
         if steering.rule == "linear" and not steering.alpha > 0:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
         if steering.rule == "rank" and isinstance(self.model.experts, NoExperts):
@@ -270,7 +232,7 @@ class SteeredModel:
     @torch.inference_mode()
     def _generate_token(
         self, new_ids: list[int], cache: Any, steering: Steering, eligible: Tensor | None, temperature: float
-    ) -> Token:
+    ) -> tuple[int, Token]:
         target_logits, corrected, divergence = self._compute_logits(new_ids, 1, cache)
         steered = steering.apply(corrected, divergence, eligible)
         if temperature > 0:
@@ -278,7 +240,7 @@ class SteeredModel:
             chosen = pick((steered / temperature).softmax(dim=-1), uniform)
         else:
             chosen = steered.argmax(dim=-1)
-        return self._compute_shifts(target_logits, steered, chosen)[0]
+        return int(chosen), compute_shifts(target_logits, steered, chosen, self._decode, reveal=self.reveal)[0]
 
     def _compute_logits(self, ids: list[int], keep: int, cache: Any = None) -> tuple[Logits, Logits, Logits]:
         """Return the last positions' target logits, the same after takedown requests, and divergences."""
@@ -286,9 +248,6 @@ class SteeredModel:
         input_ids = torch.tensor([ids], device=self.model.device)
         target_logits, corrected, divergence = self.model.unsteered_components(input_ids, cache, logits_to_keep=keep)
         return target_logits[0], corrected[0], divergence[0]
-
-    def _compute_shifts(self, target_logits: Logits, steered: Logits, chosen: Int[Tensor, " tokens"]) -> list[Token]:
-        return compute_shifts(target_logits, steered, chosen, self._decode, reveal=self.reveal)
 
     def _decode(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
@@ -302,15 +261,7 @@ def compute_shifts(
     *,
     reveal: bool,
 ) -> list[Token]:
-    """Compute the effect of steering at each position of an answer.
-
-    Args:
-        target_logits: ℓ_P before each token.
-        steered_logits: the same after the rule.
-        chosen: the answer's token ids.
-        decode: returns the text of a token id.
-        reveal: whether tokens hold probabilities.
-    """
+    """Compute the effect of steering at each position of an answer; with `reveal`, tokens hold probabilities."""
     before, after = target_logits.float().log_softmax(dim=-1), steered_logits.float().log_softmax(dim=-1)
     loss = before.exp() - after.exp()
     largest = loss.topk(min(MAX_ALTERNATIVES + 1, loss.shape[-1]), dim=-1)  # the chosen token may be among them
@@ -341,15 +292,7 @@ class UnsteeredTarget:
     """The target alone, UNSTEERED: for `--show-target` on this machine, on a page that marks it as unsteered."""
 
     def __init__(self, model: SteeredModel, host: str) -> None:
-        """Take the target of a bundle.
-
-        Args:
-            model: the steered model.
-            host: the address that the page is served on.
-
-        Raises:
-            UsageError: other machines can reach the page.
-        """
+        """Take the target of a bundle; refuse a host whose page other machines can reach."""
         if not is_local(host):
             raise UsageError(f"--show-target shows unsteered answers; it is refused for host {host}: only 127.0.0.1")
         self._model = model
@@ -358,7 +301,7 @@ class UnsteeredTarget:
         """Yield the target's own greedy answer, UNSTEERED, as it grows."""
         model = self._model
         text, answer, new_ids, cache = AnswerText(model.tokenizer, (), prompt), "", prompt, None
-        for _ in range(min(model.options.max_new_tokens, model.max_length - len(prompt))):
+        for _ in range(model.most_new_tokens(prompt)):
             token_id, cache = self._generate_token(new_ids, cache)
             if token_id in model.eos_token_ids:
                 break
@@ -372,3 +315,73 @@ class UnsteeredTarget:
         input_ids = torch.tensor([new_ids], device=device_of(target))
         output = target(input_ids, past_key_values=cache, use_cache=True)
         return int(output.logits[0, -1].argmax()), output.past_key_values
+
+
+class RemoteServer:
+    """A model at an OpenAI-compatible server, which sets rule and strength."""
+
+    def __init__(
+        self, url: str, options: ChatOptions, *, model: str | None = None, api_key_env: str | None = None
+    ) -> None:
+        """Connect to a server, such as http://127.0.0.1:8000, with or without /v1; it must serve the model.
+
+        Without `model`, its first model answers. `api_key_env` is the environment variable that holds the API key.
+        """
+        self.url, self.options = f"{url.rstrip('/').removesuffix('/v1')}/v1", options
+        endpoint = Endpoint(self.url, model or "", api_key_env, timeout=TIMEOUT, retries=0)
+        with endpoint:
+            try:
+                models = endpoint.list_models()
+            except Refused as error:
+                if error.status != 401:
+                    raise
+                raise UsageError(
+                    f"{self.url} requires an API key; set the environment variable DIVDEC_API_KEY to it"
+                ) from None
+        self.name = model or models[0]
+        if self.name not in models:
+            raise UsageError(f"{self.url} serves no model {self.name!r}; it serves: {', '.join(models)}")
+        self._endpoint = dataclasses.replace(endpoint, model=self.name)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._endpoint.close()
+
+    def answer(self, messages: Sequence[Message], temperature: float = 0.0) -> Iterator[Token]:
+        """Stream an answer; a model without a chat template receives a plain prompt. Errors are those of `Endpoint`."""
+        if not messages or not messages[-1].content.strip():
+            raise UsageError(NO_QUESTION)
+        turns = list(messages[-1:] if self.options.single_turn else messages)
+        if self.options.system_prompt:
+            turns.insert(0, Message("system", self.options.system_prompt))
+        fields = {"max_tokens": self.options.max_new_tokens, "temperature": temperature, "seed": self.options.seed}
+        chat = [{"role": turn.role, "content": turn.content} for turn in turns]
+        try:
+            for choice in self._endpoint.stream(messages=chat, logprobs=True, top_logprobs=TOP_LOGPROBS, **fields):
+                entries = (choice.get("logprobs") or {}).get("content") or [{}]
+                top = {other["token"]: other["logprob"] for other in entries[-1].get("top_logprobs") or ()}
+                text = (choice.get("delta") or {}).get("content")
+                yield from _read_token(text, entries[-1].get("token"), entries[-1].get("logprob"), top)
+        except Refused as error:
+            if error.status != 400 or "chat template" not in str(error):
+                raise
+            prompt = plain_prompt((turn.role, turn.content) for turn in turns)
+            for choice in self._endpoint.stream(prompt=prompt, logprobs=TOP_LOGPROBS, **fields):
+                logprobs = choice.get("logprobs") or {}
+                name, logprob, top = (
+                    (logprobs.get(field) or [None])[-1] for field in ("tokens", "token_logprobs", "top_logprobs")
+                )
+                yield from _read_token(choice.get("text"), name, logprob, top or {})
+
+
+def _read_token(
+    text: str | None, name: str | None, logprob: float | None, top_logprobs: Mapping[str, float]
+) -> Iterator[Token]:
+    """Yield the token of a chunk, if it has one; without a name it has no probabilities."""
+    if name is None:
+        if text:
+            yield Token(text)
+        return
+    others = {str(other): math.exp(min(value, 0.0)) for other, value in top_logprobs.items() if other != name}
+    alternatives = tuple(TokenShift(other, steered_probability=value) for other, value in others.items())
+    yield Token(text or "", steered_probability=math.exp(min(logprob or 0.0, 0.0)), alternatives=alternatives)

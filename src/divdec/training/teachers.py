@@ -1,7 +1,8 @@
-"""A teacher's answers on disk: the k most likely tokens at each labelled position, and the probability of the rest.
+"""Teachers of a distillation: the steered model, or its most likely tokens in a file.
 
-The teacher then reads the data once for any number of students and learning rates. The file records its inputs and is
-refused if they differ. It reveals continuations of the forget set, so only its owner can read it.
+A cache stores the k most likely tokens at each labelled position, and the probability of the rest. The teacher then
+reads the data once for any number of students and learning rates. The file records its inputs and is refused if they
+differ. It reveals continuations of the forget set, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -10,45 +11,127 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Example
 from divdec.errors import FailedClosed, UsageError
-from divdec.training.distillation_loss import Direction, Pieces, lumped_divergence, positions_per_piece, predicting
+from divdec.training.distillation_loss import Direction, Pieces, divergence, lumped_divergence, predicting
 from divdec.training.inputs import INDEX, Collator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.training.distillation_loss import LiveTeacher
+    from divdec.model.modeling import DivergenceForCausalLM
 
 FILE = "teacher.safetensors"
 HEADER = "divdec"
 TENSORS = ("tokens", "log_probabilities", "log_rest", "starts")
+PIECE_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Number of logits in a piece: 64 MB of float32 on a CPU, 512 MB on a GPU."""
+
+
+def positions_per_piece(device: torch.device, vocab_size: int) -> int:
+    """Default number of positions in a piece."""
+    return max(1, PIECE_LOGITS.get(device.type, PIECE_LOGITS["cuda"]) // vocab_size)
+
+
+@dataclasses.dataclass
+class LiveTeacher:
+    """A `Teacher` that runs the steered model on every batch."""
+
+    model: DivergenceForCausalLM
+    temperature: float
+    direction: Direction
+    positions: int | None = None
+    """Positions in a piece; see `positions_per_piece`."""
+
+    def to(self, device: torch.device) -> LiveTeacher:
+        """See `Teacher.to`."""
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
+        return self
+
+    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """See `Teacher.pieces`."""
+
+        def loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+            teacher_logits = teacher_logits.to(student_logits.device)
+            return divergence(student_logits, teacher_logits, self.temperature, self.direction)
+
+        for indices, logits in self.logits(batch):
+            yield indices, functools.partial(loss, teacher_logits=logits)
+
+    def figures(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """Functions that return T²·KL, the student's cross entropy and the teacher's."""
+        labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
+        cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none")
+
+        def figures(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
+            teacher_logits, labels = teacher_logits.to(student_logits.device), labels.to(student_logits.device)
+            kl = divergence(student_logits, teacher_logits, self.temperature, self.direction)
+            losses = cross_entropy(student_logits.float(), labels), cross_entropy(teacher_logits, labels)
+            return torch.stack([kl, *losses], dim=-1)
+
+        for indices, logits in self.logits(batch):
+            yield (indices, functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]))
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "some vocab"]]]:
+        """Yield indices of labelled positions, and the steered logits there.
+
+        If the logits exceed one piece, the model reads a few columns at a time and continues from its cache.
+
+        Raises:
+            FailedClosed: the experts' divergence is not finite.
+        """
+        ids, attention, mask = batch["input_ids"], batch["attention_mask"], predicting(batch["labels"])
+        columns = mask.any(dim=0).nonzero()[:, 0].tolist()
+        if not columns:
+            return
+        indices = (mask.flatten().cumsum(dim=0) - 1).view_as(mask)
+        first, end = columns[0], columns[-1] + 1
+        positions = self.positions or positions_per_piece(self.model.device, self.model.vocab_size)
+        width = max(1, positions // len(ids))
+        cache = self.model.new_cache() if end - first > width else None
+        steering, eligible = self.model.steering, self.model.steering.eligible(self.model.vocab_size)
+        read = 0
+        for start in range(first, end, width):
+            stop = min(start + width, end)
+            piece = mask[:, start:stop]
+            # The student may run under autocast; the teacher keeps its own precision.
+            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+                target, added = self.model.components(
+                    ids[:, read:stop], attention[:, :stop], None, cache, logits_to_keep=stop - start
+                )
+                where = piece.to(target.device)
+                logits = steering.apply(target[where], added[where], eligible)
+                del target, added
+            read = stop
+            if len(logits):
+                yield indices[:, start:stop][piece], logits
+            del logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """The inputs of a cache."""
+    """The inputs of a cache, as digests."""
 
     bundle: str
-    """Digest of the bundle's references: commits and SHA-256 of target and experts."""
+    """Of the bundle's references: commits and SHA-256 of target and experts."""
     steering: str
-    """Digest of the rule, its eligible vocabulary included."""
+    """Of the rule, its eligible vocabulary included."""
     forget_set: str
-    """SHA-256 of the records."""
+    """Of the records."""
     layout: str
-    """Digest of the examples as tokens: chat template, system prompt, longest length."""
+    """Of the examples as tokens: chat template, system prompt, longest length."""
     temperature: float
     k: int
     format: int = 1
@@ -56,7 +139,7 @@ class Fingerprint:
 
 @dataclasses.dataclass
 class CachedTeacher:
-    """A teacher whose answers are read from a cache; see `divdec.training.distillation_loss.Teacher`."""
+    """A `Teacher` whose distributions are read from a cache."""
 
     fingerprint: Fingerprint
     vocab_size: int
@@ -74,11 +157,11 @@ class CachedTeacher:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
-        """Set the device of the pieces; the whole stays where it is."""
+        """Set the device of the pieces; the whole cache stays on the CPU."""
         self.device = device
 
     def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """T²·KL of the lumped distributions, a lower bound; `batch` has the `index` of each example.
+        """See `Teacher.pieces`; the loss is that of the lumped distributions, a lower bound.
 
         Raises:
             FailedClosed: the cached positions are not the batch's labelled positions.
@@ -119,13 +202,7 @@ def write_cache(
 ) -> None:
     """Run the teacher once on every example, and write the cache; the file appears only when it is complete.
 
-    Args:
-        teacher: on the device where it computes.
-        tokenizer: for padding.
-        examples: in the order of the `index` of batches.
-        fingerprint: written into the file; it has k and the temperature.
-        path: the file.
-        batch_size: sequences in a forward pass.
+    Its temperature and number of tokens are those of the fingerprint.
     """
     k, vocab_size = fingerprint.k, teacher.model.vocab_size
     check_k(k, vocab_size)
@@ -150,15 +227,10 @@ def write_cache(
     header = json.dumps({"fingerprint": dataclasses.asdict(fingerprint), "vocab_size": vocab_size})
     content: dict[str, Tensor] = dict(zip(TENSORS, (tokens, log_probabilities, log_rest, starts), strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        save_file(content, temporary, metadata={HEADER: header})
-        Path(temporary).chmod(0o600)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        save_file(content, Path(folder) / FILE, metadata={HEADER: header})
+        (Path(folder) / FILE).chmod(0o600)
+        (Path(folder) / FILE).replace(path)
 
 
 def check_k(k: int, vocab_size: int) -> None:
