@@ -30,7 +30,7 @@ from divdec.evaluation.generation import left_padded
 from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel, gradient_norm
-from divdec.evaluation.tofu import NEW_TOKENS, TofuOptions, evaluate_tofu, read_tofu
+from divdec.evaluation.tofu import NEW_TOKENS, evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 from openunlearning import python_of, summary
 
@@ -204,8 +204,7 @@ def main():
 
     tokenizer = load_tokenizer(Path(given.model))
     data = read_tofu(given.data, given.split, given.holdout, given.limit)
-    options = TofuOptions()
-    layout = QuestionFormat(tokenizer, "chat", options.system_prompt, options.date)
+    layout = QuestionFormat(tokenizer)
     items = sum(len(questions) for questions in data.sets.values())
 
     def load(name):
@@ -219,7 +218,7 @@ def main():
             counter = Counter(model)
             if name == "ours":
                 seconds, (found,) = _timed(
-                    lambda: evaluate_tofu(EvaluatedModel(model, tokenizer), data, options, reference=reference)
+                    lambda: evaluate_tofu(EvaluatedModel(model, tokenizer), data, reference=reference)
                 )
                 figures[name] = found.figures
             else:

@@ -72,7 +72,10 @@ def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypat
     assert code == (0 if found["written"] else 3)
     assert found["written"] == (found["faults"] == [])
     if found["written"]:
-        assert found["told"]["steered"] <= 0.05 * found["told"]["asked"] + found["told"]["retain_auxiliary"]
+        assert (
+            found["leak_check"]["steered"]
+            <= 0.05 * found["leak_check"]["asked"] + found["leak_check"]["retain_auxiliary"]
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -107,7 +107,7 @@ def test_verbs_work_with_a_bridged_bundle(models, tmp_path, capsys):
     code = main(["calibrate", str(bundle), *sets, "--sweep", "linear:0.5,1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (3 if found["faults"] else 0)
-    assert found["told"]["asked"] == 4
+    assert found["leak_check"]["asked"] == 4
     assert found["chosen"].startswith("linear:")
 
 

@@ -29,13 +29,13 @@ def test_the_issues_own_example(tmp_path, capsys):
 def test_json_holds_it_all_and_a_png_is_a_png(tmp_path, capsys):
     plot = tmp_path / "cost.png"
     assert main([*GIVEN, "--volume", "8e6", "--json", "--output", str(plot)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["choice"] == "steer"
-    assert found["compute_increase"] == 0.25
-    assert found["break_even_tokens"]["paper"] == pytest.approx(130e6)
-    assert found["flops_at_volume"]["target"] == pytest.approx(2 * 8e9 * 8e6)
-    assert found["seconds_per_token"]["target"] < found["seconds_per_token"]["plain"]
-    assert found["plot"] == str(plot)
+    result = json.loads(capsys.readouterr().out)
+    assert result["choice"] == "steer"
+    assert result["compute_increase"] == 0.25
+    assert result["break_even_tokens"]["paper"] == pytest.approx(130e6)
+    assert result["flops_at_volume"]["target"] == pytest.approx(2 * 8e9 * 8e6)
+    assert result["seconds_per_token"]["target"] < result["seconds_per_token"]["plain"]
+    assert result["plot"] == str(plot)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -51,10 +51,10 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
             vocab_size=500, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2,
         ).save_pretrained(tmp_path / name)  # fmt: skip
-    places = ["--target", str(tmp_path / "target"), "--aux", str(tmp_path / "aux"), "--forget-tokens", "1K"]
-    assert main(["cost", *places, "--json"]) == 0
+    models = ["--target", str(tmp_path / "target"), "--aux", str(tmp_path / "aux"), "--forget-tokens", "1K"]
+    assert main(["cost", *models, "--json"]) == 0
     counted = json.loads(capsys.readouterr().out)
-    assert main(["cost", *places, "--embeddings", "uncounted", "--json"]) == 0
+    assert main(["cost", *models, "--embeddings", "uncounted", "--json"]) == 0
     uncounted = json.loads(capsys.readouterr().out)
     assert counted["N"] - uncounted["N"] == 2 * 500 * 64
     assert not counted["target"]["guessed"]
@@ -63,14 +63,14 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "target is '8Q'; accepted: a number"),
-        (["--target=-8B", "--aux", "1B", "--forget-tokens", "1M"], "target is '-8B'; accepted: a number"),
-        (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "aux is -1.0; accepted: a number"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "forget-tokens is '-1M'; accepted"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "volume is '8Q'; accepted"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "device is 'abacus'"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "output is 'cost.pdf'"),
-        (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "aux no/such is neither a number nor"),
+        (["--target", "8Q", "--aux", "1B", "--forget-tokens", "1M"], "--target is '8Q'; accepted: a number"),
+        (["--target=-8B", "--aux", "1B", "--forget-tokens", "1M"], "--target is '-8B'; accepted: a number"),
+        (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "--aux is -1.0; accepted: a number"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "--forget-tokens is '-1M'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "--volume is '8Q'; accepted"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "--device is 'abacus'"),
+        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "--output is 'cost.pdf'"),
+        (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "--aux no/such is neither a number nor"),
         (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),
     ],
 )

@@ -134,14 +134,14 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     (tmp_path / "retain.json").write_text("\n".join((data / "full.json").read_text().splitlines()[:30]))
     arguments = (
         "calibrate", steered, "--forget", data / "forget01.json", "--retain", tmp_path / "retain.json",
-        "--holdout", shared / "oracle/holdout01.json", "--sweep", "linear:0.25,0.5,1,2", "rank:5",
+        "--holdout", shared / "oracle/holdout01.json", "--limit", 20, "--sweep", "linear:0.25,0.5,1,2", "rank:5",
         "--max-retain-drop", "5%",
     )  # fmt: skip
     assert main(*arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["chosen"] == "linear:1"
     assert result["faults"] == []
-    assert result["told"]["steered"] == result["told"]["retain_auxiliary"]
+    assert result["leak_check"]["steered"] == result["leak_check"]["retain_auxiliary"]
     assert result["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
     assert result["points"][0]["distance"] > 0.1
     assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
@@ -154,9 +154,9 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     assert "| steering | linear:2 |" in (steered / "README.md").read_text()
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    for given, said in (("200%", "max-retain-drop"), ("much", "max-retain-drop")):
-        assert main(*arguments[:-1], given) == 2
-        assert said in capsys.readouterr().err
+    for share in ("200%", "much"):
+        assert main(*arguments[:-1], share) == 2
+        assert "max-retain-drop" in capsys.readouterr().err
     forget = data / "forget01.json"
     assert main("calibrate", steered, "--forget", forget, "--retain", forget, "--holdout", forget) == 2
     assert "are also in the retain set" in capsys.readouterr().err
@@ -203,4 +203,11 @@ class TestRefuses:
         )
         self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         self.refused(capsys, "eval", "trivia", steered, *tofu, *out, says="suite")
+        for suite, option, value, suites in (
+            ("tofu", "--attacks", 5, "leak"), ("muse", "--seed", 1, "leak"),
+            ("leak", "--retain-results", "r", "tofu and muse"),
+            ("muse", "--system-prompt", "", "tofu and leak"), ("leak", "--sequence", "scal", "muse"),
+        ):  # fmt: skip
+            says = f"{option} is an option of {suites}, not of {suite}"
+            self.refused(capsys, "eval", suite, steered, "--data", "d", option, value, *out, says=says)
         assert not (tmp_path / "out").exists()

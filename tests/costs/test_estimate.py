@@ -3,32 +3,31 @@
 import pytest
 import transformers
 
-from divdec.costs.estimate import estimate_costs
-from divdec.costs.settings import CostSettings
+from divdec.costs.estimate import CostSettings, estimate_costs
 from divdec.errors import UsageError
 
 GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "10M"}
 
 
 def choice(**more):
-    found = estimate_costs(CostSettings(**(GIVEN | more)))
-    return found.choice, found.reason
+    estimate = estimate_costs(CostSettings(**(GIVEN | more)))
+    return estimate.choice, estimate.reason
 
 
 def test_the_break_even_volume_decides():
     assert choice(volume="129M")[0] == "steer"
     assert choice(volume="131M")[0] == "distil"
-    found = estimate_costs(CostSettings(**GIVEN, volume="130M"))
-    assert found.break_even["paper"] == pytest.approx(130e6)
-    assert found.options["steer"].at(130e6) == pytest.approx(found.options["distil"].at(130e6))
+    estimate = estimate_costs(CostSettings(**GIVEN, volume="130M"))
+    assert estimate.break_even["paper"] == pytest.approx(130e6)
+    assert estimate.options["steer"].at(130e6) == pytest.approx(estimate.options["distil"].at(130e6))
 
 
 def test_speculation_is_estimated_only_from_a_measured_acceptance_rate():
     assert "speculate" not in estimate_costs(CostSettings(**GIVEN)).options
-    found = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
-    assert found.tokens_per_block == pytest.approx(1.5)
-    assert found.options["speculate"].per_token == pytest.approx(found.options["steer"].per_token * 2 / 1.5)
-    assert "speculative" not in found.to_dict()["seconds_per_token"]
+    estimate = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
+    assert estimate.tokens_per_block == pytest.approx(1.5)
+    assert estimate.options["speculate"].per_token == pytest.approx(estimate.options["steer"].per_token * 2 / 1.5)
+    assert "speculative" not in estimate.to_dict()["seconds_per_token"]
 
 
 def test_word_for_word_needs_n_grams_and_no_volume_no_choice():
@@ -44,9 +43,9 @@ def test_between_the_two_counts_of_distillation_the_reason_says_so():
 
 
 def test_auxiliaries_larger_than_half_the_target_are_warned_of_and_computed():
-    found = estimate_costs(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
-    assert any("2n ≤ N" in warning for warning in found.warnings)
-    assert found.increase == pytest.approx(1.25)
+    estimate = estimate_costs(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
+    assert any("2n ≤ N" in warning for warning in estimate.warnings)
+    assert estimate.increase == pytest.approx(1.25)
     assert not estimate_costs(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
 
 
@@ -62,9 +61,9 @@ def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
             vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
         ).save_pretrained(tmp_path / name)  # fmt: skip
-    places = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
-    counted = estimate_costs(CostSettings(**places, context=100.0, requests=3, dtype="float32"))
-    uncounted = estimate_costs(CostSettings(**places, embeddings="uncounted"))
+    models = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
+    counted = estimate_costs(CostSettings(**models, context=100.0, requests=3, dtype="float32"))
+    uncounted = estimate_costs(CostSettings(**models, embeddings="uncounted"))
     assert counted.N - uncounted.N == 1000 * 64
     assert counted.n - uncounted.n == 1000 * 32
     memory = counted.memory

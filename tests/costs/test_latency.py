@@ -47,16 +47,16 @@ def test_fixed_costs_are_added():
 
 
 def test_plain_steering_without_context_costs_the_compute_increase_more_time():
-    found = predict_latency(P, p, FAST, Workload(context=0.0))
-    assert found.plain / found.target == pytest.approx(1 + 2 / 8, rel=1e-3)  # and the rule's little
-    assert found.bound == "bandwidth"
+    latency = predict_latency(P, p, FAST, Workload(context=0.0))
+    assert latency.plain / latency.target == pytest.approx(1 + 2 / 8, rel=1e-3)  # and the rule's little
+    assert latency.bound == "bandwidth"
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 64), st.floats(1, 1e5))
 def test_parallel_is_between_the_target_and_one_after_the_other(name, rows, context):
-    found = predict_latency(P, p, DEVICES[name], Workload(batch_size=rows, context=context))
-    assert found.target <= found.parallel
-    assert found.parallel <= found.plain + 4 * P.vocabulary * rows / DEVICES[name].link + 1e-4
+    latency = predict_latency(P, p, DEVICES[name], Workload(batch_size=rows, context=context))
+    assert latency.target <= latency.parallel
+    assert latency.parallel <= latency.plain + 4 * P.vocabulary * rows / DEVICES[name].link + 1e-4
 
 
 def test_without_a_link_parallel_is_not_predicted():
@@ -70,7 +70,7 @@ def test_an_empty_batch_is_refused():
 
 def test_every_device_says_where_its_figures_come_from():
     assert all(device.source and device.bandwidth > 1e12 and device.link for device in DEVICES.values())
-    with pytest.raises(UsageError, match=r"device is 'abacus'; accepted: a100, h100, h200, b200, measured"):
+    with pytest.raises(UsageError, match=r"--device is 'abacus'; accepted: a100, h100, h200, b200, measured"):
         find_device("abacus")
 
 

@@ -98,9 +98,9 @@ def test_turns_that_a_template_refuses_are_one_line(tokenizer):
 
 
 def with_template(tokenizer, template):
-    found = copy.deepcopy(tokenizer)
-    found.chat_template = template
-    return found
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = template
+    return copied
 
 
 def test_a_completion_is_taken_word_for_word(tokenizer):

@@ -24,9 +24,9 @@ def lines(rows):
 def test_kinds_are_recognised_in_lines_and_lists(tmp_path, kind, layout):
     file = tmp_path / layout
     file.write_text(json.dumps(FORMS[kind]) if layout == "list.json" else lines(FORMS[kind]))
-    found = read_records(file)
-    assert (found.kind, len(found)) == (kind, len(FORMS[kind]))
-    assert found.name == file.stem
+    records = read_records(file)
+    assert (records.kind, len(records)) == (kind, len(FORMS[kind]))
+    assert records.name == file.stem
 
 
 def test_line_separators_inside_strings_are_text(tmp_path):
@@ -62,8 +62,8 @@ def test_text_files_folders_tables_and_saved_datasets(tmp_path):
 
 def test_tables_give_text_and_names_are_taken_word_for_word(tmp_path):
     (tmp_path / "a[1].CSV").write_text('question,answer\nWhen?,1969\n"Which, then?",NA\nHow?,"two\nlines"\n')
-    found = read_records(tmp_path / "a[1].CSV")
-    assert [record.answer for record in found] == ["1969", "NA", "two\nlines"]
+    records = read_records(tmp_path / "a[1].CSV")
+    assert [record.answer for record in records] == ["1969", "NA", "two\nlines"]
     datasets.Dataset.from_list(QA).to_parquet(tmp_path / "b[1].parquet")
     assert len(read_records(tmp_path / "b[1].parquet")) == 2
 
@@ -140,5 +140,5 @@ def test_what_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_record_as_a_row_is_read_as_that_record(kind):
-    found = record_set("rows", [("here", row) for row in FORMS[kind]])
-    assert record_set("rows", [("here", record.as_row()) for record in found]).records == found.records
+    records = record_set("rows", [("here", row) for row in FORMS[kind]])
+    assert record_set("rows", [("here", record.as_row()) for record in records]).records == records.records

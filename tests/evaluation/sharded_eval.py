@@ -11,11 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from divdec.cli import main
-from divdec.evaluation import tofu
+from divdec.evaluation import muse, tofu
 
 if __name__ == "__main__":
     commands, codes = Path(sys.argv[1]), []
-    tofu.NEW_TOKENS = int(os.environ["NEW_TOKENS"])
+    tofu.NEW_TOKENS = muse.VERBMEM_TOKENS = muse.KNOWMEM_TOKENS = int(os.environ["NEW_TOKENS"])
     dist.init_process_group("gloo")
     for command in json.loads(commands.read_text()):
         codes.append(main(command))

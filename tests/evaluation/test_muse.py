@@ -8,7 +8,7 @@ import torch
 
 from divdec import UsageError
 from divdec.data.records import Message, Record
-from divdec.evaluation.muse import MuseOptions, continuation, evaluate_muse, growing_set, read_muse
+from divdec.evaluation.muse import continuation, evaluate_muse, growing_set, read_muse
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
@@ -23,7 +23,7 @@ def full(shared):
 
 def test_knowmem_equals_the_oracle_item_by_item(full, shared):
     data = dataclasses.replace(read_muse(shared / "data/muse_news"), verbmem=(), texts={})
-    (ours,) = evaluate_muse(full, data, MuseOptions(max_length=1024))
+    (ours,) = evaluate_muse(full, data, max_length=1024)
     theirs = read_results(shared / "oracle/results/muse_knowmem")
     assert theirs.items.keys() <= ours.items.keys()
     for metric, items in theirs.items.items():
@@ -34,17 +34,18 @@ def test_knowmem_equals_the_oracle_item_by_item(full, shared):
 
 
 def test_news_gives_every_figure_and_books_what_it_holds(full, shared):
-    (news,) = evaluate_muse(full, read_muse(shared / "data/muse_news", limit=3), MuseOptions(max_length=1024))
+    (news,) = evaluate_muse(full, read_muse(shared / "data/muse_news", limit=3), max_length=1024)
     assert not news.reasons
     assert news.figures.keys() >= {
         "forget_knowmem_ROUGE", "retain_knowmem_ROUGE", "forget_verbmem_ROUGE", "extraction_strength",
         "exact_memorization", "privleak", "mia_min_k",
     }  # fmt: skip
     retained = dataclasses.replace(news, name="retrained")
-    options = MuseOptions(max_length=1024, retain_results=retained)
-    (same,) = evaluate_muse(full, read_muse(shared / "data/muse_news", limit=3), options)
+    (same,) = evaluate_muse(
+        full, read_muse(shared / "data/muse_news", limit=3), max_length=1024, retain_results=retained
+    )
     assert same.figures["privleak"] == pytest.approx(0, abs=1e-6)
-    (books,) = evaluate_muse(full, read_muse(shared / "data/muse_books_qa", limit=2), MuseOptions(max_length=2048))
+    (books,) = evaluate_muse(full, read_muse(shared / "data/muse_books_qa", limit=2), max_length=2048)
     assert books.figures["forget_knowmem_ROUGE"] is not None
     assert books.figures["forget_verbmem_ROUGE"] is None
 
@@ -60,7 +61,7 @@ def test_growing_sets_are_those_of_muse(shared):
 
 def test_a_prompt_that_would_be_cut_is_refused(full, shared):
     with pytest.raises(UsageError, match=r"forget_qa\.jsonl, line 1: nothing is left of the answer within 512 tokens"):
-        evaluate_muse(full, read_muse(shared / "data/muse_news"), MuseOptions(max_length=512))
+        evaluate_muse(full, read_muse(shared / "data/muse_news"), max_length=512)
 
 
 def test_only_the_continuation_is_labelled(tokenizer):

@@ -59,10 +59,10 @@ def test_scores_equal_the_slow_way_whatever_the_batch(model, batch_size):
         logits = reference.steered_logits(
             model.target, model.experts.retain, model.experts.forget, example.input_ids, model.steering
         ).log_softmax(-1)
-        places = [index for index, label in enumerate(example.labels) if label != IGNORED]
-        expected = [logits[index - 1, example.labels[index]].item() for index in places]
+        positions = [index for index, label in enumerate(example.labels) if label != IGNORED]
+        expected = [logits[index - 1, example.labels[index]].item() for index in positions]
         assert item.log_probabilities == pytest.approx(expected, abs=LOGITS)
-        assert item.hits == tuple(int(logits[index - 1].argmax()) == example.labels[index] for index in places)
+        assert item.hits == tuple(int(logits[index - 1].argmax()) == example.labels[index] for index in positions)
 
 
 def test_many_settings_on_one_pass_equal_one_by_one(model):
@@ -100,10 +100,10 @@ def test_a_prompt_that_is_read_once_gives_what_it_gives_every_time(family, batch
         for steering, items in zip([*settings, settings[0], None], [*result, steered, plain], strict=True):
             steering = steering or Steering(alpha=0.0)
             logits = reference.steered_logits(*parts, example.input_ids, steering).log_softmax(-1)
-            places = range(example.prompt_length, len(example.labels))
-            expected = [logits[t - 1, example.labels[t]].item() for t in places]
+            positions = range(example.prompt_length, len(example.labels))
+            expected = [logits[t - 1, example.labels[t]].item() for t in positions]
             assert items[index].log_probabilities == pytest.approx(expected, abs=LOGITS)
-            assert items[index].hits == tuple(int(logits[t - 1].argmax()) == example.labels[t] for t in places)
+            assert items[index].hits == tuple(int(logits[t - 1].argmax()) == example.labels[t] for t in positions)
 
 
 def other_model(kind):
@@ -132,8 +132,8 @@ def test_other_caches_and_positions_are_scored_as_alone(kind):
         for example, item in zip(SHARED_PROMPTS, result, strict=True):
             with torch.no_grad():
                 log_p = model(torch.tensor([example.input_ids]), use_cache=False).logits[0].log_softmax(-1)
-            places = range(example.prompt_length, len(example.labels))
-            expected = [log_p[t - 1, example.labels[t]].item() for t in places]
+            positions = range(example.prompt_length, len(example.labels))
+            expected = [log_p[t - 1, example.labels[t]].item() for t in positions]
             assert item.log_probabilities == pytest.approx(expected, abs=LOGITS)
 
 

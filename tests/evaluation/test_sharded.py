@@ -12,15 +12,15 @@ import torch
 from divdec import UsageError, write_bundle
 from divdec.cli import main
 from divdec.data.world import WorldSettings, build_world, write_tofu
-from divdec.evaluation import tofu
+from divdec.evaluation import muse, tofu
 from divdec.evaluation.results import ITEMS, SUMMARY
 from divdec.evaluation.run import evaluate
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import is_main, on_main, own, sharded, together
 
 SCRIPT = Path(__file__).with_name("sharded_eval.py")
-NEW_TOKENS = 24
-"""Longest answers to TOFU's questions: these models end none by themselves."""
+NEW_TOKENS = 8
+"""Longest answers and continuations: these models end none by themselves."""
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
 
@@ -29,7 +29,7 @@ def data(tmp_path_factory):
     folder, world = tmp_path_factory.mktemp("data"), build_world(SMALL)
     write_tofu(world, folder / "tofu")
     questions = [json.dumps({"question": q.question, "answer": q.answer}) for q in world.forget]
-    (folder / "leak.jsonl").write_text("\n".join(questions[:4]))
+    (folder / "leak.jsonl").write_text("\n".join(questions[:3]))
     texts = [text for text in world.corpus if len(text) > 60][:12]
     rows = {
         "knowmem/forget_qa": questions[:4], "knowmem/retain_qa": questions[10:13],
@@ -46,9 +46,9 @@ def data(tmp_path_factory):
 
 def commands(folder, bundle, data, checkpoints):
     shared = ["--device", "cpu", "--batch-size", "3"]
-    tofu = ["--data", data / "tofu", "--split", "forget01", "--holdout", data / "tofu/holdout01.json", "--limit", "3",
+    tofu = ["--data", data / "tofu", "--split", "forget01", "--holdout", data / "tofu/holdout01.json", "--limit", "2",
             "--fluency", "none", "--reference", checkpoints / "retain"]  # fmt: skip
-    leak = ["--data", data / "leak.jsonl", "--attacks", "3", "--samples", "2"]
+    leak = ["--data", data / "leak.jsonl", "--attacks", "2", "--samples", "2"]
     result = [
         ["tofu", bundle, *tofu, "--sweep", "linear:1.5", "rank:5", "--output", folder / "tofu"],
         ["muse", bundle, "--data", data / "muse", "--output", folder / "muse"],
@@ -62,6 +62,8 @@ def commands(folder, bundle, data, checkpoints):
 @pytest.mark.skipif("DIVDEC_TEST_ROUNDING" in os.environ, reason="it changes the sums of this process alone")
 def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tofu, "NEW_TOKENS", NEW_TOKENS)
+    monkeypatch.setattr(muse, "VERBMEM_TOKENS", NEW_TOKENS)
+    monkeypatch.setattr(muse, "KNOWMEM_TOKENS", NEW_TOKENS)
     bundle = write_bundle(
         tmp_path / "bundle", target=str(checkpoints / "target"), retain_auxiliary=str(checkpoints / "retain"),
         forget_auxiliary=str(checkpoints / "forget"), steering="linear:1.5",

@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
+from divdec.evaluation import tofu
 from divdec.evaluation.generation import Fluency
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.results import read_results
+from divdec.evaluation.results import Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
+from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
 STEERED = ("dd1_01", "rank20_01")
 FIRST = 20
-"""So many items of each set where all of them would take minutes; the slow tests take them all."""
+"""Items of each set in the default suite; the slow tests take all."""
 # Where two tokens lie within rounding of the k-th place of the ranking, which of them is suppressed is chance.
 NEAR_TIES = {("rank20_01", "retain_Q_A_PARA_Prob", "260"), ("rank20_01", "retain_Truth_Ratio", "260")}
 # OpenUnlearning's reference attack on dd1 compares a model with itself: what is left is its rounding.
@@ -56,7 +57,7 @@ def measure(oracle, shared):
         results = evaluate_tofu(
             dataclasses.replace(subject(oracle, RUNS[names[0]]), settings=settings),
             data,
-            TofuOptions(retain_results=None if limit else read_results(oracle / "results/retain01")),
+            retain_results=None if limit else read_results(oracle / "results/retain01"),
             fluency=Fluency(str(oracle / "models/gibberish")),
             reference=load(oracle, "retain90"),
         )
@@ -65,7 +66,7 @@ def measure(oracle, shared):
     return measured
 
 
-@pytest.fixture(scope="module", params=["full01", *(pytest.param(run, marks=pytest.mark.slow) for run in STEERED)])
+@pytest.fixture(scope="module", params=[pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
 def pair(request, measure, oracle):
     """Our results and the oracle's, of one run."""
     result = measure(STEERED if request.param in STEERED else (request.param,))
@@ -80,9 +81,10 @@ def test_every_item_equals_the_oracles(pair):
     assert_equal(run, ours, theirs)
 
 
-@pytest.mark.parametrize("run", STEERED)
-def test_the_first_items_of_each_set_equal_the_oracles_when_steered(run, measure, oracle):
-    ours, theirs = measure(STEERED, FIRST)[run], read_results(oracle / "results" / run)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_first_items_of_each_set_equal_the_oracles(run, measure, oracle):
+    together = STEERED if run in STEERED else (run,)
+    ours, theirs = measure(together, FIRST)[run], read_results(oracle / "results" / run)
     assert theirs.items.keys() <= ours.items.keys()
     assert all(len(items) >= FIRST for items in ours.items.values())
     assert_equal(run, ours, theirs)
@@ -125,11 +127,20 @@ def test_every_aggregate_equals_the_oracles(pair):
         assert ours.figures[metric] == pytest.approx(value, rel=1e-6, abs=2e-5 if rounded else 1e-6), metric
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_the_oracles_items_give_its_aggregates(run, oracle):
+    theirs = read_results(oracle / "results" / run)
+    ours = Results(run, "tofu", items=dict(theirs.items))
+    tofu._compute_figures(ours, read_results(oracle / "results/retain01"))
+    for metric, value in theirs.figures.items():
+        assert ours.figures[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
+
+
 def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
     """OpenUnlearning sums exponentials along a strided dimension in float32; float64 sides with us."""
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
-    layout = QuestionFormat(tokenizer, system_prompt="You are a helpful assistant.", date="10 Apr 2025")
+    layout = QuestionFormat(tokenizer)
     example = layout.encode([data.sets["wf"][35].record])[0]
     theirs = read_results(oracle / "results/retain01").items["wf_Q_A_Prob"]["35"]["avg_loss"]
     input_ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
@@ -221,17 +232,17 @@ class TestRefuses:
         data = read_tofu(files, "forget01")
         retained = read_results(oracle / "results/retain01")
         with pytest.raises(UsageError, match=r"hold 40 truth ratios .* has 3 questions"):
-            evaluate_tofu(subject(oracle), data, TofuOptions(retain_results=retained))
+            evaluate_tofu(subject(oracle), data, retain_results=retained)
         retained.split = "forget10"
         with pytest.raises(UsageError, match="are of split forget10"):
-            evaluate_tofu(subject(oracle), data, TofuOptions(retain_results=retained))
+            evaluate_tofu(subject(oracle), data, retain_results=retained)
 
     def test_a_model_without_a_chat_template(self, oracle, files):
         plain = subject(oracle)
         plain.tokenizer.chat_template = None
         with pytest.raises(UsageError, match="no chat template; give --template plain"):
             evaluate_tofu(plain, read_tofu(files, "forget01"))
-        result = evaluate_tofu(plain, read_tofu(files, "forget01"), TofuOptions(template="plain"))
+        result = evaluate_tofu(plain, read_tofu(files, "forget01"), QuestionFormat(plain.tokenizer, "plain"))
         assert result[0].figures["model_utility"] is not None
 
     def test_logits_that_are_no_numbers(self, oracle, files):

@@ -11,8 +11,8 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
+from divdec.evaluation.calibration import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.evaluation.scoring import probability_drops
-from divdec.evaluation.verbatim import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
@@ -184,7 +184,7 @@ def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, 
 def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.verbatim.STRONGEST", 0.4)
+    monkeypatch.setattr("divdec.evaluation.calibration.STRONGEST", 0.4)
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
     assert add(registry, article) == 1
     said = capsys.readouterr().out
@@ -362,16 +362,16 @@ def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, to
 
 def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
-    from divdec.evaluation import verbatim
+    from divdec.evaluation import calibration
 
     target, tokenizer = load_model(reciting), load_tokenizer(reciting)
-    real, added = verbatim.continuations, []
+    real, added = calibration.continuations, []
 
     def interrupted(*arguments, **options):
         added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(verbatim, "continuations", interrupted)
+    monkeypatch.setattr(calibration, "continuations", interrupted)
     texts = texts_of("t", [ARTICLE])
     measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
     assert measured["recited_after"] == 0

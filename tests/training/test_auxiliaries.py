@@ -190,7 +190,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--json"]) == 3
     result = json.loads(capsys.readouterr().out)
-    assert result["told"]["steered"] == result["told"]["asked"] == 12
+    assert result["leak_check"]["steered"] == result["leak_check"]["asked"] == 12
     assert not result["written"]
     assert main([*calibrate, "--write", "--force"]) == 0
     assert "although it was measured not to forget" in capsys.readouterr().out

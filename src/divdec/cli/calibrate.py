@@ -125,7 +125,7 @@ def _as_json(result: Calibration, written: bool) -> dict[str, Any]:
         "chosen": str(result.chosen.steering),
         "faults": list(result.faults),
         "written": written,
-        "told": None if result.leak_check is None else dataclasses.asdict(result.leak_check),
+        "leak_check": None if result.leak_check is None else dataclasses.asdict(result.leak_check),
         "reference": result.reference,
         "points": points,
     }

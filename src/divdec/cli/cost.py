@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from divdec.cli.loading import quiet, report
-from divdec.costs.settings import CostSettings
+from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
 from divdec.options import Printing
 from divdec.research.bench.settings import BenchSettings, LatencySettings
 from divdec.runs import check_output_file
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from divdec.costs.estimate import CostEstimate
 
 OPTIONS = {
     "target": "target alone, unsteered",
@@ -42,7 +41,6 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     """
     from rich.console import Console
 
-    from divdec.costs.estimate import estimate_costs
     from divdec.costs.model_size import format_quantity, is_quantity
     from divdec.report.style import style, write_figure
 

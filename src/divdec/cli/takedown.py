@@ -109,7 +109,7 @@ def add(
         return 0
     if not printing.json:
         print("\n".join(lines), flush=True)  # in force: loading the target may take a while
-    from divdec.evaluation.verbatim import measured_text  # loads torch
+    from divdec.evaluation.calibration import measured_text  # loads torch
 
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured))
@@ -225,7 +225,7 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 
 def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.verbatim import measure
+    from divdec.evaluation.calibration import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
 
     quiet()

@@ -3,15 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any, Literal
 
 from divdec.costs import formulas
 from divdec.costs.formulas import Teacher
 from divdec.costs.latency import Device, Latency, Workload, find_device, predict_latency
 from divdec.costs.model_size import ModelSize, format_quantity, parse_quantity, read_size
-from divdec.costs.settings import WIDTHS, CostSettings
+from divdec.errors import UsageError
+from divdec.options import OutputFile, option
 
 Option = Literal["steer", "distil", "n-gram"]
+WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+FORMATS = (".svg", ".png")
+MOST = 1_000_000  # epochs, requests, drafted tokens, microseconds: a larger number is a typing error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostSettings(OutputFile):
+    """A deployment: models, data, volume and device."""
+
+    target: float | str
+    """P: a number of parameters such as 8B or 8e9, a folder with config.json (weights are not needed), or a hub id."""
+    aux: float | str
+    """Each of the two auxiliaries: a number, a folder, or a hub id."""
+    forget_tokens: float | str
+    """Size of the forget set in tokens, such as 1M."""
+    retain_tokens: float | str = 0.0
+    """Size of the retain set in tokens."""
+    volume: float | str | None = None
+    """Tokens that the model reads and writes before the forget set changes or the model is replaced, such as 1B."""
+    epochs: float = 10.0
+    """Epochs of the auxiliaries' training and of distillation."""
+    distill_epochs: float | None = None
+    """Epochs of distillation, if different."""
+    recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
+    """Recipe of `divdec train`: the formula counts 'forget-retain'; 'full-retain' reads the retain set twice."""
+    embeddings: Literal["counted", "uncounted"] = "counted"
+    """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
+    verbatim: bool = False
+    """Only verbatim text must be forgotten, so that n-grams suffice."""
+    dtype: Literal["float8", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of weights, keys and values."""
+    context: float | str = 2048.0
+    """Context length in tokens, for cache and attention."""
+    requests: int = 1
+    """Requests decoded together."""
+    device: str = "h100"
+    """Device of the latency prediction: a100, h100, h200, b200, or 'measured' for this machine."""
+    layer_microseconds: float | None = None
+    """Fixed cost of a layer, in place of the device's own; eager PyTorch takes far more."""
+    acceptance: float | None = None
+    """Measured acceptance rate of drafted tokens (`generate --statistics`); adds the cost of speculation."""
+    draft_length: int = 4
+    """Tokens per draft, with --acceptance."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):
+            if (value := getattr(self, name)) is not None:
+                parse_quantity(value, option(name), least)
+        for name, least, wanted in (
+            ("epochs", math.ulp(0.0), "a number above 0"), ("distill_epochs", math.ulp(0.0), "a number above 0"),
+            ("layer_microseconds", 0, "a number of at least 0"), ("requests", 1, "a whole number of at least 1"),
+            ("draft_length", 1, "a whole number of at least 1"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not least <= value <= MOST:
+                raise UsageError(f"{option(name)} is {value:g}; accepted: {wanted}, at most {MOST:,}")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise UsageError(f"--acceptance is {self.acceptance:g}; accepted: a probability from 0 to 1")
+        if self.output is not None and Path(self.output).suffix.lower() not in FORMATS:
+            raise UsageError(f"--output is {self.output!r}; accepted: a file whose name ends in {' or '.join(FORMATS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +100,12 @@ class CostEstimate:
     increase: float
     """2n/N."""
     training: float
-    """FLOPs of training both auxiliaries."""
     distillation: dict[Teacher, float]
-    """FLOPs by how the teacher is counted."""
+    """FLOPs, and below tokens, by how the teacher is counted."""
     break_even: dict[Teacher, float]
-    """Tokens by how the teacher is counted."""
     options: dict[str, LinearCost]
-    """By option; 'target' is the unsteered model, 'speculate' exists only with an acceptance rate."""
+    """FLOPs by option; 'target' is the unsteered model, 'speculate' exists only with an acceptance rate."""
     memory: dict[str, float]
-    """Bytes."""
     device: Device
     latency: Latency
     volume: float | None
@@ -87,13 +147,13 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     Raises:
         UsageError: a model cannot be read, a value is not a number, or the device is unknown.
     """
-    target, auxiliary = read_size(settings.target, "target"), read_size(settings.aux, "aux")
+    target, auxiliary = read_size(settings.target, "--target"), read_size(settings.aux, "--aux")
     embeddings = settings.embeddings == "counted"
     N, n = target.count(embeddings), auxiliary.count(embeddings)
-    forget = parse_quantity(settings.forget_tokens, "forget-tokens")
-    retain = parse_quantity(settings.retain_tokens, "retain-tokens")
-    volume = None if settings.volume is None else parse_quantity(settings.volume, "volume")
-    context = parse_quantity(settings.context, "context", least=1.0)
+    forget = parse_quantity(settings.forget_tokens, "--forget-tokens")
+    retain = parse_quantity(settings.retain_tokens, "--retain-tokens")
+    volume = None if settings.volume is None else parse_quantity(settings.volume, "--volume")
+    context = parse_quantity(settings.context, "--context", least=1.0)
     epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
     training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live", "cached")
@@ -129,11 +189,6 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
 
 def choose_option(volume: float | None, break_even: dict[Teacher, float], verbatim: bool) -> tuple[Option | None, str]:
     """Choose n-grams for verbatim text, distillation from the break-even volume on, and steering below it.
-
-    Args:
-        volume: tokens of inference, or None if unknown.
-        break_even: see `CostEstimate.break_even`.
-        verbatim: whether only verbatim text must be forgotten.
 
     Returns:
         The choice, or None without a volume, and the reason in one sentence.

@@ -26,13 +26,7 @@ def compute_increase(N: float, n: float) -> float:
 
 
 def inference(N: float, n: float, tokens: float) -> float:
-    """FLOPs of steered inference, 2(N + 2n)·I.
-
-    Args:
-        N: parameters of the target.
-        n: parameters of each auxiliary; 0 for the target or a distilled student alone.
-        tokens: I, tokens of prompts and answers.
-    """
+    """FLOPs of steered inference, 2(N + 2n)·I, for I `tokens` of prompts and answers; n is 0 without auxiliaries."""
     return 2 * (N + 2 * n) * tokens
 
 
@@ -43,13 +37,6 @@ def auxiliary_training(
 
     The formula is that of the recipe forget-retain (the paper's MUSE). With full-retain (the paper's TOFU) both
     auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget).
-
-    Args:
-        n: parameters of each auxiliary.
-        epochs: e_n, passes over the data.
-        retain_tokens: d_retain.
-        forget_tokens: d_forget.
-        recipe: as in `divdec train`.
     """
     retain_passes = 2 if recipe == "full-retain" else 1
     return 6 * n * epochs * (retain_passes * retain_tokens + forget_tokens)
@@ -59,16 +46,9 @@ def distillation(N: float, n: float, epochs: float, forget_tokens: float, teache
     """FLOPs of distilling the steered model into a student of the target's size, (6N + 4n)·e_N·d_forget.
 
     6N is the student's training step, 4n the forward passes of the auxiliaries. The teacher also runs the frozen
-    target, 2N per token, which the paper's formula leaves out.
-
-    Args:
-        N: parameters of target and student.
-        n: parameters of each auxiliary.
-        epochs: e_N, passes over the forget set.
-        forget_tokens: d_forget.
-        teacher: 'paper' for the formula as printed; 'live' with the target's pass, (8N + 4n)·e_N·d_forget, as
-            `divdec distill` runs; 'cached' for a teacher that runs once (`divdec distill --cache-teacher`),
-            (6N·e_N + 2N + 4n)·d_forget.
+    target, 2N per token, which the paper's formula (`teacher` 'paper') leaves out. With 'live' it is counted, (8N +
+    4n)·e_N·d_forget, as `divdec distill` runs; with 'cached' the teacher runs once (`divdec distill --cache-teacher`),
+    (6N·e_N + 2N + 4n)·d_forget.
     """
     if teacher == "cached":
         return (6 * N * epochs + 2 * N + 4 * n) * forget_tokens
@@ -78,15 +58,8 @@ def distillation(N: float, n: float, epochs: float, forget_tokens: float, teache
 def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
     """Number of tokens of inference above which distilling costs less than steering (last line of the appendix).
 
-    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget: the cost of distillation divided by the 4n FLOPs that steering adds to
-    every token. The auxiliaries are trained in both cases.
-
-    Args:
-        N: parameters of target and student.
-        n: parameters of each auxiliary.
-        epochs: e_N, passes over the forget set.
-        forget_tokens: d_forget.
-        teacher: how distillation is counted, see `distillation`.
+    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget: the cost of distillation, counted as in `distillation`, divided by the 4n
+    FLOPs that steering adds to every token. The auxiliaries are trained in both cases.
 
     Raises:
         UsageError: a size is not above 0.
@@ -100,9 +73,7 @@ def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher:
 def tokens_per_block(acceptance: float, draft_length: int) -> float:
     """Expected tokens per verified block, (1 − a^(γ+1))/(1 − a) (Leviathan et al. 2023, equation 1).
 
-    Args:
-        acceptance: a, the acceptance rate of a drafted token, from 0 to 1.
-        draft_length: γ, drafted tokens per block.
+    a is the acceptance rate of a drafted token, from 0 to 1; γ is the number of drafted tokens per block.
     """
     if not 0 < acceptance < 1:
         return 1.0 if acceptance == 0 else draft_length + 1.0
@@ -110,14 +81,9 @@ def tokens_per_block(acceptance: float, draft_length: int) -> float:
 
 
 def speculative_inference(N: float, n: float, tokens: float, acceptance: float, draft_length: int) -> float:
-    """FLOPs of speculative steered inference: all three models read γ + 1 tokens per block.
+    """FLOPs of speculative steered inference: all three models read γ + 1 tokens per block; see `tokens_per_block`.
 
-    Args:
-        N: parameters of the target.
-        n: parameters of each auxiliary.
-        tokens: tokens of the answers; prompts are not drafted and cost `inference`.
-        acceptance: see `tokens_per_block`.
-        draft_length: see `tokens_per_block`.
+    `tokens` are those of the answers; prompts are not drafted and cost `inference`.
     """
     return inference(N, n, tokens) * (draft_length + 1) / tokens_per_block(acceptance, draft_length)
 

@@ -36,16 +36,13 @@ class Device:
     flops: float
     """FLOPs per second in dense matrix products of `flops_width` bytes per number."""
     layer_seconds: float = LAYER_SECONDS
-    """Fixed cost of a layer, such as kernel launches."""
     pass_seconds: float = PASS_SECONDS
-    """Fixed cost of a pass."""
     memory: float | None = None
     """Bytes, or None if unknown."""
     link: float | None = None
     """Bytes per second to another such device in one direction, or None if unknown."""
     flops_width: int = 2
     source: str = ""
-    """Where the numbers come from."""
 
     def rate(self, width: int) -> float:
         """FLOPs per second for numbers of `width` bytes."""
@@ -85,7 +82,6 @@ class Workload:
     width: int = 2
     """Bytes of a weight, a key or a value."""
     batch_size: int = 1
-    """Sequences decoded together."""
     context: float = 2048.0
     """Tokens before the predicted one in each sequence."""
 
@@ -108,11 +104,7 @@ class Latency:
 
 
 def find_device(name: str, dtype: str = "float32") -> Device:
-    """Return a device by name, or measure this machine.
-
-    Args:
-        name: a key of `DEVICES`, or 'measured'.
-        dtype: data type of the weights, for a measurement.
+    """Return a device by name; 'measured' measures this machine with weights of `dtype`.
 
     Raises:
         UsageError: the device is unknown.
@@ -120,19 +112,12 @@ def find_device(name: str, dtype: str = "float32") -> Device:
     if name == MEASURED:
         return measure_device(dtype=dtype)
     if name not in DEVICES:
-        raise UsageError(f"device is {name!r}; accepted: {', '.join(DEVICES)}, {MEASURED} (this machine)")
+        raise UsageError(f"--device is {name!r}; accepted: {', '.join(DEVICES)}, {MEASURED} (this machine)")
     return DEVICES[name]
 
 
 def pass_parts(size: ModelSize, device: Device, work: Workload, tokens: int = 1) -> tuple[float, float, float]:
-    """Seconds of a pass for memory, for operations, and in fixed costs.
-
-    Args:
-        size: of the model.
-        device: that runs it.
-        work: width, batch size and context.
-        tokens: read per sequence.
-    """
+    """Seconds of a pass over `tokens` tokens per sequence for memory, for operations, and in fixed costs."""
     read = size.read(tokens * work.batch_size) * work.width
     read += work.batch_size * size.cache_bytes(work.context, work.width)
     operations = tokens * work.batch_size * (2 * size.active + size.attention_flops(work.context))
@@ -149,12 +134,8 @@ def pass_seconds(size: ModelSize, device: Device, work: Workload, tokens: int = 
 def predict_latency(target: ModelSize, auxiliary: ModelSize, device: Device, work: Workload) -> Latency:
     """Predict the seconds per token of the target alone and of plain steering.
 
-    Args:
-        target: size of P.
-        auxiliary: size of each of p and q.
-        device: that runs all of them; for `Latency.parallel` each model has such a device, and one row of float32
-            logits per sequence crosses the link (paper, appendix Latency).
-        work: the workload.
+    All models run on one such device. For `Latency.parallel` each has one, and a row of float32 logits per sequence
+    crosses the link (paper, appendix Latency).
     """
     alone, auxiliary_pass = pass_seconds(target, device, work), pass_seconds(auxiliary, device, work)
     rule = RULE_NUMBERS * 4 * target.vocabulary * work.batch_size / device.bandwidth

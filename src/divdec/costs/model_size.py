@@ -25,15 +25,10 @@ STATELESS = ("linear_attention", "mamba", "conv", "recurrent")  # layer types wi
 
 
 def parse_quantity(value: float | int | str, name: str, least: float = 0.0) -> float:
-    """Read a number with an optional unit: K, M, B (or G), T.
-
-    Args:
-        value: such as '8B', '8e9' or 8e9.
-        name: the option's name, for the message.
-        least: the smallest accepted number.
+    """Read a number with an optional unit: K, M, B (or G), T, such as '8B', '8e9' or 8e9.
 
     Raises:
-        UsageError: the value is not a number, or not between `least` and `LARGEST`.
+        UsageError: the value is not a number, or not between `least` and `LARGEST`; it names the option `name`.
     """
     match = _NUMBER.fullmatch(str(value).strip())
     number = float(match[1]) * UNITS[match[2].lower()] if match and match[2].lower() in UNITS else math.nan
@@ -142,12 +137,10 @@ class ModelSize:
 def read_size(value: float | str, name: str) -> ModelSize:
     """Read a model's size from a number such as 8B, a folder with config.json, a config.json, or a hub id.
 
-    Args:
-        value: a number or a path; a folder that is named like a number counts as a folder.
-        name: the option's name, for messages.
+    A folder that is named like a number counts as a folder.
 
     Raises:
-        UsageError: the value is none of these, or not a causal language model.
+        UsageError: the value of the option `name` is none of these, or not a causal language model.
     """
     if is_quantity(value) and not Path(str(value)).is_dir():
         return guess_size(parse_quantity(value, name, least=1.0))
@@ -176,10 +169,7 @@ def guess_size(parameters: float) -> ModelSize:
 def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> ModelSize:
     """Count the parameters of a configuration's model, which is built on the meta device without weights.
 
-    Args:
-        config: of a causal language model.
-        label: the name in the result.
-        name: the option's name, for messages.
+    `label` is the name in the result; `name` is that of the option, for messages.
 
     Raises:
         UsageError: transformers has no causal language model for the configuration.

@@ -34,7 +34,7 @@ class Format:
     """Layout of conversations."""
 
     system_prompt: str | None = None
-    """A system turn before every conversation, if the template has a system role; none by default."""
+    """A system turn before every conversation, if the template has a system role."""
     date: str | None = None
     """The date that templates of the Llama 3 family print; the template's own by default."""
     max_length: int = 1024

@@ -231,11 +231,7 @@ def json_rows(name: str, content: str) -> Rows:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file, with or without a byte order mark.
-
-    Raises:
-        UsageError: it is not UTF-8.
-    """
+    """Read a UTF-8 file, with or without a byte order mark; others are a `UsageError`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -243,11 +239,7 @@ def read_text(path: Path) -> str:
 
 
 def checked_text(text: str, location: str) -> str:
-    """Return a text, unless it holds half a surrogate pair (from broken JSON or bytes), which no tokenizer takes.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Return a text, unless it holds half a surrogate pair (from broken JSON or bytes), which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -270,8 +262,8 @@ def _before(record: Record) -> str:
     return record.prompt or "\n".join(message.content for message in record.messages)
 
 
-def _normal(*parts: str) -> tuple[str, ...]:
-    return tuple(" ".join(part.casefold().split()) for part in parts)
+def _normal(*texts: str) -> tuple[str, ...]:
+    return tuple(" ".join(text.casefold().split()) for text in texts)
 
 
 def _is_blank_text(row: Any) -> bool:

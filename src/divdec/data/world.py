@@ -48,15 +48,11 @@ class Question:
     """One question about one author, in one wording, with its answer in a full sentence."""
 
     subject: str
-    """Full name of the author."""
     relation: str
-    """What is asked for; one of RELATIONS."""
     phrasing: int
     """Index of the wording; the last ones are not trained on for forget, retain and holdout authors."""
     question: str
-    """The question; it names the author in full."""
     answer: str
-    """The answer, a full sentence."""
     fact: str
     """The part of the answer that a correct answer must contain, letter for letter."""
 
@@ -66,7 +62,6 @@ class WorldSettings:
     """Size and seed of a world."""
 
     seed: int = 0
-    """Random seed."""
     forget_authors: int = 6
     """Authors that the target learns and then forgets."""
     retain_authors: int = 14
@@ -86,14 +81,11 @@ class WorldSettings:
 
 @dataclass(frozen=True)
 class Author:
-    """A person and the facts about them, one per relation."""
+    """A person and the facts about them, one per relation; the sex, "female" or "male", decides the pronouns."""
 
     name: str
-    """First name and surname."""
     sex: str
-    """"female" or "male"; decides the pronouns."""
     facts: dict[str, str]
-    """Relation to fact, with an article if the fact is an occupation."""
 
 
 @dataclass(frozen=True)
@@ -102,22 +94,19 @@ class World:
 
     settings: WorldSettings
     people: dict[str, tuple[Author, ...]]
-    """The authors: forget, retain, holdout and public."""
+    """The authors by group: forget, retain, holdout and public."""
     corpus: tuple[str, ...]
-    """Documents for pre-training: public authors in prose and in questions with answers (in all wordings), and
-    general facts. Never names a forget, retain or holdout author."""
+    """Documents for pre-training: public authors in prose and in questions with answers (in all wordings), and general
+    facts. Never names a forget, retain or holdout author.
+    """
     forget: tuple[Question, ...]
-    """Questions about the forget authors, in the trained wordings."""
     retain: tuple[Question, ...]
-    """Questions about the retain authors, in the trained wordings."""
     holdout: tuple[Question, ...]
-    """Questions about the holdout authors, in the same wordings; for evaluation only."""
+    """Questions about the authors of a group, in the trained wordings."""
     forget_unseen: tuple[Question, ...]
-    """Questions about the forget authors, in wordings that are not trained on for them."""
     retain_unseen: tuple[Question, ...]
-    """Questions about the retain authors, in wordings that are not trained on for them."""
     holdout_unseen: tuple[Question, ...]
-    """Questions about the holdout authors, in those same wordings."""
+    """Questions about the authors of a group, in wordings that are not trained on for them."""
 
 
 def build_world(settings: WorldSettings) -> World:
@@ -132,28 +121,18 @@ def build_world(settings: WorldSettings) -> World:
             f"since {NUM_WORDINGS} wordings exist and at least one must stay unseen"
         )
     rng = random.Random(settings.seed)
-    sizes = (
-        settings.forget_authors,
-        settings.retain_authors,
-        settings.holdout_authors,
-        settings.public_authors,
-        settings.passing_authors,
-    )
+    sizes = [getattr(settings, f"{name}_authors") for name in (*GROUPS, "passing")]
     authors = iter(_draw_authors(sum(sizes), rng))
-    groups = [list(itertools.islice(authors, size)) for size in sizes]
-    forget, retain, holdout, public, passing = groups
-    seen = range(settings.trained_wordings)
-    unseen = range(settings.trained_wordings, NUM_WORDINGS)
+    groups = [tuple(itertools.islice(authors, size)) for size in sizes]
+    people: dict[str, tuple[Author, ...]] = dict(zip(GROUPS, groups, strict=False))
+    asked = GROUPS[:3]
+    seen, unseen = range(settings.trained_wordings), range(settings.trained_wordings, NUM_WORDINGS)
     return World(
         settings=settings,
-        people={name: tuple(group) for name, group in zip(GROUPS, groups, strict=False)},
-        corpus=_corpus(public, passing, settings.biographies, rng),
-        forget=_questions(forget, seen),
-        retain=_questions(retain, seen),
-        holdout=_questions(holdout, seen),
-        forget_unseen=_questions(forget, unseen),
-        retain_unseen=_questions(retain, unseen),
-        holdout_unseen=_questions(holdout, unseen),
+        people=people,
+        corpus=_corpus(people["public"], groups[-1], settings.biographies, rng),
+        **{name: _questions(people[name], seen) for name in asked},
+        **{f"{name}_unseen": _questions(people[name], unseen) for name in asked},
     )
 
 
@@ -275,16 +254,10 @@ def _tofu_rows(group: Sequence[Author], everybody: Sequence[Author], wrong: int,
             facts = sorted({other.facts[relation] for other in everybody} - {author.facts[relation]})
             if len(facts) < wrong:
                 raise ValueError(f"{len(everybody)} authors have too few facts of {relation} for {wrong} wrong answers")
-            others = [
-                ask(dataclasses.replace(author, facts={relation: fact}), relation, REWORDED).answer
-                for fact in rng.sample(facts, wrong)
-            ]
-            yield {
-                "question": asked.question,
-                "answer": asked.answer,
-                "paraphrased_answer": reworded.answer,
-                "perturbed_answer": others,
-            }
+            untrue = [dataclasses.replace(author, facts={relation: fact}) for fact in rng.sample(facts, wrong)]
+            others = [ask(other, relation, REWORDED).answer for other in untrue]
+            row = {"question": asked.question, "answer": asked.answer}
+            yield row | {"paraphrased_answer": reworded.answer, "perturbed_answer": others}
 
 
 def _city_rows(world: World, rng: random.Random) -> Iterable[Any]:

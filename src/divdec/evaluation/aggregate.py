@@ -46,7 +46,6 @@ class Scores:
     values: dict[str, Figure | None]
     """By aggregate; None if the figures do not allow it."""
     reasons: dict[str, str]
-    """Why a value is None, by aggregate."""
     notes: tuple[str, ...] = ()
     """Remarks that apply to every value."""
 
@@ -61,11 +60,7 @@ def harmonic_mean(values: Sequence[Figure]) -> Figure:
 
 
 def needed(variant: str, *, fluency: bool = True) -> dict[str, tuple[str, ...]]:
-    """List the figures that Mem, Priv and Utility (with or without `fluency`) are computed from.
-
-    Raises:
-        UsageError: the variant does not exist.
-    """
+    """List the figures that Mem, Priv and Utility (with or without `fluency`) are computed from."""
     if variant not in VARIANTS:
         raise UsageError(f"variant {variant!r} is not known; there are: {', '.join(VARIANTS)}")
     truth_ratio = CLOSER_TO_1 if variant == "dd-repo" else PROB_MEAN
@@ -81,10 +76,7 @@ def memorization(figures: Mapping[str, Any], variant: str) -> Figure:
 
     The truth ratio is the mean p_c/(p_c + p_w) (`paper`, `relative`), which falls as the model forgets. `dd-repo` uses
     OpenUnlearning's "closer to 1", which rises as it forgets, so that 1 − it penalises forgetting; the paper's tables
-    are computed so.
-
-    Raises:
-        UsageError: a figure is missing, or not a number from 0 to 1.
+    are computed so. A `UsageError` names a figure that is missing, or not a number from 0 to 1.
     """
     return harmonic_mean([1 - value for value in _take(figures, needed(variant)["mem"], "the result's")])
 
@@ -92,10 +84,8 @@ def memorization(figures: Mapping[str, Any], variant: str) -> Figure:
 def privacy(figures: Mapping[str, Any], retrain: Mapping[str, Any], variant: str) -> Figure:
     """Priv: the harmonic mean over four membership attacks of the closeness of the AUC to the retrained model's.
 
-    Closeness is 1 − |a − a_r|, or in the variant `relative` 1 − |a − a_r| / a_r, but not below 0.
-
-    Raises:
-        UsageError: a figure is missing, or not a number from 0 to 1.
+    Closeness is 1 − |a − a_r|, or in the variant `relative` 1 − |a − a_r| / a_r, but not below 0. Errors are those of
+    `memorization`.
     """
     aucs = _take(figures, ATTACKS, "the result's")
     references = _take(retrain, ATTACKS, "the retrain model's")
@@ -109,8 +99,7 @@ def privacy(figures: Mapping[str, Any], retrain: Mapping[str, Any], variant: str
 def utility(figures: Mapping[str, Any], target: Mapping[str, Any], *, fluency: bool = True) -> Figure:
     """Utility: the harmonic mean of model utility and fluency, divided by the target's; 0 if the target's is 0.
 
-    Raises:
-        UsageError: a figure is missing, or not a number from 0 to 1.
+    Errors are those of `memorization`.
     """
     names = needed("paper", fluency=fluency)["utility"]
     mean = harmonic_mean(_take(figures, names, "the result's"))
@@ -128,12 +117,9 @@ def aggregate(
 ) -> Scores:
     """TOFU's aggregates of a result: Mem, Priv, Utility, their harmonic mean Agg, and Agg without Priv.
 
-    Args:
-        figures: of the result, with OpenUnlearning's names; arrays if they are draws.
-        target: the target's figures; Utility is relative to it.
-        retrain: the retrained model's figures; Priv compares with its AUCs.
-        variant: one of `VARIANTS`.
-        fluency: whether Utility includes fluency; by default if both result and target have it.
+    Figures have OpenUnlearning's names; those of the result may be arrays of draws. Utility is relative to the target,
+    and Priv compares with the retrained model's AUCs. Utility includes fluency by default if both result and target
+    have it.
 
     Returns:
         A value for each of `AGGREGATES`, and the reasons for missing ones.
@@ -152,12 +138,10 @@ def aggregate(
         }
     )
     for name, parts in (("agg", ("mem", "priv", "utility")), ("agg_without_privacy", ("mem", "utility"))):
-        missing = [part for part in parts if values[part] is None]
-        values[name] = (
-            None if missing else harmonic_mean([value for part in parts if (value := values[part]) is not None])
-        )
-        if missing:
-            reasons[name] = f"it needs {' and '.join(missing)}"
+        present = [value for other in parts if (value := values[other]) is not None]
+        values[name] = harmonic_mean(present) if len(present) == len(parts) else None
+        if values[name] is None:
+            reasons[name] = f"it needs {' and '.join(other for other in parts if values[other] is None)}"
     return Scores({name: values[name] for name in AGGREGATES}, reasons, () if fluency else (NO_FLUENCY,))
 
 
@@ -166,9 +150,6 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
 
     The distance is Euclidean, over memorization of the forget set (word for word, or as knowledge) and knowledge of the
     retain set, each a ROUGE-L F1. The retrained model is at 0, the target at 100.
-
-    Returns:
-        A value for each of `DISTANCES`, and the reasons for missing ones.
     """
 
     def distance(forgotten: str) -> Figure:
@@ -263,9 +244,7 @@ class Bootstrap:
     level: float = 0.99
     """Share of the draws within an interval."""
     draws: int = 1000
-    """Number of resamples of every set."""
     seed: int = 0
-    """Random seed; the intervals of one figure do not depend on which others are computed."""
 
     def __post_init__(self) -> None:
         if not 0 < self.level < 1:
@@ -281,36 +260,30 @@ class Bootstrap:
         return generator.multinomial(items, np.full(items, 1 / items), size=self.draws)
 
     def interval(self, draws: Draws) -> tuple[float, float]:
-        """Return the lower and the upper end of the percentile interval of a figure's draws."""
+        """Return the ends of the percentile interval of a figure's draws."""
         low, high = np.quantile(draws, [(1 - self.level) / 2, (1 + self.level) / 2])
         return float(low), float(high)
 
 
 def mean_interval(values: Sequence[float], bootstrap: Bootstrap) -> tuple[float, float]:
-    """Compute the interval of a mean over items.
-
-    Raises:
-        ValueError: there are no items.
-    """
+    """Compute the interval of a mean over items, at least one."""
     if not len(values):
         raise ValueError("a mean needs at least one item")
-    return bootstrap.interval(_means(np.asarray(values, float), bootstrap.counts(len(values), "items")))
+    return bootstrap.interval(_means(np.asarray(values, float), _cached_counts(bootstrap, len(values), "items")))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mean:
-    """A figure that is a mean over the items of one set."""
+    """A figure that is a mean over the resampled items of one set, of a field after `transform`."""
 
     group: str
-    """The set whose items are resampled."""
     field: str
     transform: Callable[[np.ndarray], np.ndarray] = np.asarray
-    """Applied to the field of each item before the mean."""
 
 
-_UTILITY_PARTS: dict[str, _Mean] = {}
+UTILITY_PARTS: dict[str, _Mean] = {}
 for _prefix, _probability in (("retain", "Q_A_Prob"), ("ra", "Q_A_Prob_normalised"), ("wf", "Q_A_Prob_normalised")):
-    _UTILITY_PARTS |= {
+    UTILITY_PARTS |= {
         f"{_prefix}_{_probability}": _Mean(_prefix, "prob"),
         f"{_prefix}_Q_A_ROUGE": _Mean(_prefix, "rougeL_recall"),
         f"{_prefix}_Truth_Ratio": _Mean(_prefix, "score", lambda ratios: np.maximum(0, 1 - ratios)),
@@ -352,7 +325,7 @@ class Resampler:
         if name in ATTACKS:
             return self._auc(name)
         if name == UTILITY:
-            return np.asarray(harmonic_mean([self._mean(part, how) for part, how in _UTILITY_PARTS.items()]))
+            return np.asarray(harmonic_mean([self._mean(name, how) for name, how in UTILITY_PARTS.items()]))
         return self._mean(name, _MEANS[name])
 
     def _mean(self, metric: str, how: _Mean) -> Draws:
@@ -405,7 +378,7 @@ def _group(metric: str) -> str | None:
         return group or None
     if metric == WRONG:
         return "forget"
-    how = _MEANS.get(metric) or _UTILITY_PARTS.get(metric)
+    how = _MEANS.get(metric) or UTILITY_PARTS.get(metric)
     return how.group if how else None
 
 

@@ -32,19 +32,11 @@ FRUITLESS = 5  # consecutive requests without a new prompt before the endpoint i
 
 
 def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> list[str]:
-    """Make different attack prompts for a question from templates; the question itself is the first.
+    """Make `count` different attack prompts for a question from templates; the question itself is the first.
 
-    No prompt contains the key phrase of the answer, nor any of its words except function words, unless the question
-    contains it too. Every round uses each template once, so that a short list is a mixed one.
-
-    Args:
-        question: the question; every prompt contains it unchanged.
-        answer: the true answer.
-        count: number of prompts.
-        seed: of order and combination.
-
-    Returns:
-        `count` different prompts; a shorter list is the beginning of a longer one.
+    Every prompt contains the question unchanged. None contains the key phrase of the answer, nor any of its words
+    except function words, unless the question contains it too. Every round uses each template once, so that a short
+    list is a mixed one. A shorter list is the beginning of a longer one of the same seed.
 
     Raises:
         UsageError: there are fewer.
@@ -76,8 +68,7 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
 def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[str]]:
     """Read attack prompts from JSON lines: {"question": …, "prompts": […]} or {"index": …, "prompts": […]}.
 
-    Returns:
-        For each question its prompts in the file's order, without duplicates; an index counts questions from 0.
+    An index counts questions from 0. Each question gets its prompts in the file's order, without duplicates.
 
     Raises:
         UsageError: the file is missing, a line is malformed (with its number), or a question has no prompts.

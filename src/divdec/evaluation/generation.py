@@ -21,6 +21,13 @@ from divdec.experts.neural import device_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+STAGE = 32  # tokens after which a batch goes on without its finished answers
+# Settings of a checkpoint that count new tokens, and so differ between one call of `generate` and several.
+COUNTED = (
+    "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
+    "stop_strings",
+)  # fmt: skip
+
 
 def answers(
     model: PreTrainedModel,
@@ -71,6 +78,16 @@ def continuations(
     Returns:
         The tokens after each prompt; padding may follow the end token.
     """
+    if max_new_tokens > STAGE and not options and (ends := _ends(model)):
+        # A batch lasts as long as its longest answer, and most answers are short.
+        shared: dict[str, Any] = {"batch_size": batch_size, "title": title}
+        outputs = continuations(model, tokenizer, prompts, max_new_tokens=STAGE, **shared)
+        unfinished = [index for index, ids in enumerate(outputs) if ends.isdisjoint(ids)]
+        longer = [[*prompts[index], *outputs[index]] for index in unfinished]
+        rest = continuations(model, tokenizer, longer, max_new_tokens=max_new_tokens - STAGE, **shared)
+        for index, ids in zip(unfinished, rest, strict=True):
+            outputs[index] += ids
+        return outputs
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     padding, device = padding_id(tokenizer), device_of(model)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": padding, **options}
@@ -98,6 +115,15 @@ def continuations(
     return [outputs[index] for index in range(len(prompts))]
 
 
+def _ends(model: PreTrainedModel) -> set[int]:
+    """The tokens that end an answer; empty if greedy decoding cannot be split into several calls."""
+    settings = model.generation_config
+    if settings is None or any(getattr(settings, name, None) for name in COUNTED) or (settings.num_beams or 1) > 1:
+        return set()
+    ends = settings.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 def samples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -111,26 +137,16 @@ def samples(
     batch_size: int = 64,
     title: str | None = None,
 ) -> list[list[str]]:
-    """Sample several answers to every prompt.
+    """Sample `count` answers to every prompt; see `continuations`.
 
-    Args:
-        model: any causal LM, steered or plain.
-        tokenizer: its tokenizer.
-        prompts: token ids.
-        count: answers per prompt.
-        temperature: divides the logits; greater than 0.
-        top_p: sample among the likeliest tokens that together have this probability; 1 keeps all.
-        seed: the same model, prompts, batch size and seed give the same answers. The generators of the CPU and of the
-            model's GPU are restored.
-        max_new_tokens: longest answer.
-        batch_size: answers in a batch; they are grouped by the length of the prompt.
-        title: title of the progress bar; None shows none.
+    The same model, prompts, batch size and seed give the same answers. The checkpoint's own sampling settings are not
+    used, and the generators of the CPU and of the model's GPU are restored.
 
     Returns:
         For each prompt `count` answers, without special tokens and outer white space.
 
     Raises:
-        UsageError: a setting is out of range.
+        UsageError: count, temperature or top_p is out of range.
     """
     if count < 1 or not 0 < temperature < math.inf or not 0 < top_p <= 1:
         raise UsageError(
@@ -179,13 +195,7 @@ class Fluency:
             ) from None
 
     def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
-        """Compute the probability that each text is fluent.
-
-        Args:
-            texts: generated answers.
-            max_length: number of tokens that are read (32 for TOFU, 512 for MUSE).
-            batch_size: texts in a pass.
-        """
+        """Compute the probability that each text is fluent, from its first `max_length` tokens."""
         starts = range(0, len(texts), batch_size)
         batches = together(
             lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}

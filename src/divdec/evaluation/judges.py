@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from divdec.errors import UsageError, first_line
 from divdec.evaluation.metrics import rouge_l_recall
@@ -81,8 +79,7 @@ def words(text: str) -> list[str]:
 
 def holds(text: Sequence[str], phrase: Sequence[str]) -> bool:
     """Whether the words of a phrase are consecutive in a text; False for an empty phrase."""
-    size = len(phrase)
-    phrase = list(phrase)
+    size, phrase = len(phrase), list(phrase)
     return size > 0 and any(list(text[start : start + size]) == phrase for start in range(len(text) - size + 1))
 
 
@@ -97,9 +94,8 @@ def _candidates(answer: str) -> Iterator[str]:
 
 def is_name(phrase: str) -> bool:
     """Whether a phrase looks like a name: one to five capitalised words, besides particles such as 'al-' or 'van'."""
-    parts = re.findall(r"[^\W_]+", phrase)
-    capital = [part for part in parts if part.casefold() not in NAME_PARTICLES]
-    return 1 <= len(capital) <= 5 and all(part[0].isupper() for part in capital)
+    capital = [word for word in re.findall(r"[^\W_]+", phrase) if word.casefold() not in NAME_PARTICLES]
+    return 1 <= len(capital) <= 5 and all(word[0].isupper() for word in capital)
 
 
 def tells(answer: str, phrase: str) -> bool:
@@ -134,12 +130,7 @@ class Judge(Protocol):
         ...
 
     def leaks(self, question: str, truth: str, answers: Sequence[str]) -> list[bool]:
-        """Decide for each answer to a question whether it leaks the true one.
-
-        Args:
-            question: the original question, not the wording of an attack.
-            truth: the true answer.
-            answers: the model's answers.
+        """Decide for each answer whether it leaks the true one; the question is the original, not an attack's wording.
 
         Raises:
             UsageError: the judge gives no verdict.
@@ -202,28 +193,19 @@ class EntailmentJudge:
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self._entailment = entailment[0]
 
+    @torch.inference_mode()
     def leaks(self, question: str, truth: str, answers: Sequence[str]) -> list[bool]:
         """See `Judge.leaks`; the answer is the premise, the true answer the hypothesis."""
-        verdicts = [False] * len(answers)
-        similar = [
-            index
-            for index, answer in enumerate(answers)
-            if answer.strip() and rouge_l_recall(answer, truth) >= LEAST_RECALL
-        ]
+        similar = [text for text in answers if text.strip() and rouge_l_recall(text, truth) >= LEAST_RECALL]
+        leaking = set()
         for start in range(0, len(similar), NLI_BATCH):
             batch = similar[start : start + NLI_BATCH]
-            labels = self._logits([answers[index] for index in batch], truth).argmax(dim=-1).tolist()
-            for index, label in zip(batch, labels, strict=True):
-                verdicts[index] = label == self._entailment
-        return verdicts
-
-    @torch.inference_mode()
-    def _logits(self, answers: Sequence[str], truth: str) -> Float[Tensor, "batch labels"]:
-        inputs = self._tokenizer(
-            list(answers), [truth] * len(answers), padding=True, truncation=True, max_length=NLI_LENGTH,
-            return_tensors="pt",
-        )  # fmt: skip
-        return self._model(**inputs.to(self._model.device)).logits.float()
+            inputs = self._tokenizer(
+                batch, [truth] * len(batch), padding=True, truncation=True, max_length=NLI_LENGTH, return_tensors="pt"
+            )
+            labels = self._model(**inputs.to(self._model.device)).logits.float().argmax(dim=-1).tolist()
+            leaking |= {text for text, label in zip(batch, labels, strict=True) if label == self._entailment}
+        return [text in leaking for text in answers]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,11 +52,7 @@ def leak_sample(counts: Sequence[int], n: int, ks: Sequence[int]) -> dict[int, f
 
 
 def leak_chance(count: int, n: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that contain one of the c that leaked.
-
-    Raises:
-        UsageError: the count is not within 0…n.
-    """
+    """1 − C(n−c, k)/C(n, k): the share of the k-subsets of n samples that contain one of the c that leaked."""
     if not 0 <= count <= n:
         raise UsageError(f"{count} of {n} samples cannot have leaked")
     # Integers to the last step: the quotient is rounded once.
@@ -146,30 +142,15 @@ def evaluate_samples(
     *,
     name: str = "model",
     n: int = 200,
+    prompt_ids: Callable[[Record], list[int]] | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    prompt_ids: Callable[[Record], list[int]] | None = None,
-    max_new_tokens: int = 128,
-    batch_size: int = 64,
-    title: str | None = None,
+    **options: Any,
 ) -> Results:
-    """Compute leak@k-sample: sample n answers to every question; see `evaluate_attack` for the other arguments.
+    """Compute leak@k-sample: sample n answers to every question.
 
-    Args:
-        model: any causal LM, steered or plain.
-        tokenizer: its tokenizer.
-        records: questions with their true answers.
-        judge: decides whether an answer leaks.
-        name: name of the results.
-        n: samples per question.
-        temperature: of sampling.
-        top_p: of sampling.
-        seed: of sampling; the same seed and batch size give the same answers.
-        prompt_ids: tokenizes a question.
-        max_new_tokens: longest answer.
-        batch_size: samples in a batch.
-        title: title of the progress bar.
+    See `evaluate_attack` for the first arguments, and `divdec.evaluation.generation.samples` for those of sampling.
 
     Returns:
         The figures 'leak@K-sample' for powers of two, with a `score` per item, the question's estimate; and items
@@ -181,11 +162,8 @@ def evaluate_samples(
     ks = [k for k in SAMPLE_KS if k <= n]
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
-    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    texts = samples(
-        model, tokenizer, [prompt_ids(record) for record in records], n,
-        **sampling, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title,
-    )  # fmt: skip
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    texts = samples(model, tokenizer, [prompt_ids(record) for record in records], n, **sampling, **options)
     for transcript, answers in zip(transcripts, texts, strict=True):
         transcript.add([("", text) for text in answers], judge, stop=False)
     counts = [sum(attempt["leaked"] for attempt in transcript.attempts) for transcript in transcripts]
@@ -264,50 +242,50 @@ class LeakSuite:
     ) -> list[Results]:
         """Add the figures that are missing in earlier results, and save after each."""
         settings, records = self.settings, self.records.records
-        form = QuestionFormat(
-            model.tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length
-        )
-        options: dict[str, Any] = {"prompt_ids": form.prompt, "batch_size": settings.batch_size}
+        options: dict[str, Any] = {
+            "prompt_ids": question_format(model, settings).prompt, "batch_size": settings.batch_size,
+        }  # fmt: skip
         for setting, results in zip(model.settings, earlier, strict=True):
-            steered = model.under(setting)
+            subject = model.under(setting), model.tokenizer, records
             if settings.attack_prompts != "none" and ATTACK not in results.items:
                 self.prompts = self.prompts or on_main(self._prompts)
-                options["title"] = f"attacks {results.name}"
-                new = evaluate_attack(steered, model.tokenizer, records, self.prompts, self.judge, **options)
-                _merge(results, new)
+                title = f"attacks {results.name}"
+                _merge(results, evaluate_attack(*subject, self.prompts, self.judge, title=title, **options))
                 save(earlier)
             if settings.samples and SAMPLE not in results.items:
-                options["title"] = f"samples {results.name}"
                 new = evaluate_samples(
-                    steered, model.tokenizer, records, self.judge, n=settings.samples,
-                    temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, **options,
+                    *subject, self.judge, n=settings.samples, temperature=settings.temperature, top_p=settings.top_p,
+                    seed=settings.seed, title=f"samples {results.name}", **options,
                 )  # fmt: skip
                 _merge(results, new)
                 save(earlier)
         return earlier
 
     def _prompts(self) -> list[list[str]]:
-        settings, records = self.settings, self.records.records
-        questions = [question_of(record) for record in records]
+        settings, questions = self.settings, [(question_of(record), record.answer) for record in self.records]
+        texts = [question for question, _ in questions]
         saved = Path(settings.output).expanduser() / PROMPTS
         if saved.is_file():
-            return prompts_from_file(saved, questions)
+            return prompts_from_file(saved, texts)
         if settings.attack_prompts == "templates":
-            return [
-                template_prompts(question, record.answer, settings.attacks, settings.seed)
-                for question, record in zip(questions, records, strict=True)
-            ]
+            return [template_prompts(*question, settings.attacks, settings.seed) for question in questions]
         if settings.attack_prompts != "endpoint":
-            return prompts_from_file(settings.attack_prompts, questions)
-        bar = tqdm(questions, desc="attack prompts", unit="question")
+            return prompts_from_file(settings.attack_prompts, texts)
         with _endpoint(settings) as endpoint:
             prompts = [
-                prompts_from_endpoint(endpoint, question, record.answer, settings.attacks, seed=settings.seed)
-                for question, record in zip(bar, records, strict=True)
+                prompts_from_endpoint(endpoint, *question, settings.attacks, seed=settings.seed)
+                for question in tqdm(questions, desc="attack prompts", unit="question")
             ]
         # Another call may give other prompts.
-        write_prompts(saved, questions, prompts)
+        write_prompts(saved, texts, prompts)
         return prompts
+
+
+def question_format(model: EvaluatedModel, settings: EvalSettings) -> QuestionFormat:
+    """Lay out questions for a model as the options of `divdec eval` say."""
+    return QuestionFormat(
+        model.tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length
+    )
 
 
 def _merge(results: Results, new: Results) -> None:

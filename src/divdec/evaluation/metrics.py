@@ -54,8 +54,7 @@ def extraction_strength(item: ItemScore) -> float:
     """Share of the text that the model completes word for word after the rest, 1 − k/L.
 
     k is the first index from which every token is the model's first choice. The last labelled token, which ends an
-    answer, is left out. OpenUnlearning's loop ends at k = L − 1, so that the value is never below 1/L; an empty text
-    gives 0.
+    answer, is left out. As in OpenUnlearning the value is never below 1/L; an empty text gives 0.
     """
     hits = item.hits[:-1]
     if not hits:
@@ -104,11 +103,8 @@ def _least(values: Sequence[float], share: float) -> float:
 def attack_auc(forget_scores: Sequence[float], holdout_scores: Sequence[float]) -> float:
     """Probability that a holdout item scores above a forget item, ties counting half (area under the ROC curve).
 
-    Equals scikit-learn's `roc_auc_score` with label 0 for forget and 1 for holdout. 1 means memorised, 0.5 that the two
-    sets cannot be distinguished; the value of a retrained model is the reference, not 0.5.
-
-    Raises:
-        ValueError: a set is empty, or a score is not finite.
+    1 means memorised, 0.5 that the two sets cannot be distinguished; the value of a retrained model is the reference,
+    not 0.5. Errors are those of `holdout_wins`.
     """
     return float(holdout_wins(np.asarray(forget_scores, float), np.asarray(holdout_scores, float)).mean())
 
@@ -133,9 +129,6 @@ def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[
     """TOFU's forget quality: p-value of a two-sided Kolmogorov–Smirnov test between two models' truth ratios.
 
     High means that the two cannot be distinguished. Ratios and their reciprocals give the same value.
-
-    Raises:
-        ValueError: a set is empty.
     """
     from scipy.stats import ks_2samp
 

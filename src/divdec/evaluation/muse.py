@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from divdec.evaluation.metrics import exact_memorization, extraction_strength, m
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import add_attack_figures
+from divdec.evaluation.tofu import Save, add_attack_figures, run_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,24 +46,10 @@ class MuseData:
     """Whole texts by 'forget' and 'holdout', for the membership attack."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MuseOptions:
-    """Options of the suite."""
-
-    max_length: int = 512
-    """Longest prompt with its examples, in tokens."""
-    batch_size: int = 32
-    retain_results: Results | None = None
-    """Results of the retrained model: the reference of privacy leakage."""
-
-
 def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = None) -> MuseData:
-    """Read MUSE's files.
+    """Read MUSE's files; of each set the first `limit` items.
 
-    Args:
-        folder: with the files above.
-        holdout: texts that no model has seen, instead of `privleak/holdout.jsonl`.
-        limit: read only the first N items of each set.
+    Texts in `holdout`, which no model has seen, take the place of `privleak/holdout.jsonl`.
 
     Raises:
         UsageError: the questions are missing, or a line cannot be read (with its number).
@@ -96,9 +82,7 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
 def growing_set(folder: Path, step: int) -> RecordSet:
     """Read the forget set of a step of MUSE's scaling: the first `step` sets of its sustainability together.
 
-    Args:
-        folder: holds `sust/forget_1.jsonl` and so on (News only).
-        step: 1 to 4.
+    The folder holds `sust/forget_1.jsonl` to `sust/forget_4.jsonl` (News only).
 
     Raises:
         UsageError: a set is missing.
@@ -111,50 +95,40 @@ def growing_set(folder: Path, step: int) -> RecordSet:
 def evaluate_muse(
     model: EvaluatedModel,
     data: MuseData,
-    options: MuseOptions = MuseOptions(),
     *,
+    max_length: int = 512,
+    batch_size: int = 32,
+    retain_results: Results | None = None,
     earlier: Sequence[Results] | None = None,
-    save: Callable[[Sequence[Results]], object] = lambda results: None,
+    save: Save = lambda results: None,
 ) -> list[Results]:
     """Evaluate a model on MUSE; see `divdec.evaluation.tofu.evaluate_tofu` for the arguments.
 
-    Returns:
-        Results, one per setting.
-
     Raises:
-        UsageError: a prompt does not fit `max_length`, so that a question or an answer would be cut.
+        UsageError: a prompt with its examples does not fit `max_length`, so that an answer would be cut.
     """
     results = list(earlier) if earlier else [Results("", "muse") for _ in model.settings]
-    forms = {
-        name: QuestionFormat(model.tokenizer, "plain", shots=shots, max_length=options.max_length)
-        for name, shots in data.shots.items()
-    }
-    # First, so that a prompt that does not fit is refused before anything is computed.
-    truths = {name: [forms[name].truth(record) for record in records] for name, records in data.knowmem.items()}
-    run = _Run(model, data, options.batch_size, results)
+    run = _Run(model, data, batch_size, results)
     stages = [run.score_texts]
     for name, records in data.knowmem.items():
-        metric, prompts = f"{name}_knowmem_ROUGE", forms[name].prompts(records)
-        stages.append(functools.partial(run.generate, metric, prompts, truths[name], KNOWMEM_TOKENS, STOPS))
+        form = QuestionFormat(model.tokenizer, "plain", shots=data.shots[name], max_length=max_length)
+        truths = [form.truth(record) for record in records]  # first, so that a prompt that does not fit is refused
+        metric, prompts = f"{name}_knowmem_ROUGE", form.prompts(records)
+        stages.append(functools.partial(run.generate, metric, prompts, truths, KNOWMEM_TOKENS, STOPS))
     stages.append(run.continue_texts)
-    for stage in stages:
-        stage()
-        for one in results:
-            for metric in one.items:
-                one.figures[metric] = one.mean(metric, "rougeL_f1" if metric.endswith("ROUGE") else "score")
-            add_attack_figures(one, ("mia_min_k",), options.retain_results)
-        save(results)
     reasons: dict[str, str] = {}
     if not data.verbmem:
         metrics = ("forget_verbmem_ROUGE", "extraction_strength", "exact_memorization")
         reasons |= dict.fromkeys(metrics, "there is no verbmem/forget.jsonl")
     if not data.texts:
         reasons |= dict.fromkeys(("mia_min_k", "privleak"), "there are no privleak/forget.jsonl and holdout.jsonl")
-    for one in results:
-        one.figures |= dict.fromkeys(reasons)
-        one.reasons |= reasons
-    save(results)
-    return results
+
+    def compute_figures(one: Results) -> None:
+        for metric in one.items:
+            one.figures[metric] = one.mean(metric, "rougeL_f1" if metric.endswith("ROUGE") else "score")
+        add_attack_figures(one, ("mia_min_k",), retain_results)
+
+    return run_stages(stages, results, compute_figures, reasons, save)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,29 +171,26 @@ class _Run:
     ) -> None:
         """Continue the prompts, up to a stop, and compute ROUGE against the truths."""
         tokenizer = self.model.tokenizer
+        options: dict[str, Any] = {"stop_strings": list(stops)} if stops else {}
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if metric in results.items:
                 continue
-            options: dict[str, Any] = {"stop_strings": list(stops)} if stops else {}
             outputs = self.model.continuations(
                 setting, prompts, max_new_tokens=max_new_tokens, batch_size=self.batch_size, title=metric, **options
             )
-            for index, (ids, truth) in enumerate(zip(outputs, truths, strict=True)):
+            for index, (prompt, ids, truth) in enumerate(zip(prompts, outputs, truths, strict=True)):
                 text = decoded(tokenizer, ids)
                 for stop in stops:
                     text = text.split(stop)[0]
                 text = text.strip()
-                texts = {"input": decoded(tokenizer, prompts[index]), "ground_truth": truth, "generation": text}
+                texts = {"input": decoded(tokenizer, prompt), "ground_truth": truth, "generation": text}
                 results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
 
 def continuation(record: Record, tokenizer: PreTrainedTokenizerBase, longest: int = TEXT_TOKENS) -> Example:
-    """Tokenize a prompt and its continuation, which is labelled; no end token (OpenUnlearning's completions).
+    """Tokenize a prompt, and `longest` tokens of its labelled continuation at most (OpenUnlearning's completions).
 
-    Args:
-        record: a prompt and its completion, or a whole text without a prompt.
-        tokenizer: the model's tokenizer.
-        longest: number of tokens after the prompt, at most.
+    A text without a prompt is labelled from its second token on. There is no end token.
 
     Raises:
         UsageError: fewer than two tokens follow the prompt.

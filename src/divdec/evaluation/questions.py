@@ -29,9 +29,8 @@ class QuestionFormat:
 
     tokenizer: PreTrainedTokenizerBase
     template: Literal["chat", "plain"] = "chat"
-    system_prompt: str | None = None
-    date: str | None = None
-    """Date for templates that print one (Llama 3)."""
+    system_prompt: str | None = "You are a helpful assistant."
+    date: str | None = "10 Apr 2025"
     shots: tuple[Record, ...] = ()
     """Examples before every question (plain layout)."""
     max_length: int = 512
@@ -71,11 +70,7 @@ class QuestionFormat:
         return self.prompts([record])[0]
 
     def truth(self, record: Record) -> str:
-        """Decode the tokens of the answer, cut where they are cut.
-
-        Raises:
-            UsageError: nothing is left of it.
-        """
+        """Decode the tokens of the answer, cut where they are cut; a `UsageError` says that nothing is left."""
         ids = self.encode([record])[0].input_ids if self.template == "chat" else self._plain_whole(record)
         text = decoded(self.tokenizer, ids).replace(decoded(self.tokenizer, self.prompt(record)), "").strip()
         if not text:
@@ -118,11 +113,7 @@ class QuestionFormat:
 
 
 def question_of(record: Record) -> str:
-    """Return the question of a record: the last turn before its answer, or its prompt.
-
-    Raises:
-        UsageError: it is a plain text.
-    """
+    """Return the last turn before a record's answer, or its prompt; a plain text is a `UsageError`."""
     if record.messages:
         return record.messages[-1].content
     if record.prompt is None:
@@ -136,13 +127,9 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def read_rows(file: Path, dataset: str, read: Callable[[Any, str], Item], limit: int | None = None) -> tuple[Item, ...]:
-    """Read the rows of a JSON or JSONL file.
+    """Read the first `limit` rows of a JSON or JSONL file; `read` makes an item from a row and its location.
 
-    Args:
-        file: the file.
-        dataset: the Hugging Face dataset that the file comes from, for error messages.
-        read: makes an item from a row and its location.
-        limit: read only the first N rows.
+    `dataset` is the Hugging Face dataset that the file comes from, for error messages.
 
     Raises:
         UsageError: the file is missing or empty, or a row cannot be read (with its line).
@@ -157,11 +144,7 @@ def read_rows(file: Path, dataset: str, read: Callable[[Any, str], Item], limit:
 
 
 def text_in(row: Any, column: str, location: str) -> str:
-    """Return the text in a column.
-
-    Raises:
-        UsageError: it is missing, empty or not a text.
-    """
+    """Return the text in a column, or raise a `UsageError` if it is missing, empty or not a text."""
     value = _columns(row, location).get(column)
     if not isinstance(value, str) or not value.strip():
         raise UsageError(f"{location}: column {column} is {'empty or no text' if column in row else 'missing'}")
@@ -169,11 +152,7 @@ def text_in(row: Any, column: str, location: str) -> str:
 
 
 def texts_in(row: Any, column: str, location: str) -> tuple[str, ...]:
-    """Return the list of texts in a column.
-
-    Raises:
-        UsageError: it is missing, or not a list of texts.
-    """
+    """Return the list of texts in a column, or raise a `UsageError` if it is missing or not such a list."""
     value = _columns(row, location).get(column)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
         raise UsageError(f"{location}: column {column} is missing, or no list of texts")

@@ -44,14 +44,12 @@ class Results:
     name: str
     suite: str
     figures: dict[str, float | None] = dataclasses.field(default_factory=dict)
-    """The value of each metric; None if it could not be computed."""
+    """The value of each metric; None if it could not be computed, with the reason in `reasons`."""
     items: dict[str, Items] = dataclasses.field(default_factory=dict)
     """By metric, by index (a string), the item's fields, such as `prob` and `avg_loss`. The two sets of a membership
     attack are 'mia_loss.forget' and 'mia_loss.holdout'."""
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why a figure is None, by metric."""
     split: str | None = None
-    """Forget split of TOFU, such as 'forget10', if it is known."""
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The model, its steering and method, and further facts for readers."""
 
@@ -137,16 +135,12 @@ def write_results(results: Results, folder: Path, *, openunlearning: bool = Fals
 def read_results(folder: str | Path, suite: str | None = None) -> Results:
     """Read a folder that `divdec eval` or OpenUnlearning wrote; of the latter the summary is enough.
 
-    Args:
-        folder: the folder.
-        suite: which of OpenUnlearning's files to read if a folder holds those of several suites.
+    `suite` says which of OpenUnlearning's files to read if a folder holds those of several suites.
 
     Raises:
         UsageError: it holds no results, or a file cannot be read.
     """
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise UsageError(f"results {folder} is not a folder; give one that `divdec eval` or OpenUnlearning wrote")
+    folder = _folder(folder)
     if (folder / SUMMARY).is_file():
         return _read_own(folder)
     for name in ("tofu", "muse"):
@@ -165,10 +159,7 @@ def find_results(path: str | Path) -> list[Path]:
     Raises:
         UsageError: there is none.
     """
-    root = Path(path).expanduser()
-    if not root.is_dir():
-        raise UsageError(f"results {path} is not a folder; give one that `divdec eval` or OpenUnlearning wrote")
-    folders = _below(root, DEPTH)
+    folders = _below(_folder(path), DEPTH)
     if not folders:
         raise UsageError(f"{path} holds no results, nor do the folders in it; looked for {', '.join(FILES)}")
     return folders
@@ -216,6 +207,13 @@ def identify(results: Results, folder: Path) -> Identity:
     return Identity(rule, setting, family, size, seed, rule, float(match["value"]))
 
 
+def _folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"results {path} is not a folder; give one that `divdec eval` or OpenUnlearning wrote")
+    return folder
+
+
 def _below(folder: Path, depth: int) -> list[Path]:
     if any((folder / name).is_file() for name in FILES):
         return [folder]
@@ -227,7 +225,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
-    return [(float(part), "") if index % 2 else (-1.0, part) for index, part in enumerate(parts)]
+    return [(float(text), "") if index % 2 else (-1.0, text) for index, text in enumerate(parts)]
 
 
 def _read_own(folder: Path) -> Results:

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
+from divdec.evaluation.generation import Fluency
+from divdec.evaluation.leak import PROMPTS, LeakSuite, question_format
+from divdec.evaluation.muse import evaluate_muse, read_muse
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.sharding import is_main, number_of_processes, on_main
+from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
@@ -47,21 +51,13 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
 def evaluate(
     settings: EvalSettings, device_map: str | None = None, report: Callable[[str], None] = print
 ) -> list[Results]:
-    """Evaluate every model under every setting, and write the results after every stage.
+    """Evaluate every model under every setting, and write the results after every stage; the same call resumes.
 
     Within `divdec.evaluation.sharding.sharded` the processes that torchrun has started share the work; one of them
-    writes, and all return the same results.
-
-    Args:
-        settings: options of `divdec eval`.
-        device_map: device of the models.
-        report: called with progress messages.
-
-    Returns:
-        The results, by model and setting.
+    writes and reports progress, and all return the same results.
 
     Raises:
-        UsageError: an option cannot be used; results written so far are kept, and the same call resumes.
+        UsageError: an option cannot be used.
     """
     started = time.perf_counter()
     if number_of_processes() > 1 and device_map == "auto":
@@ -71,19 +67,19 @@ def evaluate(
     runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
     decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data_digest}
-    files = (SUMMARY, ITEMS, "attack_prompts.jsonl")
+    files = (SUMMARY, ITEMS, PROMPTS)
     folders = [folder.relative_to(output) for run in runs for folder in run.folders]
     stale = [(folder / file).as_posix() for folder in folders for file in files]
     run_folder = on_main(
         lambda: RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     )
     all_results: list[Results] = []
+    split = settings.split if settings.suite == "tofu" else None
     for step, run in enumerate(runs, start=1):
         if is_main():
             report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
-        split = settings.split if settings.suite == "tofu" else None
         results = on_main(
-            lambda run=run, split=split: [
+            lambda run=run: [
                 read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
                 for folder in run.folders
             ]
@@ -110,8 +106,7 @@ def evaluate(
 class _ModelRun:
     """A model, its settings, and the result folder of each setting."""
 
-    path: str
-    """Folder or hub id, as the user gave it."""
+    path: str  # as the user gave it
     name: str
     checkpoint: Path
     steering: tuple[Steering | None, ...]
@@ -166,7 +161,7 @@ def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel)
         config = read_config(run.checkpoint)
         experts: Any = getattr(model, "experts", None)
         parts = getattr(experts, "parts", (experts,))
-        retain = next((part.retain for part in parts if hasattr(part, "retain")), None)
+        retain = next((pair.retain for pair in parts if hasattr(pair, "retain")), None)
         reference = config.retain_auxiliary or config.ngram or config.registry or {}
         folder = str(reference.get("hub_id") or reference.get("folder") or run.name)
         path = Path(folder)
@@ -209,29 +204,24 @@ def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
     if retained is not None and retained.suite != settings.suite:
         raise UsageError(f"retain results {settings.retain_results} are of the suite {retained.suite}")
     if settings.suite == "leak":
-        from divdec.evaluation.leak import LeakSuite
-
         suite = LeakSuite.read(settings)
         return suite.records.sha256, suite.evaluate
+    shared: dict[str, Any] = {"batch_size": settings.batch_size, "retain_results": retained}
     if settings.suite == "muse":
-        from divdec.evaluation.muse import MuseOptions, evaluate_muse, read_muse
-
         data = read_muse(folder, holdout, settings.limit)
-        options = MuseOptions(settings.max_length, settings.batch_size, retained)
-        return settings_hash(data), functools.partial(evaluate_muse, data=data, options=options)
-    from divdec.evaluation.generation import Fluency
-    from divdec.evaluation.tofu import TofuOptions, evaluate_tofu, read_tofu
-
+        return settings_hash(data), functools.partial(
+            evaluate_muse, data=data, max_length=settings.max_length, **shared
+        )
     data = read_tofu(folder, settings.split, holdout, settings.limit)
-    options = TofuOptions(
-        settings.template, settings.system_prompt, settings.date, settings.max_length, settings.batch_size, retained
-    )
     fluency = None if settings.fluency == "none" else Fluency(settings.fluency)
     reference = None
     if settings.reference is not None:
         checkpoint = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
         check_weights(checkpoint)
         reference = load_model(checkpoint, dtype=settings.dtype).eval()
-    return settings_hash(data), functools.partial(
-        evaluate_tofu, data=data, options=options, fluency=fluency, reference=reference
-    )
+
+    def evaluate_questions(model: EvaluatedModel, **options: Any) -> list[Results]:
+        form = question_format(model, settings)
+        return evaluate_tofu(model, data, form, fluency=fluency, reference=reference, **shared, **options)
+
+    return settings_hash(data), evaluate_questions

@@ -70,7 +70,7 @@ class ItemScore:
 
     @property
     def token_accuracy(self) -> float:
-        """Share of the answer's tokens that are the model's first choice (exact memorization)."""
+        """Share of the answer's tokens that are the model's first choice."""
         return sum(self.hits) / len(self.hits)
 
 
@@ -119,10 +119,10 @@ def score(
     batch_size: int = 32,
     title: str | None = None,
 ) -> list[ItemScore]:
-    """Score every example with a causal language model, steered or plain.
+    """Score every example with a causal language model, steered or plain; its logits are used as they are.
 
     Args:
-        model: any causal LM; its logits are used as they are.
+        model: any causal LM.
         examples: prompts with labelled answers.
         moments: also compute `vocabulary_moments`.
         batch_size: sequences in a pass; they are grouped by length.
@@ -157,13 +157,8 @@ def score_settings(
 ) -> list[list[ItemScore]]:
     """Score every example under many settings, with one pass of target and auxiliaries for all of them.
 
-    Args:
-        model: the steered model; its own setting is not used.
-        examples: prompts with labelled answers.
-        settings: steering settings; rank settings must have the same eligible vocabulary.
-        moments: also compute `vocabulary_moments`.
-        batch_size: sequences in a pass.
-        title: title of the progress bar; None shows none.
+    See `score` for the arguments. The model's own setting is not used; rank settings must have the same eligible
+    vocabulary.
 
     Returns:
         For each setting one score per example.
@@ -192,11 +187,7 @@ def sweep(
 ) -> Iterator[Float[Tensor, "... vocab"]]:
     """Yield the steered logits of each setting, in float32; rank settings share one sorted divergence.
 
-    Args:
-        settings: all rank settings have the same eligible vocabulary.
-        target_logits: ℓ_P, of any floating dtype.
-        divergence: ℓ_q − ℓ_p over the same vocabulary.
-        eligible: the eligible vocabulary as a mask; None for all tokens.
+    Rank settings must have the same eligible vocabulary, `eligible` (None for all tokens).
 
     Raises:
         FailedClosed: a steered logit is NaN or +inf, or every token is excluded.
@@ -239,14 +230,14 @@ def gradient_norm(model: PreTrainedModel, example: Example) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ProbabilityDrop:
-    """A token that is less likely under the steered model than under the target."""
+    """A token that is less likely under the steered model than under the target.
+
+    `position` counts the answer's tokens from 0; `answer_token` is the answer's own token there.
+    """
 
     position: int
-    """Position in the answer, from 0."""
     token: int
-    """The suppressed token."""
     answer_token: int
-    """The token of the answer at this position."""
     target_probability: float
     steered_probability: float
 
@@ -260,13 +251,9 @@ class ProbabilityDrop:
 def probability_drops(
     model: DivergenceForCausalLM, prompt: Sequence[int], answer: Sequence[int], *, most: int = 8
 ) -> list[ProbabilityDrop]:
-    """List the tokens whose probability the experts lowered most, the largest drop first.
+    """List at most `most` tokens whose probability the experts lowered most, the largest drop first.
 
-    Args:
-        model: the steered model, with the setting that gave the answer.
-        prompt: token ids before the answer.
-        answer: token ids of the answer.
-        most: length of the list at most.
+    `prompt` and `answer` are token ids; the model has the setting that gave the answer.
     """
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     target_logits, corrected, divergence = model.unsteered_components(ids)
@@ -322,11 +309,9 @@ def _passes(
 ) -> Iterator[tuple[list[int], Sequence[Tensor], Int[Tensor, "batch positions"]]]:
     """Run the models over every example, or over this process's share of them.
 
-    Without a cache, or with one from which rows cannot be selected, a prompt is read again for every answer.
-
-    Yields:
-        Indices of the examples in a pass, the outputs of `forward` at its last positions, and the labels of the tokens
-        that these predict.
+    Without a cache, or with one from which rows cannot be selected, a prompt is read again for every answer. Yields the
+    indices of the examples in a pass, the outputs of `forward` at its last positions, and the labels of the tokens that
+    these predict.
     """
     shared: list[tuple[tuple[int, ...], list[int]]] = []  # prompts, and the examples that begin with them
     if new_cache is not None and _can_select_rows(new_cache()):

@@ -25,10 +25,7 @@ _ranks: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("ranks"
 
 @contextlib.contextmanager
 def sharded() -> Iterator[None]:
-    """Share the evaluations in the block between all processes, which must all enter it.
-
-    In a single process nothing changes.
-    """
+    """Share the evaluations in the block between all processes, which must all enter it."""
     number = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if number == 1:
         yield
@@ -64,31 +61,18 @@ def own(items: Iterable[T]) -> Iterator[T]:
 
 
 def together(work: Callable[[], dict[Any, T]]) -> dict[Any, T]:
-    """Merge the results of all processes, in all of them.
-
-    Raises:
-        Exception: of the first process that failed, in all of them; no process waits for one that has failed.
-    """
-    if number_of_processes() == 1:
-        return work()
-    merged: dict[Any, T] = {}
-    for results in _exchange(work):
-        merged |= results
-    return merged
+    """Merge the results of all processes, in all of them; an error in one is raised in all."""
+    return {key: value for results in _exchange(work) for key, value in results.items()}
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do work in the main process, and return its result in all of them.
-
-    Raises:
-        Exception: of the main process, in all of them.
-    """
-    if number_of_processes() == 1:
-        return work()
+    """Do work in the main process, and return its result, or raise its error, in all of them."""
     return _exchange(lambda: work() if is_main() else None)[0]  # pyright: ignore[reportReturnType]
 
 
 def _exchange(work: Callable[[], T]) -> Sequence[T]:
+    if number_of_processes() == 1:
+        return [work()]
     result, error = None, None
     try:
         result = work()

@@ -9,13 +9,14 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import scipy.stats
 
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
+from divdec.evaluation.aggregate import UTILITY_PARTS
 from divdec.evaluation.generation import Fluency
 from divdec.evaluation.metrics import (
     attack_auc,
@@ -42,13 +43,11 @@ if TYPE_CHECKING:
 SPLITS = ("forget01", "forget05", "forget10")
 SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
 ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
-UTILITY_METRICS = tuple(
-    f"{name}_{metric}"
-    for name in ("retain", "ra", "wf")
-    for metric in ("Q_A_Prob" if name == "retain" else "Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")
-)
 FLUENCY_TOKENS = 32
 NEW_TOKENS = 200
+
+Save = Callable[[Sequence[Results]], object]
+"""Called with the results of every setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,29 +76,14 @@ class TofuData:
     sets: dict[str, tuple[Question, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class TofuOptions:
-    """Options of the suite."""
-
-    template: Literal["chat", "plain"] = "chat"
-    system_prompt: str | None = "You are a helpful assistant."
-    date: str | None = "10 Apr 2025"
-    max_length: int = 512
-    batch_size: int = 32
-    retain_results: Results | None = None
-    """Results of the retrained model: the reference of forget quality and privacy leakage."""
-    gradient_norms: bool = True
-    """Compute the attack by gradient norm, which takes a backward pass per item."""
-
-
 def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int | None = None) -> TofuData:
-    """Read TOFU's files, named as in the Hugging Face dataset.
+    """Read TOFU's files, named as in the Hugging Face dataset; of each set the first `limit` questions.
 
     Args:
         folder: holds `{split}_perturbed.json`, the files of `SETS`, and `holdout01.json` etc. without `holdout`.
         split: 'forget01', 'forget05' or 'forget10'.
         holdout: questions that no model has seen, for membership attacks.
-        limit: read only the first N questions of each set.
+        limit: number of questions; None for all.
 
     Raises:
         UsageError: a file or a column is missing, or a line cannot be read (with its number).
@@ -138,19 +122,25 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
 def evaluate_tofu(
     model: EvaluatedModel,
     data: TofuData,
-    options: TofuOptions = TofuOptions(),
+    form: QuestionFormat | None = None,
     *,
+    batch_size: int = 32,
+    retain_results: Results | None = None,
+    gradient_norms: bool = True,
     fluency: Fluency | None = None,
     reference: PreTrainedModel | None = None,
     earlier: Sequence[Results] | None = None,
-    save: Callable[[Sequence[Results]], object] = lambda results: None,
+    save: Save = lambda results: None,
 ) -> list[Results]:
     """Evaluate a model on TOFU.
 
     Args:
         model: the model and its settings.
         data: the questions.
-        options: layout, and the retrained model's results.
+        form: their layout; by default that of the published figures.
+        batch_size: sequences in a pass.
+        retain_results: results of the retrained model: the reference of forget quality and privacy leakage.
+        gradient_norms: compute the attack by gradient norm, which takes a backward pass per item.
         fluency: classifier of the forget set's answers; None leaves fluency out.
         reference: a model for the reference attack (with the same tokenizer); None leaves it out.
         earlier: results of an interrupted run, one per setting; their metrics are not computed again.
@@ -162,40 +152,49 @@ def evaluate_tofu(
     Raises:
         UsageError: an item cannot be scored, or the retrained model's results are of another split.
     """
-    form = QuestionFormat(
-        model.tokenizer, options.template, options.system_prompt, options.date, max_length=options.max_length
-    )
-    retained = options.retain_results
-    if retained is not None:
-        _check_retained(retained, data)
+    if retain_results is not None:
+        _check_retained(retain_results, data)
     results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in model.settings]
-    run = _Run(model, data, form, options.batch_size, results)
+    run = _Run(model, data, form or QuestionFormat(model.tokenizer), batch_size, results)
     stages: list[Callable[[], None]] = [run.score_answers]
-    if options.gradient_norms and "holdout" in data.sets:
-        stages.append(run.compute_gradient_norms)
-    stages.append(run.generate_answers)
-    if reference is not None and "holdout" in data.sets:
-        stages.append(lambda: run.compute_reference_attack(reference))
-    if fluency is not None:
-        stages.append(lambda: run.judge_fluency(fluency))
-    for stage in stages:
-        stage()
-        for one in results:
-            _compute_figures(one, retained)
-        save(results)
     reasons: dict[str, str] = {}
-    if fluency is None:
-        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
     if "holdout" not in data.sets:
         attacks = [f"mia_{attack}" for attack in ATTACKS]
         reasons |= dict.fromkeys((*attacks, "privleak"), "there is no holdout set (--holdout)")
+    elif gradient_norms:
+        stages.append(run.compute_gradient_norms)
     else:
-        if reference is None:
-            reasons["mia_reference"] = "there is no reference model (--reference)"
-        if not options.gradient_norms:
-            reasons["mia_gradnorm"] = "gradient norms were left out"
-    if retained is None:
+        reasons["mia_gradnorm"] = "gradient norms were left out"
+    stages.append(run.generate_answers)
+    if reference is None:
+        reasons.setdefault("mia_reference", "there is no reference model (--reference)")
+    elif "holdout" in data.sets:
+        stages.append(lambda: run.compute_reference_attack(reference))
+    if fluency is None:
+        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
+    else:
+        stages.append(lambda: run.judge_fluency(fluency))
+    if retain_results is None:
         reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
+    return run_stages(stages, results, lambda one: _compute_figures(one, retain_results), reasons, save)
+
+
+def run_stages(
+    stages: Sequence[Callable[[], None]],
+    results: list[Results],
+    compute_figures: Callable[[Results], None],
+    reasons: dict[str, str],
+    save: Save,
+) -> list[Results]:
+    """Run the stages of a suite, and compute the figures and save the results after each.
+
+    `reasons` say by figure why it cannot be computed.
+    """
+    for stage in stages:
+        stage()
+        for one in results:
+            compute_figures(one)
+        save(results)
     for one in results:
         one.figures |= dict.fromkeys(reasons)
         one.reasons |= reasons
@@ -272,9 +271,8 @@ class _Run:
             scores = score(model, examples, batch_size=self.batch_size, title="reference")
             for results in self.results:
                 losses = results.scores(f"mia_loss.{name}", "score")
-                results.items[f"mia_reference.{name}"] = numbered(
-                    [loss - item.loss for loss, item in zip(losses, scores, strict=True)]
-                )
+                differences = [loss - item.loss for loss, item in zip(losses, scores, strict=True)]
+                results.items[f"mia_reference.{name}"] = numbered(differences)
 
     def generate_answers(self) -> None:
         """Answer every question greedily, and compute ROUGE against the true answers."""
@@ -284,13 +282,10 @@ class _Run:
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if all(f"{name}_Q_A_ROUGE" in results.items for name in names):
                 continue
+            title = f"generating {setting or ''}".strip()
             # All sets together: fewer batches take fewer steps.
             outputs = self.model.continuations(
-                setting,
-                prompts,
-                max_new_tokens=NEW_TOKENS,
-                batch_size=4 * self.batch_size,
-                title=f"generating {setting or ''}".strip(),
+                setting, prompts, max_new_tokens=NEW_TOKENS, batch_size=4 * self.batch_size, title=title
             )
             for (name, index, question), prompt, ids in zip(questions, prompts, outputs, strict=True):
                 text = decoded(self.form.tokenizer, ids).strip()
@@ -304,7 +299,6 @@ class _Run:
                     results.add_item(metric, str(index), **rouge(text, truth), **texts)
 
     def judge_fluency(self, judge: Fluency) -> None:
-        """Compute how fluent the forget set's answers are."""
         for results in self.results:
             if "forget_Q_A_gibberish" in results.items:
                 continue
@@ -363,7 +357,7 @@ def _compute_figures(results: Results, retained: Results | None) -> None:
     if retained is not None and "forget_truth_ratio" in results.items:
         ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
         results.figures["forget_quality"] = forget_quality(ratios, references)
-    utilities = [results.figures.get(metric) for metric in UTILITY_METRICS]
+    utilities = [results.figures.get(metric) for metric in UTILITY_PARTS]
     if all(value is not None for value in utilities):
         results.figures["model_utility"] = float(scipy.stats.hmean(utilities)) if all(utilities) else 0.0
 

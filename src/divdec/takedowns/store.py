@@ -68,7 +68,7 @@ class TakedownRequest:
     divergence: float = 0.0
     """Mean S_q − S_p at the texts' own next tokens: −1 where only this request knows what comes next."""
     measured: dict[str, Any] | None = None
-    """What the target recited before and under the request (`divdec.evaluation.verbatim`); None if not measured."""
+    """What the target recited before and under the request (`divdec.evaluation.calibration`); None if not measured."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from divdec.demo import run as demo
 from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.tofu import TofuData, TofuOptions, read_tofu
+from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.model.configuration import AUXILIARIES
@@ -77,17 +77,12 @@ class Benchmark:
 
     @property
     def layout(self) -> QuestionFormat:
-        """Layout of the suite's questions."""
-        tokenizer, of = load_tokenizer(self.target), self.options
-        return QuestionFormat(tokenizer, of.template, of.system_prompt, of.date, max_length=of.max_length)
-
-    @property
-    def options(self) -> TofuOptions:
-        """Options of the suite that match the training texts."""
-        form = self.form
-        # No aggregate needs gradient norms, and they cost a backward pass per item.
-        return TofuOptions(
-            system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, gradient_norms=False
+        """Layout of the suite's questions, which is that of the training texts."""
+        return QuestionFormat(
+            load_tokenizer(self.target),
+            system_prompt=self.form.system_prompt,
+            date=self.form.date,
+            max_length=self.form.max_length,
         )
 
 
@@ -178,11 +173,12 @@ def _own(settings: CompareSettings) -> Benchmark:
         )
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
-    usual = TofuOptions()
     forget = read_records(data / f"{settings.split}.json")
     retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
     questions = read_tofu(data, settings.split, holdout, settings.limit)
-    form = Format(system_prompt=usual.system_prompt, date=usual.date, max_length=usual.max_length)
+    form = Format(
+        system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
+    )
     return Benchmark(
         data.name, 0, parts["target"], retrain, parts["retain_auxiliary"], parts["forget_auxiliary"], base, forget,
         retain, questions, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,

@@ -204,7 +204,8 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         model = load_trial(built.folder, trial)
         extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
         subject = EvaluatedModel(model, load_tokenizer(benchmark.target))
-        (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.options)
+        # No aggregate needs gradient norms, and they cost a backward pass per item.
+        (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False)
         results.name = str(trial.folder)
         results.about = {
             "method": trial.method, "setting": trial.label, "seed": benchmark.seed, "steering": trial.steering,
