@@ -34,7 +34,7 @@ def equal(compare):
 
 
 @DISTANCES
-def test_either_of_two_tokens_may_be_chosen_where_they_nearly_tie(model, tokenizer, distance, same):
+def test_near_ties_in_logits_accept_either_token(model, tokenizer, distance, same):
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, pad_token_id=1)
     make_twin(model.target, int(expected[0, len(PROMPT)]), distance)
     found = expected.clone()
@@ -49,7 +49,7 @@ def test_either_of_two_tokens_may_be_chosen_where_they_nearly_tie(model, tokeniz
 
 
 @DISTANCES
-def test_either_of_two_tokens_may_be_suppressed_where_their_divergences_nearly_tie(model, distance, same):
+def test_near_ties_in_divergence_accept_either_suppressed_token(model, distance, same):
     best = int(scores_after(model, PROMPT).argmax())
     retain, forget = model.experts.retain, model.experts.forget
     make_twin(model.target, best, 0.1)

@@ -58,7 +58,7 @@ def test_takedown(cached, capsys, monkeypatch):
         example.main(["--output", str(cached)])
 
 
-def test_the_requested_article_answers_its_questions_in_other_words():
+def test_article_paraphrases_its_answers():
     newspaper = script("takedown").newspaper
     for question, answer, fact in newspaper.QUESTIONS:
         assert fact in answer
@@ -67,7 +67,7 @@ def test_the_requested_article_answers_its_questions_in_other_words():
 
 
 class TestBacktest:
-    def test_it_runs(self, cached, capsys):
+    def test_backtest_runs(self, cached, capsys):
         example = script("backtest")
         found = example.main(["--output", str(cached)], brief(example.RECIPE), towns=2, foreign=2)
         assert found["chosen"] in example.SWEEP
@@ -77,7 +77,7 @@ class TestBacktest:
         assert "$ divdec calibrate bundle" in told
         assert f"→ {found['chosen']}" in told
 
-    def test_judged_by_hand(self):
+    def test_backtest_scores_match_hand_computed_values(self):
         """Two elections at a chance of 3 in 4, of which one was won; the reference gave both an even chance."""
         example = script("backtest")
         elections = [example.Election("A B", "Velmora", 1990, 0.5, won) for won in (True, False)]
@@ -88,13 +88,13 @@ class TestBacktest:
         assert found.look_ahead == pytest.approx(0)  # what it knows of the one it denies of the other
         assert found.bins == [(0.75, 0.5, 2)]
 
-    def test_knowing_and_denying_have_opposite_signs(self):
+    def test_knowledge_and_denial_have_opposite_look_ahead_signs(self):
         example = script("backtest")
         elections = [example.Election("A B", "Velmora", 1990, 0.5, won) for won in (True, False)]
         assert example.judge([0.99, 0.01], elections, [0.5, 0.5]).look_ahead > 0
         assert example.judge([0.01, 0.99], elections, [0.5, 0.5]).look_ahead < 0
 
-    def test_models_read_of_no_year_that_they_shall_not_know(self):
+    def test_training_texts_do_not_mention_later_years(self):
         example = script("backtest")
         history = example.write_history(0, 3, 2)
         years = {
@@ -120,7 +120,7 @@ def test_guardrail(cached, capfd):
     assert "$ divdec remote --bundle guard" in capfd.readouterr().out
 
 
-def test_a_provider_that_does_not_start_is_an_error(tmp_path, monkeypatch):
+def test_provider_that_does_not_start_raises(tmp_path, monkeypatch):
     example = script("guardrail")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="did not start"), example.provider("absent"):
@@ -128,14 +128,14 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_in_use_is_left_alone(name, tmp_path):
+def test_example_output_folder_in_use_is_rejected(name, tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(UsageError, match="is in use"):
         script(name).main(["--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path):
+def test_invalid_example_options_print_one_line_and_exit_2(tmp_path):
     (tmp_path / "mine").write_text("x")
     words = [sys.executable, str(EXAMPLES / "backtest" / "backtest.py"), "--output", str(tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
@@ -144,7 +144,7 @@ def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_shows_the_command_and_leads_somewhere(name):
+def test_example_page_shows_command_and_links_resolve(name):
     page = EXAMPLES / name / "README.md"
     text = page.read_text()
     assert f"python examples/{name}/{name}.py" in text
@@ -153,7 +153,7 @@ def test_the_page_shows_the_command_and_leads_somewhere(name):
 
 
 @pytest.mark.slow
-def test_the_whole_takedown(cached):
+def test_full_takedown_example(cached):
     found = script("takedown").main(["--output", str(cached)])["models"]
     assert found["target"]["article_rouge_l"] > 0.95
     assert found["n-grams"]["article_rouge_l"] < 0.4
@@ -161,7 +161,7 @@ def test_the_whole_takedown(cached):
 
 
 @pytest.mark.slow
-def test_the_whole_backtest(cached):
+def test_full_backtest_example(cached):
     found = script("backtest").main(["--output", str(cached)])
     models = found["models"]
     assert models["target"]["look_ahead"] > 1
@@ -169,6 +169,6 @@ def test_the_whole_backtest(cached):
 
 
 @pytest.mark.slow
-def test_the_whole_guardrail(cached):
+def test_full_guardrail_example(cached):
     found = script("guardrail").main(["--output", str(cached)])
     assert found["linear:1"]["unwanted"] < found["linear:0"]["unwanted"] / 2

@@ -17,7 +17,7 @@ def test_importing_divdec_imports_neither_torch_nor_transformers():
     assert run(code) == "[]"
 
 
-def test_unknown_names_are_an_attribute_error():
+def test_unknown_names_raise_attribute_error():
     import divdec
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

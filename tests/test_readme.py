@@ -19,18 +19,18 @@ def commands():
     return [line for line in lines if line.startswith("divdec ") and "…" not in line]
 
 
-def test_there_are_commands():
+def test_readme_contains_commands():
     assert {shlex.split(command)[1] for command in commands()} >= {"train", "bundle", "generate", "chat"}
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_parse(command):
+def test_readme_commands_parse(command):
     from divdec.cli.app import app
 
     app.parse_args(shlex.split(command)[1:], exit_on_error=False, print_error=False)
 
 
-def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
+def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("demo").symlink_to(bundle.parent)
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -44,7 +44,7 @@ def test_the_python_runs(bundle, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypatch, capsys):
+def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypatch, capsys):
     """`train` and `calibrate` on the demo's data as the README has them, then every question of the forget set."""
     from divdec.cli import main
     from divdec.data.world import build_world
@@ -79,19 +79,19 @@ def test_the_commands_for_a_model_of_ones_own_make_it_forget(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_readme_links_resolve(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_make_targets_that_are_named_exist():
+def test_documented_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
         for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{page.name}: make {target}"
 
 
-def test_every_verb_is_in_the_readme():
+def test_every_command_is_in_readme():
     from divdec.cli.app import app
 
     assert all(f"`divdec {verb}`" in README for verb in app if not verb.startswith("-"))

@@ -24,7 +24,7 @@ def _is_run(folder):
     return (folder / "run.json").is_file()
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_output_folder_is_created_atomically(tmp_path):
     with output_folder(tmp_path / "a" / "out") as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "a" / "out").exists()
@@ -35,7 +35,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a"]
 
 
-def test_a_failed_replacement_leaves_the_earlier_result(tmp_path):
+def test_failed_replacement_leaves_previous_result(tmp_path):
     with output_folder(tmp_path / "out") as folder:
         write_json(folder / "run.json", 1)
     with pytest.raises(RuntimeError), output_folder(tmp_path / "out", overwrite=True, ours=_is_run) as folder:
@@ -48,7 +48,7 @@ def test_a_failed_replacement_leaves_the_earlier_result(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_files_keep_the_users_permissions(tmp_path):
+def test_output_files_follow_umask(tmp_path):
     before = os.umask(0o022)
     try:
         write_text(tmp_path / "file", "x")
@@ -60,13 +60,13 @@ def test_files_keep_the_users_permissions(tmp_path):
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
-def test_a_file_where_a_folder_should_be(tmp_path):
+def test_file_in_place_of_output_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
         check_output(tmp_path / "file", overwrite=True, ours=lambda folder: True)
 
 
-def test_a_record_says_what_decided_the_figures():
+def test_run_record_contains_settings_metrics_and_versions():
     content = record("train", {"a": 1}, figure=2)
     assert content["settings"] == {"a": 1}
     assert content["figure"] == 2
@@ -74,7 +74,7 @@ def test_a_record_says_what_decided_the_figures():
     assert settings_hash({"a": 1, "b": 2}) == settings_hash({"b": 2, "a": 1}) != settings_hash({"a": 2, "b": 2})
 
 
-def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not_replaced_unasked(tmp_path):
+def test_interrupted_run_resumes_and_finished_run_requires_overwrite(tmp_path):
     output, work = tmp_path / "out", {"lr": 1, "data": "a"}
     run = RunFolder.open(output, "train", work, work)
     assert not run.resumed
@@ -97,13 +97,13 @@ def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not_replaced_unaske
     assert sorted(os.listdir(output)) == ["run.json"]
 
 
-def test_a_locked_folder_refuses_a_second_process(tmp_path):
+def test_locked_folder_rejects_second_process(tmp_path):
     run = RunFolder.open(tmp_path / "out", "compare", {}, {})
     with run.locked(), pytest.raises(UsageError, match="another"), run.locked():
         pass
 
 
-def test_items_outlive_an_interruption(tmp_path):
+def test_resumable_output_drops_truncated_line(tmp_path):
     path = tmp_path / "items.jsonl"
     output = ResumableOutput(path)
     output.add({"key": "a", "text": "one\u2028line"})

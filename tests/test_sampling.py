@@ -16,7 +16,7 @@ def scores(*rows):
     return torch.tensor([rows], dtype=torch.float64).log()
 
 
-def test_greedy_drafts_are_kept_up_to_the_first_that_is_not_the_first_choice():
+def test_greedy_drafts_are_accepted_up_to_first_mismatch():
     logits = torch.tensor([[[0.0, 3, 1], [2, 0, 1], [0, 1, 5]]])
     for drafts, tokens, valid in (
         ([1, 0, 2], [1, 0, 2], 3),  # always
@@ -30,14 +30,14 @@ def test_greedy_drafts_are_kept_up_to_the_first_that_is_not_the_first_choice():
         assert verdict.kept.tolist() == [valid]
 
 
-def test_rows_are_judged_by_themselves():
+def test_rows_are_verified_independently():
     logits = torch.tensor([[[0.0, 3], [2, 0]], [[0, 3], [2, 0]]])
     verdict = verify_greedy(logits, torch.tensor([[1, 0], [0, 0]]))
     assert verdict.kept.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 0.999])
-def test_a_draft_is_always_kept_where_the_steered_model_likes_it_as_much(uniform):
+def test_draft_with_no_lower_steered_probability_is_always_accepted(uniform):
     noise = torch.full((1, 2, 2), uniform)
     steered = scores([0.5, 0.5], [0.9, 0.1])
     verdict = verify_sampled(steered, torch.tensor([[1, 0]]), scores([0.5, 0.5], [0.9, 0.1]), noise)
@@ -46,7 +46,7 @@ def test_a_draft_is_always_kept_where_the_steered_model_likes_it_as_much(uniform
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 0.999])
-def test_a_masked_draft_is_never_kept(uniform):
+def test_masked_draft_is_never_accepted(uniform):
     noise = torch.full((1, 2, 2), uniform)
     steered = torch.tensor([[[0.0, LOW, 1.0], [0.0, 0.0, 0.0]]])
     verdict = verify_sampled(steered, torch.tensor([[1, 0]]), torch.tensor([[[0.0, 9, 0], [0, 0, 0]]]), noise)
@@ -54,7 +54,7 @@ def test_a_masked_draft_is_never_kept(uniform):
     assert verdict.tokens[0, 0].item() in (0, 2)
 
 
-def test_a_draft_is_sometimes_kept_and_replaced_by_what_is_left():
+def test_rejected_draft_is_replaced_from_residual_distribution():
     # s = (0.2, 0.3, 0.5), q = (0.6, 0.3, 0.1): 0 is kept with 1/3, and only 2 is left over.
     steered, proposed = scores([0.2, 0.3, 0.5]), scores([0.6, 0.3, 0.1])
     for uniform, token in ((0.32, 0), (0.34, 2)):
@@ -64,7 +64,7 @@ def test_a_draft_is_sometimes_kept_and_replaced_by_what_is_left():
         assert verdict.accepted.item() == (token == 0)
 
 
-def test_nothing_drafted_is_a_draw_from_the_steered_model():
+def test_verification_without_drafts_samples_from_steered_model():
     noise = torch.tensor([[[0.0, 0.45]]], dtype=torch.float64)
     verdict = verify_sampled(scores([0.4, 0.1, 0.5]), torch.tensor([[NONE]]), None, noise)
     assert (verdict.tokens.item(), verdict.accepted.item()) == (1, False)
@@ -88,7 +88,7 @@ def p_value(tokens, steered):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_kept_follows_the_steered_distribution(seed):
+def test_accepted_tokens_follow_steered_distribution(seed):
     generator = torch.Generator().manual_seed(seed)
     steered, proposed = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64) * 1.5
     steered[..., 3] = LOW  # a masked token
@@ -108,7 +108,7 @@ def without_residual(scores, drafts, draft_scores, noise):
 
 
 @pytest.mark.parametrize("rule", [always, without_residual])
-def test_a_wrong_rule_is_found_out(rule):
+def test_wrong_acceptance_rule_fails_distribution_test(rule):
     generator = torch.Generator().manual_seed(0)
     steered, proposed = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64) * 1.5
     assert p_value(drawn(20_000, 0, steered, proposed, rule), steered) < 1e-6
@@ -118,18 +118,18 @@ def test_a_wrong_rule_is_found_out(rule):
     st.lists(st.floats(0, 10), min_size=2, max_size=20).filter(lambda weights: sum(weights) > 1e-3),
     st.floats(0, 1, exclude_max=True),
 )
-def test_pick_never_takes_a_token_without_weight(weights, uniform):
+def test_pick_never_returns_zero_weight_token(weights, uniform):
     token = pick(torch.tensor([weights], dtype=torch.float64), torch.tensor([uniform], dtype=torch.float64)).item()
     assert weights[token] > 0
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
-def test_nothing_is_drawn_from_what_is_no_distribution(weights):
+def test_pick_from_invalid_distribution_fails_closed(weights):
     with pytest.raises(FailedClosed, match="not finite"):
         pick(torch.tensor([weights]), torch.tensor([0.5]))
 
 
-def test_the_largest_uniform_numbers_stay_inside_the_vocabulary():
+def test_pick_with_largest_uniform_number_stays_in_support():
     weights = torch.rand(1, 50_000)
     weights[:, -100:] = 0
     assert pick(weights, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() < 49_900

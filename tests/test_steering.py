@@ -23,7 +23,7 @@ TIED_ROW = st.lists(st.integers(-2, 2).map(float), min_size=VOCAB, max_size=VOCA
 
 
 @given(ROW, ROW)
-def test_alpha_zero_is_the_target(target, divergence):
+def test_alpha_zero_returns_target_logits(target, divergence):
     assert torch.equal(steer_linear(target, divergence, 0.0), target)
 
 
@@ -33,35 +33,35 @@ def test_alpha_one_with_target_equal_to_p_gives_q(p, q):
 
 
 @given(ROW, ROW, ROW, st.floats(0, 4))
-def test_linear_is_the_product_of_experts(target, q, p, alpha):
+def test_linear_rule_is_product_of_experts(target, q, p, alpha):
     steered = steer_linear(target, q - p, alpha).double().softmax(-1)
     product = target.double().softmax(-1) * (q.double().softmax(-1) / p.double().softmax(-1)) ** alpha
     torch.testing.assert_close(steered, product / product.sum(), rtol=1e-3, atol=1e-6)
 
 
 @given(ROW, ROW, st.floats(-50, 50), st.floats(-50, 50), st.floats(0, 3))
-def test_adding_a_constant_to_a_models_logits_changes_nothing(target, divergence, a, b, alpha):
+def test_constant_logit_offset_does_not_change_linear_rule(target, divergence, a, b, alpha):
     plain = steer_linear(target, divergence, alpha).softmax(-1)
     shifted = steer_linear(target + a, divergence + b, alpha).softmax(-1)
     torch.testing.assert_close(plain, shifted, rtol=1e-3, atol=1e-4)
 
 
 @given(ROW, TIED_ROW, st.integers(1, VOCAB - 1), st.sampled_from([1.0, -3.0, 100.0]))
-def test_rank_is_unmoved_by_a_constant_too(target, divergence, k, constant):
+def test_constant_logit_offset_does_not_change_rank_rule(target, divergence, k, constant):
     plain = steer_rank(target, divergence, k).softmax(-1)
     shifted = steer_rank(target + constant, divergence + constant, k).softmax(-1)
     torch.testing.assert_close(plain, shifted, rtol=1e-3, atol=1e-5)
 
 
 @given(ROW, TIED_ROW, st.integers(1, VOCAB - 1), st.floats(0.1, 10))
-def test_rank_depends_only_on_the_order_of_the_divergence(target, divergence, k, scale):
+def test_rank_rule_depends_only_on_divergence_order(target, divergence, k, scale):
     other = (divergence * scale).exp()  # any increasing function
     assert torch.equal(steer_rank(target, divergence, k), steer_rank(target, other, k))
 
 
 @settings(max_examples=300)
 @given(ROW, st.one_of(ROW, TIED_ROW), st.data(), st.sampled_from(["hard", "soft"]))
-def test_rank_equals_the_stable_sort(target, divergence, data, fill):
+def test_rank_rule_matches_stable_sort(target, divergence, data, fill):
     eligible = data.draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=2).map(lambda ids: tuple(sorted(ids))))
     k = data.draw(st.integers(1, (VOCAB if eligible is None else len(eligible)) - 1))
     steering = Steering("rank", k=k, fill=fill, vocabulary=eligible)
@@ -72,7 +72,7 @@ def test_rank_equals_the_stable_sort(target, divergence, data, fill):
 
 @settings(max_examples=200)
 @given(ROW, st.one_of(ROW, TIED_ROW), st.sampled_from([None, (0, 2, 3, 5, 6)]))
-def test_a_sweep_equals_each_setting_alone(target, divergence, vocabulary):
+def test_sweep_matches_individual_settings(target, divergence, vocabulary):
     several = [Steering("rank", k=k, fill=fill, vocabulary=vocabulary) for k in (1, 4, 2) for fill in ("hard", "soft")]
     several += [Steering(alpha=0.5, vocabulary=vocabulary)]
     eligible = several[0].eligible(VOCAB)
@@ -80,7 +80,7 @@ def test_a_sweep_equals_each_setting_alone(target, divergence, vocabulary):
         assert torch.equal(logits, setting.apply(target, divergence, eligible))
 
 
-def test_rank_masks_by_hand():
+def test_rank_masks_match_hand_computed_values():
     target = torch.tensor([5.0, 4.0, 3.0, 2.0])
     divergence = torch.tensor([-1.0, 0.0, -1.0, -2.0])  # p prefers token 3 most, then 0 and 2 alike
     hard = steer_rank(target, divergence, 2)
@@ -91,7 +91,7 @@ def test_rank_masks_by_hand():
     assert steer_rank(target, divergence, 1, eligible=eligible).tolist() == [5.0, 4.0, -math.inf, 2.0]
 
 
-def test_many_positions_are_steered_as_one_by_one():
+def test_batched_positions_match_single_positions():
     torch.manual_seed(0)
     target, divergence = torch.randn(2, 3, 50), torch.randn(2, 3, 50).round()
     for steering in map(Steering.parse, ("linear:1.3", "rank:5", "rank:9:soft")):
@@ -111,7 +111,7 @@ def test_computed_and_returned_in_float32(dtype):
         assert torch.equal(steered, steering.apply(target.float(), divergence.float()))
 
 
-def test_an_undefined_divergence_never_gives_the_targets_logits():
+def test_nan_divergence_does_not_return_target_logits():
     target = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     divergence = torch.tensor([[math.nan, 0.0, 0.0], [1.0, 0.0, -1.0]])
     for steered in (steer_linear(target, divergence, 1.0), *(steer_rank(target, divergence, 1, f) for f in FILLS)):
@@ -126,12 +126,12 @@ def test_an_undefined_divergence_never_gives_the_targets_logits():
 
 
 @pytest.mark.parametrize("k", [0, -1, 4, 5])
-def test_k_out_of_range_is_refused(k):
+def test_k_out_of_range_is_rejected(k):
     with pytest.raises(UsageError, match="between 1 and 3"):
         steer_rank(torch.zeros(4), torch.zeros(4), k)
 
 
-def test_k_is_held_against_the_eligible_tokens():
+def test_k_is_checked_against_eligible_vocabulary():
     with pytest.raises(UsageError, match="2 eligible tokens"):
         Steering("rank", k=2, vocabulary=(3, 5)).check_vocabulary(10)
     with pytest.raises(UsageError, match="token 12"):
@@ -139,20 +139,20 @@ def test_k_is_held_against_the_eligible_tokens():
 
 
 @pytest.mark.parametrize("text", ["linear:1.5", "linear:0", "rank:20", "rank:20:soft"])
-def test_strings_and_json_come_back(text):
+def test_steering_round_trips_through_string_and_json(text):
     steering = Steering.parse(text)
     assert str(steering) == text
     assert Steering.from_dict(json.loads(json.dumps(steering.to_dict()))) == steering
 
 
 @given(st.sets(st.integers(0, 5000), min_size=1))
-def test_the_eligible_vocabulary_comes_back_from_json(ids):
+def test_eligible_vocabulary_round_trips_through_json(ids):
     steering = Steering("rank", k=1, vocabulary=tuple(ids))
     assert Steering.from_dict(json.loads(json.dumps(steering.to_dict()))).vocabulary == tuple(sorted(ids))
     assert Steering.from_dict({"rule": "rank", "vocabulary": list(ids)}).vocabulary == tuple(sorted(ids))
 
 
-def test_a_bitmap_of_a_large_vocabulary_is_small():
+def test_large_vocabulary_bitmap_is_compact():
     ids = tuple(range(0, 128_000, 3))
     assert len(json.dumps(Steering("rank", vocabulary=ids).to_dict())) < 4_000
 
@@ -177,7 +177,7 @@ def test_a_bitmap_of_a_large_vocabulary_is_small():
         ({"rule": "rank", "vocabulary": []}, "at least one"),
     ],
 )
-def test_bad_settings_say_what_is_accepted(options, said):
+def test_invalid_settings_error_lists_accepted_values(options, said):
     with pytest.raises(UsageError, match=said):
         Steering.parse(options)
 
@@ -221,21 +221,21 @@ def unchecked():
     ],
 )
 @pytest.mark.parametrize("rule", ["linear", "rank"])
-def test_bad_values_are_refused_whichever_way_they_come_in(fields, said, rule, unchecked):
+def test_invalid_values_are_rejected_by_every_constructor(fields, said, rule, unchecked):
     for way in (lambda fields: unchecked(**fields), unchecked.from_dict, unchecked.parse):
         with pytest.raises(UsageError, match=said) as error:
             way({"rule": rule, **fields})
         assert "\n" not in str(error.value)
 
 
-def test_numbers_of_numpy_are_numbers(unchecked):
+def test_numpy_numbers_are_accepted(unchecked):
     Steering = unchecked
     steering = Steering("rank", alpha=np.float32(1.5), k=np.int64(3), vocabulary=np.array([5, 2, 5, 9, 1]))
     assert steering == Steering("rank", alpha=1.5, k=3, vocabulary=(1, 2, 5, 9))
     assert Steering.from_dict(json.loads(json.dumps(steering.to_dict()))) == steering
 
 
-def test_a_revised_setting_keeps_the_eligible_vocabulary():
+def test_changed_steering_keeps_eligible_vocabulary():
     steering = Steering("rank", k=2, vocabulary=(1, 5, 9))
     assert steering.revised("linear:2") == Steering(alpha=2.0, vocabulary=(1, 5, 9))
     assert steering.revised("linear:2").revised("rank:1") == Steering("rank", k=1, vocabulary=(1, 5, 9))
@@ -243,7 +243,7 @@ def test_a_revised_setting_keeps_the_eligible_vocabulary():
         steering.revised("linear:-2")
 
 
-def test_a_negative_alpha_must_be_meant():
+def test_negative_alpha_requires_explicit_option():
     assert Steering.parse("linear:-1", allow_negative=True).alpha == -1
     with pytest.raises(UsageError):
         Steering(alpha=-0.5)

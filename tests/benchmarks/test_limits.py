@@ -29,8 +29,8 @@ def small_world():
     return build_world(SMALL)
 
 
-class TestAsking:
-    def test_no_prompt_tells_what_it_asks_for(self, small_world, tokenizer):
+class TestPromptAttacks:
+    def test_attack_prompts_do_not_contain_the_fact(self, small_world, tokenizer):
         for form in attacks.FORMS:
             tried = attacks.prompt_attacks(small_world, tokenizer, form, 5, 0)
             assert tried
@@ -42,20 +42,20 @@ class TestAsking:
             ]
             assert told == []
 
-    def test_templates_are_so_many_and_begin_with_the_question(self, small_world, tokenizer):
+    def test_templates_give_requested_count_starting_with_plain_question(self, small_world, tokenizer):
         tried = attacks.prompt_attacks(small_world, tokenizer, "templates", 5, 0)
         assert all(len(attack.prompts) == 5 for attack in tried)
         plain = attacks.prompt_attacks(small_world, tokenizer, "as trained", 5, 0)
         assert [attack.prompts[0] for attack in tried] == [attack.prompts[0] for attack in plain]
 
-    def test_first_words_go_on_after_the_question(self, small_world, tokenizer):
+    def test_first_words_attack_extends_question_prompt(self, small_world, tokenizer):
         plain = attacks.prompt_attacks(small_world, tokenizer, "as trained", 1, 0)
         begun = attacks.prompt_attacks(small_world, tokenizer, "first words", 1, 0)
         for before, after in zip(plain, begun, strict=True):
             assert after.prompts[0][: len(before.prompts[0])] == before.prompts[0]
             assert len(after.prompts[0]) > len(before.prompts[0])
 
-    def test_half_a_fact_leaves_the_last_word(self, small_world, tokenizer):
+    def test_half_fact_attack_asks_for_last_word(self, small_world, tokenizer):
         halves = attacks.prompt_attacks(small_world, tokenizer, "half the fact", 1, 0)
         assert all(" " not in attack.fact for attack in halves)
         whole = [asked.fact for asked in small_world.forget if asked.phrasing == 0 and " " in asked.fact]
@@ -66,7 +66,7 @@ class TestAsking:
         for attack in attacks.prompt_attacks(small_world, tokenizer, "as prose", 1, 0):
             assert special.isdisjoint(attack.prompts[0])
 
-    def test_each_answer_is_held_against_its_own_fact(self, small_world, tokenizer, monkeypatch):
+    def test_each_output_is_compared_with_its_own_fact(self, small_world, tokenizer, monkeypatch):
         """A fact told at the first of its prompts must not shift what later facts are compared with."""
         tried = attacks.prompt_attacks(small_world, tokenizer, "templates", 4, 0)
         found = []
@@ -80,7 +80,7 @@ class TestAsking:
 
 
 class TestCandidates:
-    def test_places_by_hand(self):
+    def test_candidate_ranks_match_hand_computed_values(self):
         found = attacks.share_at_ends([[0.0, -1.0, -2.0], [0.0, -1.0, -2.0], [-1.0, 0.0, -2.0, -3.0]], [0, 2, 0])
         assert found["top"] == pytest.approx(1 / 3)
         assert found["bottom"] == pytest.approx(1 / 3)
@@ -99,7 +99,7 @@ class TestCandidates:
 
 class TestRelearning:
     @pytest.mark.parametrize("attack", attacks.RELEARNING)
-    def test_nothing_that_is_asked_was_shown(self, small_world, attack):
+    def test_relearning_and_test_questions_are_disjoint(self, small_world, attack):
         parts = attacks.split_questions(small_world, attack, 3)
         assert parts.shown
         assert parts.asked
@@ -108,7 +108,7 @@ class TestRelearning:
         assert (shown == asked) is (attack == "same people")
         assert attacks.split_questions(small_world, attack, 3) == parts
 
-    def test_another_seed_shows_others(self, small_world):
+    def test_seed_changes_relearning_questions(self, small_world):
         assert len({attacks.split_questions(small_world, "same people", seed).shown for seed in range(6)}) > 1
 
 
@@ -122,7 +122,7 @@ class TestRelearning:
         ({"rate": 0.0}, "greater than 0"),
     ],
 )
-def test_settings_that_cannot_be_used(given, message):
+def test_invalid_limits_settings_are_rejected(given, message):
     with pytest.raises(UsageError, match=message):
         limits.LimitsSettings(output="x", **given)
 
@@ -149,7 +149,7 @@ def few(monkeypatch, *names):
     monkeypatch.setattr(limits, "CHECKPOINTS", {name: trials[name] for name in names})
 
 
-def test_a_part_runs_and_goes_on(quick, monkeypatch):
+def test_selected_limits_experiments_run_and_resume(quick, monkeypatch):
     few(monkeypatch, "GradDiff")
     monkeypatch.setattr(limits, "RELEARNING", {"same people": "…"})
     quick = dataclasses.replace(quick, parts=("candidates", "relearning"), steps=(0, 1))
@@ -185,7 +185,7 @@ def weights_of_a_bundle(quick, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_of_it_runs(quick):
+def test_all_limits_experiments_run(quick):
     found = limits.run_limits(quick, lambda line: None)
     assert set(found[0]) == set(limits.PARTS)
     assert list(found[0]["prompts"]) == [

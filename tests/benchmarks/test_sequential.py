@@ -89,7 +89,7 @@ def test_the_authors_are_split_into_requests():
             assert all(fact in r.answer for fact, r in zip(questions.facts, questions.records, strict=True))
 
 
-def test_models_are_those_of_the_demo(world):
+def test_sequential_benchmark_uses_demo_models(world):
     """The same texts, in the same order: what the demo has trained is not trained again."""
     from divdec.data.world import build_world
 
@@ -103,12 +103,12 @@ def test_models_are_those_of_the_demo(world):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
-def test_as_many_requests_as_there_are_groups(steps):
+def test_number_of_requests_is_limited_by_authors(steps):
     with pytest.raises(UsageError, match=f"{steps} requests of 6 authors to forget; accepted: 2 to 6"):
         demo_sequence(steps, seed=0)
 
 
-def test_muse_news_cut_to_size(shared):
+def test_muse_news_is_truncated_to_size(shared):
     sequence = muse_sequence(shared / "data/muse_news", 4, articles=30, corpus=200)
     assert [len(request) for request in sequence.requests] == [130, 30, 30, 30]
     assert (len(sequence.retain), len(sequence.corpus)) == (130, 220)
@@ -125,12 +125,12 @@ def test_muse_news_cut_to_size(shared):
         muse_sequence(shared / "data/muse_news", 5)
 
 
-def test_without_muse_it_says_where_muse_comes_from(tmp_path):
+def test_missing_muse_error_names_source(tmp_path):
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/muse-bench/MUSE-News.*--data"):
         muse_sequence(tmp_path, 2)
 
 
-def test_distance_by_hand():
+def test_distance_matches_hand_computed_values():
     first = {"request 1": [0.0, 0.0, 0.0, 0.4], "retain": [1.0, 0.8], "request 2": [1.0]}
     later = {"request 1": [0.0, 0.0, 0.4, 0.12], "retain": [0.9, 0.82], "request 2": [0.0]}
     # forget from 10 to 13, retain from 90 to 86 points; what is known of other requests plays no part
@@ -152,7 +152,7 @@ def test_distance_by_hand():
     assert distance_interval(moved, first, Bootstrap()) == pytest.approx((5.0, 5.0))
 
 
-def test_the_table_brackets_requests_that_have_not_come():
+def test_table_brackets_future_requests():
     scores = {"request 1": [0.0, 0.5], "request 2": [1.0], "retain": [0.75], "request 1, articles": [0.1]}
     steps = [
         SequenceStep("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
@@ -167,7 +167,7 @@ def test_the_table_brackets_requests_that_have_not_come():
     assert lines[6] == "| scaling, steered | 2 | 25.0 | 100.0 | 75.0 | 10.0 | 2.5 [1.0, 4.0] | 7.0 |"
 
 
-def test_a_run_leaves_figures_items_table_plot_and_models(finished):
+def test_sequential_run_writes_metrics_items_table_plot_and_models(finished):
     output, result, _ = finished
     assert sorted(path.name for path in output.iterdir()) == [
         "bundles", "distance.svg", "items.jsonl", "result.json", "run.json", "students", "table.md",
@@ -189,7 +189,7 @@ def test_a_run_leaves_figures_items_table_plot_and_models(finished):
     assert table.count("| sustainability, ") == table.count("| scaling, ") == 4
 
 
-def test_figures_are_those_of_the_items(finished):
+def test_metrics_match_items(finished):
     output, result, _ = finished
     items = [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
     assert {item["model"] for item in items} == {
@@ -217,7 +217,7 @@ def test_figures_are_those_of_the_items(finished):
         assert item["score"] == float(facts[item["asked"]][item["index"]] in item["answer"])
 
 
-def test_students_and_pairs_begin_where_they_should(finished, cache):
+def test_students_and_auxiliaries_start_from_expected_checkpoints(finished, cache):
     output, _, _ = finished
     runs = {path.parent.name: json.loads(path.read_text()) for path in output.glob("students/*/run.json")}
     started = {name: run["settings"]["init_student"] for name, run in runs.items()}
@@ -247,7 +247,7 @@ def test_students_and_pairs_begin_where_they_should(finished, cache):
     assert anew.pairs["sustainability", 2] == anew.pairs["scaling", 2]
 
 
-def test_a_stopped_run_does_nothing_twice(finished):
+def test_resumed_sequential_run_repeats_no_work(finished):
     _, _, lines = finished
     assert {"target: already measured", "step-1-distilled: already measured", "step-1: already distilled"} <= set(lines)
     assert "sustainability-2: already distilled" not in lines
@@ -255,12 +255,12 @@ def test_a_stopped_run_does_nothing_twice(finished):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_as_an_unbroken_one(finished, tmp_path):
+def test_resumed_sequential_run_matches_uninterrupted_run(finished, tmp_path):
     result = run_sequential(tiny_sequence(), SETTINGS, tmp_path / "run", tmp_path / "cache", report=lambda line: None)
     assert result | {"seconds": 0} == finished[1] | {"seconds": 0}
 
 
-def test_an_output_that_holds_something_is_refused(finished, cache, tmp_path):
+def test_sequential_run_rejects_non_empty_output(finished, cache, tmp_path):
     with pytest.raises(UsageError, match="not empty"):
         run_sequential(tiny_sequence(), SETTINGS, finished[0], cache)
     (tmp_path / "notes.txt").write_text("mine")
@@ -269,6 +269,6 @@ def test_an_output_that_holds_something_is_refused(finished, cache, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
-def test_a_rule_that_is_none_is_refused_before_anything_is_trained():
+def test_invalid_steering_is_rejected_before_training():
     with pytest.raises(UsageError, match="steering is 'lineal:2'"):
         SequentialSettings(steering="lineal:2")

@@ -5,7 +5,7 @@ from divdec.data.records import RecordSet, overlap
 from tofu_small import tofu_material
 
 
-def test_the_parts_of_tofu_do_not_overlap(shared):
+def test_tofu_subsets_do_not_overlap(shared):
     material, sets = tofu_material(shared / "data/tofu")
     asked = {questions.name: RecordSet(questions.name, "question/answer", questions.records) for questions in sets}
     assert (len(material.forget), len(material.retain)) == (40, 360)
@@ -23,6 +23,6 @@ def test_the_parts_of_tofu_do_not_overlap(shared):
     assert overlap(asked["retain"], material.retain).records == 120
 
 
-def test_without_tofu_it_says_where_tofu_comes_from(tmp_path):
+def test_missing_tofu_error_names_source(tmp_path):
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU.*make tofu-small TOFU="):
         tofu_material(tmp_path)

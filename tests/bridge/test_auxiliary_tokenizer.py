@@ -41,7 +41,7 @@ def readers(tokenizers):
 @settings(max_examples=30)
 @pytest.mark.parametrize("auxiliary", ["small", "bpe", "unigram", "wordpiece"])
 @pytest.mark.parametrize("target", ["bpe", "unigram"])
-def test_every_prefix_of_any_text(readers, tokenizers, target, auxiliary, data):
+def test_incremental_tokenization_matches_for_every_prefix(readers, tokenizers, target, auxiliary, data):
     reader = readers[target, auxiliary]
     text = FILLER * data.draw(st.integers(0, 2)) + data.draw(WORDS) + FILLER * data.draw(st.integers(0, 1))
     ids = tokenizers[target](text + data.draw(WORDS), add_special_tokens=False)["input_ids"]
@@ -57,7 +57,7 @@ def test_every_prefix_of_any_text(readers, tokenizers, target, auxiliary, data):
         assert context.auxiliary_inputs([*ids, 30], [len(ids) + 1])[0].ids == whole(reader, [*ids, 30])
 
 
-def test_only_the_last_words_are_tokenized_again(readers, tokenizers, monkeypatch):
+def test_only_last_words_are_retokenized(readers, tokenizers, monkeypatch):
     reader = readers["bpe", "small"]
     ids = tokenizers["bpe"](FILLER * 40, add_special_tokens=False)["input_ids"]
     context = AlignedSequence(reader)
@@ -96,7 +96,7 @@ def test_encode_pieces_recognizes_special_tokens_in_the_template_only(tokenizers
     assert "".join(own.decode(found).split()) == "<s>say</s><|eot|><s><|eot|>"
 
 
-def test_of_tokens_with_the_same_bytes_the_written_one_is_the_source(tokenizers):
+def test_encoder_token_is_preferred_among_tokens_with_same_bytes(tokenizers):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +115,7 @@ def test_of_tokens_with_the_same_bytes_the_written_one_is_the_source(tokenizers)
     assert mapped.source.tolist() == [added_id, description["model"]["vocab"][known]]
 
 
-def test_structures_that_do_not_split_at_words(tokenizers):
+def test_tokenizers_not_splitting_at_words_are_detected(tokenizers):
     description = describe_tokenizer(tokenizers["small"])
     assert splits_at_words(description)
     prepend = {"type": "Prepend", "prepend": "▁"}
@@ -135,7 +135,7 @@ def test_structures_that_do_not_split_at_words(tokenizers):
         assert not splits_at_words({**description, **change})
 
 
-def test_other_structures_are_tokenized_whole(tokenizers, texts):
+def test_tokenizers_not_splitting_at_words_tokenize_whole_text(tokenizers, texts):
     import json
 
     from tokenizers import Tokenizer

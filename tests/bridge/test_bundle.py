@@ -32,7 +32,7 @@ def parts(models, q="q", p="p"):
     }  # fmt: skip
 
 
-def test_a_bridged_bundle_loads_and_answers_steered(models, tmp_path, tokenizers):
+def test_bridged_bundle_loads_and_generates_steered_output(models, tmp_path, tokenizers):
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     model = AutoModelForCausalLM.from_pretrained(bundle)
     assert isinstance(model, DivergenceForCausalLM)
@@ -49,7 +49,7 @@ def test_a_bridged_bundle_loads_and_answers_steered(models, tmp_path, tokenizers
     assert "another tokenizer, with token healing" in (healed / "README.md").read_text()
 
 
-def test_another_tokenizer_needs_bridge(models, tmp_path):
+def test_different_tokenizer_requires_bridge_option(models, tmp_path):
     with pytest.raises(UsageError, match="--bridge"):
         write_bundle(tmp_path / "b", **parts(models))
     with pytest.raises(UsageError, match="the target's own tokenizer"):
@@ -66,7 +66,7 @@ def test_another_tokenizer_needs_bridge(models, tmp_path):
         DivergenceForCausalLM.from_pretrained(bundle)
 
 
-def test_a_tokenizer_without_byte_information_is_refused_in_one_line(models, tmp_path, capsys):
+def test_tokenizer_without_byte_information_gives_one_line_error(models, tmp_path, capsys):
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def test_a_tokenizer_without_byte_information_is_refused_in_one_line(models, tmp
     assert not (tmp_path / "b").exists()
 
 
-def test_verbs_work_with_a_bridged_bundle(models, tmp_path, capsys):
+def test_commands_work_with_bridged_bundle(models, tmp_path, capsys):
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     (tmp_path / "text.txt").write_text("Who wrote The Hollow Orchard?")
     assert main(["doctor", "--bundle", str(bundle), "--text", str(tmp_path / "text.txt"), "--json"]) == 0

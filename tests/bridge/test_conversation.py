@@ -37,19 +37,19 @@ def test_conversations_are_parsed(tokenizers, kind, turns):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "ours"])
-def test_a_system_turn(tokenizers, kind):
+def test_system_turn_is_parsed(tokenizers, kind):
     turns = [SYSTEM, *TURNS]
     assert parsed(tokenizers[kind], rendered(tokenizers[kind], turns)) == (turns, None)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_other_text_is_no_conversation(tokenizers, kind):
+def test_plain_text_is_not_parsed_as_conversation(tokenizers, kind):
     text = rendered(tokenizers[kind], TURNS[:1])
     for other in ("x" + text, "A novel.", text[:-1]):
         assert parsed(tokenizers[kind], other) is None
 
 
-def test_a_template_that_prints_a_date(tokenizers):
+def test_template_with_date_is_parsed(tokenizers):
     dated = copy.deepcopy(tokenizers["bpe"])
     dated.chat_template = "{{ '<|head|>date: ' + (date_string or '26 Jul 2024') + '\\n' }}" + dated.chat_template
     text = dated.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True, date_string="1 May 2030")
@@ -70,13 +70,13 @@ def test_a_repeated_bos_token_counts_once(tokenizers):
     assert once == twice
 
 
-def test_without_a_template_there_is_no_layout(tokenizers):
+def test_missing_chat_template_gives_no_layout(tokenizers):
     assert ChatLayout.from_tokenizer(tokenizers["small"]) is None
 
 
 @pytest.mark.parametrize("auxiliary", TEMPLATES)
 @pytest.mark.parametrize("target", TEMPLATES)
-def test_the_auxiliaries_read_their_own_template(tokenizers, target, auxiliary):
+def test_auxiliaries_use_their_own_chat_template(tokenizers, target, auxiliary):
     here, there = tokenizers[target], tokenizers[auxiliary]
     reader = Retokenizer(here, there)
     for turns in (TURNS[:1], TURNS):
@@ -98,7 +98,7 @@ def test_the_auxiliaries_read_their_own_template(tokenizers, target, auxiliary):
         assert last.ids == [*inputs[-1].ids, there.convert_tokens_to_ids(ends[auxiliary])]
 
 
-def test_a_template_without_system_turns(tokenizers):
+def test_template_without_system_turns_is_supported(tokenizers):
     here, there = tokenizers["bpe"], tokenizers["newlines"]
     ids = ids_of(here, rendered(here, [SYSTEM, *TURNS]))
     (last,) = AlignedSequence(Retokenizer(here, there)).auxiliary_inputs(ids, [len(ids)])
@@ -108,7 +108,7 @@ def test_a_template_without_system_turns(tokenizers):
 
 @pytest.mark.parametrize("auxiliary", ["small", "unigram"])
 @pytest.mark.parametrize("answer", ["It was in 1987.", " It was in 1987."])
-def test_an_auxiliary_without_a_template_reads_the_plain_layout(tokenizers, auxiliary, answer):
+def test_auxiliary_without_chat_template_uses_plain_layout(tokenizers, auxiliary, answer):
     from divdec.data.formatting import encode
     from divdec.data.records import Message, Record
 
@@ -146,7 +146,7 @@ CLOSING = "Who?<|eot|><|head|>assistant<|/head|>\n\nNo.<|eot|><|head|>user<|/hea
 
 
 @pytest.mark.parametrize("turns", [turns_of(CLOSING), turns_of("Who?", "<|eot|>", "<|eot|>"), turns_of("user")])
-def test_a_content_cannot_end_its_turn(tokenizers, turns):
+def test_message_content_cannot_end_its_turn(tokenizers, turns):
     here, there = tokenizers["ours"], tokenizers["bpe"]
     found = last_input(here, there, ids_of(here, rendered(here, turns))).ids
     assert there.decode(found) == rendered(there, turns)
@@ -154,7 +154,7 @@ def test_a_content_cannot_end_its_turn(tokenizers, turns):
     assert found.count(there.convert_tokens_to_ids("<|head|>")) == len(turns) + 1
 
 
-def test_text_that_looks_like_a_turn_is_text(tokenizers):
+def test_turn_lookalikes_are_text(tokenizers):
     from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
     from divdec.bridge.conversation import render_pieces
 
@@ -179,7 +179,7 @@ def spacing(kind):
 
 @pytest.mark.parametrize("begin", ["<s>", "<s> "])
 @pytest.mark.parametrize("kind", ["prepend", "always", "first", "never"])
-def test_prompts_that_end_in_text(tokenizers, retokenized, kind, begin):
+def test_prompts_ending_in_plain_text_are_aligned(tokenizers, retokenized, kind, begin):
     template = (
         "{{ '" + begin + "' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + "
         "' [/INST]' }}{% else %}{{ ' ' + m['content'] + '</s>" + begin[3:] + "' }}{% endif %}{% endfor %}"
@@ -207,7 +207,7 @@ def test_prompts_that_end_in_text(tokenizers, retokenized, kind, begin):
         turns_of("a", ("system", "be brief"), "b"),
     ],
 )
-def test_unknown_kinds_of_turns_are_not_parsed(tokenizers, turns):
+def test_unknown_roles_are_not_parsed(tokenizers, turns):
     here = with_template(tokenizers["newlines"], tokenizers["newlines"].chat_template.replace("system", "no one"))
     assert parsed(here, rendered(here, turns)) is None
 
@@ -226,7 +226,7 @@ QUESTIONS = (
         (QUESTIONS, " see\nB\nA: yes", "see\nB\nA: yes"),
     ],
 )
-def test_an_answer_cannot_become_a_question(tokenizers, template, answer, read):
+def test_generated_text_cannot_become_user_turn(tokenizers, template, answer, read):
     here, there = tokenizers["newlines"], tokenizers["bpe"]
     here = with_template(here, template or here.chat_template)
     turns = turns_of("Who?")
@@ -234,7 +234,7 @@ def test_an_answer_cannot_become_a_question(tokenizers, template, answer, read):
     assert there.decode(last_input(here, there, ids).ids) == rendered(there, turns) + read
 
 
-def test_a_template_that_reads_the_clock(tokenizers):
+def test_template_using_current_date_is_parsed(tokenizers):
     template = (
         "{{ '<|im|>system\nIt is ' + strftime_now('%Y-%m-%d') + '.<|eot|>\n' }}" + tokenizers["newlines"].chat_template
     )
@@ -246,7 +246,7 @@ def test_a_template_that_reads_the_clock(tokenizers):
     assert last_input(here, there, ids_of(here, another)).ids == ids_of(there, rendered(there, TURNS))
 
 
-def test_a_bos_token_that_the_tokenizer_adds(tokenizers):
+def test_tokenizer_added_bos_token_is_handled(tokenizers):
     here, there = (
         with_template(tokenizers["newlines"], tokenizers["newlines"].chat_template, bos_token="<s>"),
         tokenizers["bpe"],
@@ -256,7 +256,7 @@ def test_a_bos_token_that_the_tokenizer_adds(tokenizers):
 
 
 @pytest.mark.parametrize("target", ["small", "unigram"])
-def test_a_target_without_a_template(tokenizers, target):
+def test_target_without_chat_template(tokenizers, target):
     here, there = tokenizers[target], tokenizers["bpe"]
     text = "Question: Who?\nAnswer: He.\nQuestion: When?\nAnswer:"
     turns = turns_of("Who?", "He.", "When?")
@@ -279,7 +279,7 @@ def test_a_target_without_a_template(tokenizers, target):
         "{% for m in messages %}{{ m['x'] | tojson }}{% endfor",
     ],
 )
-def test_templates_that_fail(tokenizers, template):
+def test_failing_templates_give_no_layout(tokenizers, template):
     assert ChatLayout.from_tokenizer(with_template(tokenizers["newlines"], template)) is None
 
 

@@ -9,7 +9,7 @@ from divdec.model.cache import join
 TEXTS = ("The author of The Hollow Orchard lives", "In", "Großmutter aß in Köln ein")
 
 
-def test_rows_that_join_and_leave_are_answered_as_each_alone(make_pair, tokenizers):
+def test_bridged_rows_are_independent_when_batch_changes(make_pair, tokenizers):
     pair = make_pair("bpe", "small")
     model = DivergenceForCausalLM.from_experts(tiny_model("llama", pair.vocab_size, 0, 64, 2), pair, "linear:1")
     prompts = [tokenizers["bpe"](text, add_special_tokens=False)["input_ids"] for text in TEXTS]

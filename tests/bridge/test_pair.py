@@ -89,7 +89,7 @@ def random_tokens(tokenizer, generator, count):
     return [generator.randrange(len(tokenizer)) for _ in range(count)]
 
 
-def test_every_position_has_its_own_divergence(make_pair, tokenizers):
+def test_divergence_is_computed_per_position(make_pair, tokenizers):
     pair = make_pair("bpe", "small")
     ids = ids_of(tokenizers["bpe"], LONG.split("ещё")[0])
     found = teacher_forced(pair, ids)
@@ -100,7 +100,7 @@ def test_every_position_has_its_own_divergence(make_pair, tokenizers):
 
 @pytest.mark.parametrize("token_healing", [False, True])
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
-def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, auxiliary, token_healing):
+def test_teacher_forced_divergence_matches_generation(make_pair, tokenizers, target, auxiliary, token_healing):
     pair = make_pair(target, auxiliary, token_healing=token_healing)
     for text in TEXTS:
         ids = ids_of(tokenizers[target], text)[:36]
@@ -112,7 +112,7 @@ def test_teacher_forced_is_what_generation_uses(make_pair, tokenizers, target, a
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen", "mistral"])
-def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, family):
+def test_families_with_and_without_auxiliary_cache(make_pair, tokenizers, family):
     pair = make_pair("bpe", "small", family=family)
     assert pair._supports_cache == (family != "mistral")
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:30]
@@ -122,7 +122,7 @@ def test_other_families_and_those_that_keep_no_memo(make_pair, tokenizers, famil
 
 
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "falcon_h1"])
-def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, model_type):
+def test_recurrent_auxiliaries_disable_cache(tokenizers, model_type):
     """A view in the middle of a text would have to take tokens back; shorter rows are padded."""
     size = len(tokenizers["small"])
     pair = BridgedPair(
@@ -138,7 +138,7 @@ def test_auxiliaries_with_a_recurrent_state_keep_no_memo(tokenizers, model_type)
         torch.testing.assert_close(pair.divergence(rows, mask)[1, 3:], whole[:5], rtol=1e-3, atol=1e-3)
 
 
-def test_gradient_checkpointing_keeps_no_memo(make_pair, tokenizers):
+def test_gradient_checkpointing_disables_auxiliary_cache(make_pair, tokenizers):
     """Its layers fill no cache, from which the next views would go on."""
     pair = copy.deepcopy(make_pair("bpe", "small"))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:12]
@@ -167,7 +167,7 @@ SCRIPTS = st.text(
 @given(data=st.data())
 @settings(max_examples=8)
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
-def test_any_text_in_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
+def test_divergence_matches_reference_for_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
     pair = make_pair(target, auxiliary, token_healing=data.draw(st.booleans()))
     tokenizer = tokenizers[target]
     single = pair.retokenizer.bytes
@@ -187,7 +187,7 @@ def test_any_text_in_any_tokenization(make_pair, tokenizers, target, auxiliary, 
 
 
 @pytest.mark.parametrize(("target", "auxiliary"), [("bpe", "small"), ("unigram", "bpe"), ("small", "unigram")])
-def test_a_padded_batch_equals_one_by_one(make_pair, tokenizers, target, auxiliary):
+def test_padded_batch_matches_unbatched(make_pair, tokenizers, target, auxiliary):
     pair = make_pair(target, auxiliary)
     rows = [ids_of(tokenizers[target], text)[:40] for text in TEXTS]
     alone = [teacher_forced(pair, row) for row in rows]
@@ -207,7 +207,7 @@ def test_a_padded_batch_equals_one_by_one(make_pair, tokenizers, target, auxilia
     assert cache.layer.get_seq_length() == width
 
 
-def test_cropped_reordered_and_copied_caches_go_on_as_fresh_ones(make_pair, tokenizers):
+def test_cropped_reordered_and_copied_caches_match_fresh_caches(make_pair, tokenizers):
     pair = make_pair("bpe", "small")
     rows = [ids_of(tokenizers["bpe"], text)[:24] for text in (*TEXTS[:1], LONG)]
     assert len(rows[0]) == len(rows[1])
@@ -238,7 +238,7 @@ def test_cropped_reordered_and_copied_caches_go_on_as_fresh_ones(make_pair, toke
         close(found[1, -1], teacher_forced(pair, [*rows[0], 7])[-1])
 
 
-def test_a_memo_full_of_holes_is_compacted(make_pair, tokenizers):
+def test_fragmented_auxiliary_cache_is_compacted(make_pair, tokenizers):
     pair = make_pair("bpe", "small")
     long, short = ids_of(tokenizers["bpe"], LONG)[:50], [20, 21]
     ids, mask = left_padded([long, short])
@@ -256,7 +256,7 @@ def test_a_memo_full_of_holes_is_compacted(make_pair, tokenizers):
     assert pair_cache.layers[0].get_seq_length() <= 2 * len(pair_cache.ids[0])
 
 
-def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
+def test_auxiliary_context_is_whole_text_retokenized(make_pair, tokenizers):
     for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("bpe", "wordpiece"), ("small", "ours")):
         reader = make_pair(target, auxiliary).retokenizer
         assert reader.auxiliary.is_incremental
@@ -273,7 +273,7 @@ def test_the_context_is_the_text_tokenised_as_a_whole(make_pair, tokenizers):
             assert view.ids == expected
 
 
-def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
+def test_special_tokens_separate_texts_and_map_by_role(make_pair, tokenizers):
     reader = make_pair("bpe", "unigram").retokenizer
     target, own = tokenizers["bpe"], tokenizers["unigram"]
     begin, end, padding = target.bos_token_id, target.eos_token_id, target.pad_token_id
@@ -286,7 +286,7 @@ def test_special_tokens_end_texts_and_are_mapped_by_role(make_pair, tokenizers):
     assert view.ids == [own.bos_token_id, *plain("One day"), own.eos_token_id, *plain("Two men"), *plain("One day")]
 
 
-def test_what_only_looks_like_a_special_token_is_text(make_pair, tokenizers):
+def test_special_token_lookalikes_are_text(make_pair, tokenizers):
     reader = make_pair("bpe", "small").retokenizer
     target = tokenizers["bpe"]
     byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
@@ -296,7 +296,7 @@ def test_what_only_looks_like_a_special_token_is_text(make_pair, tokenizers):
     assert not set(view.ids) & set(tokenizers["small"].all_special_ids)
 
 
-def test_tokens_without_a_source_are_left_as_they_are(make_pair, tokenizers):
+def test_unmapped_tokens_have_zero_divergence(make_pair, tokenizers):
     pair = make_pair("bpe", "unigram")
     found = teacher_forced(pair, ids_of(tokenizers["bpe"], TEXTS[0]))
     special = tokenizers["bpe"].all_special_ids
@@ -308,7 +308,7 @@ def test_tokens_without_a_source_are_left_as_they_are(make_pair, tokenizers):
 @pytest.mark.parametrize("place", [100, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("token_healing", [False, True])
-def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, token_healing, place):
+def test_non_finite_auxiliary_logits_make_every_token_nan(make_pair, tokenizers, value, token_healing, place):
     pair = copy.deepcopy(make_pair("bpe", "small", token_healing=token_healing))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:10]
     with torch.no_grad():
@@ -316,7 +316,7 @@ def test_what_is_not_finite_reaches_every_token(make_pair, tokenizers, value, to
     assert teacher_forced(pair, ids).isnan().all()
 
 
-def test_special_tokens_may_be_ruled_out_and_no_others(make_pair, tokenizers, monkeypatch):
+def test_only_special_tokens_may_be_masked_by_auxiliaries(make_pair, tokenizers, monkeypatch):
     pair = copy.deepcopy(make_pair("bpe", "small"))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:4]
     ruled_out, plain = [3], teacher_forced(pair, ids)
@@ -333,7 +333,7 @@ def test_special_tokens_may_be_ruled_out_and_no_others(make_pair, tokenizers, mo
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_pass_that_fails_leaves_nothing_stale(make_pair, tokenizers, monkeypatch, error):
+def test_failed_forward_pass_leaves_cache_consistent(make_pair, tokenizers, monkeypatch, error):
     pair = copy.deepcopy(make_pair("bpe", "small"))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:12]
     cache, expected = pair.new_cache(), teacher_forced(pair, ids)
@@ -351,7 +351,7 @@ def test_a_pass_that_fails_leaves_nothing_stale(make_pair, tokenizers, monkeypat
         close(pair.divergence(torch.tensor([ids[9:]]), cache=cache)[0], expected[9:])
 
 
-def test_a_row_that_has_ended_is_filled_up_with_its_end(make_pair, tokenizers):
+def test_finished_row_is_padded_with_eos(make_pair, tokenizers):
     from divdec.bridge.alignment import Retokenizer
 
     target = copy.deepcopy(tokenizers["bpe"])
@@ -380,7 +380,7 @@ def without_ends(tokenizer, **changes):
     )
 
 
-def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers):
+def test_auxiliaries_without_eos_and_texts_normalized_to_nothing(tokenizers):
     normalizers = [{"type": "NFD"}, {"type": "StripAccents"}]
     own = without_ends(
         tokenizers["unigram"],
@@ -400,7 +400,7 @@ def test_auxiliaries_without_ends_and_texts_that_vanish(tokenizers):
     assert teacher_forced(pair, [tokenizers["small"].eos_token_id]).abs().max() > 0.1
 
 
-def test_an_auxiliary_of_another_script(tokenizers):
+def test_auxiliary_with_different_script(tokenizers):
     from tokenizers import Tokenizer
     from tokenizers.models import WordPiece
     from transformers import PreTrainedTokenizerFast
@@ -413,7 +413,7 @@ def test_an_auxiliary_of_another_script(tokenizers):
         BridgedPair(*models, auxiliary_tokenizer=own, **options)
 
 
-def test_healing_lets_the_last_token_grow(make_pair, tokenizers):
+def test_token_healing_extends_last_token(make_pair, tokenizers):
     plain, healed = (make_pair("bpe", "small", token_healing=token_healing) for token_healing in (False, True))
     reader = plain.retokenizer
     byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
@@ -438,13 +438,13 @@ def test_healing_lets_the_last_token_grow(make_pair, tokenizers):
     close(found[ends], ordinary[ends])
 
 
-def test_a_text_too_long_for_the_auxiliaries(make_pair, tokenizers):
+def test_text_exceeding_auxiliary_context_raises(make_pair, tokenizers):
     ids = ids_of(tokenizers["bpe"], LONG * 10)
     with pytest.raises(UsageError, match=r"the text has \d+ tokens .* 256 positions"):
         teacher_forced(make_pair("bpe", "small"), ids)
 
 
-def test_auxiliaries_that_do_not_fit(tokenizers):
+def test_incompatible_auxiliaries_raise(tokenizers):
     model, other = tiny_model("llama", 600, seed=1), tiny_model("llama", 600, seed=2)
     options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
     with pytest.raises(UsageError, match="the same model"):
@@ -483,11 +483,11 @@ class TestSteered:
         config = DivergenceConfig.from_parts(configs, Steering.parse("linear:1.5"), len(tokenizers["bpe"]))
         return DivergenceForCausalLM(config, target, pair).eval()
 
-    def test_it_keeps_the_protocol(self, steered):
+    def test_bridged_pair_implements_experts_protocol(self, steered):
         assert isinstance(steered.experts, Experts)
 
     @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
-    def test_generation_with_and_without_a_cache(self, steered, tokenizers, options):
+    def test_bridged_generation_matches_with_and_without_cache(self, steered, tokenizers, options):
         ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:12] for text in TEXTS])
         answers = []
         for use_cache in (True, False):
@@ -509,7 +509,7 @@ class TestSteered:
             assert_same_answers(steered, prompts, *answers, padding=0)
 
     @pytest.mark.parametrize("rule", ["linear:2", "rank:20"])
-    def test_padding_on_the_right_shows_nothing_of_the_target(self, steered, tokenizers, rule):
+    def test_right_padding_does_not_expose_target(self, steered, tokenizers, rule):
         steered.steering = rule
         ids, mask = left_padded(
             [ids_of(tokenizers["bpe"], text)[:length] for text, length in zip(TEXTS, (12, 9, 5), strict=False)]
@@ -524,7 +524,7 @@ class TestSteered:
             with pytest.raises(UsageError, match="prompt 1 ends in padding"):
                 steered.generate(ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0, speculative=speculative)
 
-    def test_prompt_lookup_rolls_back(self, steered, tokenizers):
+    def test_prompt_lookup_rolls_back_bridged_cache(self, steered, tokenizers):
         ids = torch.tensor([ids_of(tokenizers["bpe"], TEXTS[0])[:12] * 2])
         options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         found = steered.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options)
@@ -532,7 +532,7 @@ class TestSteered:
 
     @pytest.mark.parametrize("count", [1, 3])
     @pytest.mark.parametrize("drafter", ["auto", "lookup"])
-    def test_speculation_looks_tokens_up_and_answers_the_same(
+    def test_bridged_speculation_uses_prompt_lookup_with_same_output(
         self, repeating, tokenizers, caplog, monkeypatch, count, drafter
     ):
         monkeypatch.setattr(drafters, "_warned", False)  # it is said once in a process
@@ -551,6 +551,6 @@ class TestSteered:
         told = [record for record in caplog.records if "repetitions in the text" in record.message]
         assert len(told) == (drafter == "auto")
 
-    def test_auxiliaries_with_other_tokens_draft_nothing(self, steered):
+    def test_auxiliaries_with_different_tokenizer_cannot_draft(self, steered):
         with pytest.raises(UsageError, match=r"drafter 'retain' needs auxiliaries .* accepted: 'auto', 'lookup'$"):
             steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=Speculation(3, "retain"))

@@ -15,7 +15,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("kind", ["bpe", "small", "newlines", "ours", "unigram"])
-def test_joined_bytes_are_the_text(tokenizers, kind):
+def test_joined_token_bytes_equal_text(tokenizers, kind):
     import unicodedata
 
     tokenizer = tokenizers[kind]
@@ -27,7 +27,7 @@ def test_joined_bytes_are_the_text(tokenizers, kind):
         assert joined == (" " + unicodedata.normalize("NFKC", text) if kind == "unigram" else text)
 
 
-def test_word_piece_up_to_case_and_spaces(tokenizers):
+def test_word_piece_bytes_match_text_ignoring_case_and_spaces(tokenizers):
     found = token_bytes(tokenizers["wordpiece"])
     text = "The author's first novel, written by the sea."
     ids = tokenizers["wordpiece"](text, add_special_tokens=False)["input_ids"]
@@ -36,7 +36,7 @@ def test_word_piece_up_to_case_and_spaces(tokenizers):
     assert joined.startswith(" the author")
 
 
-def test_real_text(shared, tokenizers):
+def test_token_bytes_of_real_text(shared, tokenizers):
     import json
 
     assert shared == SHARED
@@ -51,14 +51,14 @@ def test_real_text(shared, tokenizers):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
-def test_special_tokens_stand_for_no_text(tokenizers, kind):
+def test_special_tokens_have_no_bytes(tokenizers, kind):
     found = token_bytes(tokenizers[kind])
     assert all(found[token] is None for token in tokenizers[kind].all_special_ids)
     assert special_tokens(tokenizers[kind])[tokenizers[kind].eos_token_id] == "</s>"
 
 
-class TestRefused:
-    def test_a_tokenizer_without_a_backend(self):
+class TestRejectedTokenizers:
+    def test_tokenizer_without_rust_backend(self):
         class Slow:
             pass
 
@@ -66,7 +66,7 @@ class TestRefused:
             token_bytes(Slow())
 
     @pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
-    def test_bytes_with_marks_of_words(self, affix):
+    def test_byte_level_bpe_with_word_affixes(self, affix):
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ class TestRefused:
         with pytest.raises(UsageError, match="marks the ends of words"):
             token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
-    def test_words_without_bytes(self):
+    def test_tokenizers_without_byte_information(self):
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
 

@@ -17,7 +17,7 @@ from divdec.bridge.vocabulary_map import (
 AUXILIARY = [None, b"a", b"ab", b"ab", b" th", b"xyzw", b"xyz1", b"\xc3"]
 
 
-def test_the_rule():
+def test_vocabulary_map_uses_exact_prefix_and_extension_matches():
     target = [None, b"ab", b"abc", b"a b", b" the", b"xy", b"q", "é".encode(), b"xyzw1"]
     mapped = VocabularyMap.build(target, AUXILIARY, 11)
     assert mapped.source.tolist() == [-1, 2, 2, 1, 4, 5, -1, 7, 5, -1, -1]
@@ -25,7 +25,7 @@ def test_the_rule():
     assert mapped.kind.tolist() == expected
 
 
-def test_real_vocabularies_against_a_slow_search(tokenizers):
+def test_real_vocabulary_maps_match_slow_search(tokenizers):
     from divdec.bridge.token_bytes import token_bytes
 
     target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["wordpiece"])
@@ -39,7 +39,7 @@ def test_real_vocabularies_against_a_slow_search(tokenizers):
         assert mapped.source[token] == min(fits or grows, default=(0, -1))[1]
 
 
-def test_coverage():
+def test_vocabulary_map_coverage():
     mapped = VocabularyMap.build([b"ab", b"abc", None, b"q"], AUXILIARY, 4)
     coverage = mapped.coverage()
     assert (coverage.exact, coverage.prefix, coverage.extension, coverage.none) == (0.25, 0.25, 0, 0.5)
@@ -47,7 +47,7 @@ def test_coverage():
 
 
 @pytest.mark.parametrize("last", [b" ", b" t", b"a", b"\xc3", b"zqzq"])
-def test_token_healing_maps_against_a_slow_search(tokenizers, last):
+def test_token_healing_maps_match_slow_search(tokenizers, last):
     from divdec.bridge.token_bytes import token_bytes
 
     target, auxiliary = token_bytes(tokenizers["bpe"]), token_bytes(tokenizers["small"])
@@ -61,7 +61,7 @@ def test_token_healing_maps_against_a_slow_search(tokenizers, last):
         assert source[token] == (-max(fits)[1] if fits else -1)
 
 
-def test_large_vocabularies_are_mapped_in_seconds():
+def test_large_vocabularies_are_mapped_quickly():
     numbers = np.random.default_rng(0).integers(97, 117, (2, 50_000, 9), dtype=np.uint8)
     lengths = np.random.default_rng(1).integers(1, 10, (2, 50_000))
     target, auxiliary = (

@@ -42,7 +42,7 @@ def options(given, **changed):
     return [text for pair in {**given, **changed}.items() for text in pair]
 
 
-def test_a_method_leaves_a_model_and_a_record(given, tmp_path, capsys):
+def test_method_writes_model_and_run_record(given, tmp_path, capsys):
     output = tmp_path / "npo"
     command = ("npo", *options(given), "--output", output, *QUICK, "--beta", "0.2", "--lr", "1e-3")
     assert verb(*command, "--json") == 0
@@ -70,7 +70,7 @@ def test_a_method_leaves_a_model_and_a_record(given, tmp_path, capsys):
     assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
 
 
-def test_options_from_a_file_and_overridden(given, tmp_path, capsys):
+def test_command_line_overrides_config_file_options(given, tmp_path, capsys):
     lines = [f"{name.lstrip('-')}: {value}" for name, value in given.items()]
     lines += ["epochs: 1.0", "layer: 0", "alpha: 7.0", "precision: float32"]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
@@ -80,7 +80,7 @@ def test_options_from_a_file_and_overridden(given, tmp_path, capsys):
     assert (settings["layer"], settings["alpha"], settings["coefficient"]) == (0, 8.0, 20.0)
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(given, tmp_path, capsys, monkeypatch):
+def test_killed_run_resumes_to_same_weights(given, tmp_path, capsys, monkeypatch):
     def command(name):
         return ("rmu", *options(given), "--output", tmp_path / name, *QUICK, "--layer", "1")
 
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(given, tmp_path, capsys, monke
     assert not list((tmp_path / "cut").glob(".*"))
 
 
-def test_a_loss_that_is_not_finite_ends_with_one_line_and_code_1(given, tmp_path, capsys):
+def test_non_finite_baseline_loss_exits_with_code_1(given, tmp_path, capsys):
     output = tmp_path / "out"
     command = ("grad-ascent", *options(given), "--output", output, *QUICK, "--warmup", "0", "--lr", "1e30")
     assert verb(*command) == 1
@@ -120,12 +120,12 @@ def test_list(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["baseline", "list"], ["baseline", "npo", "--help"], ["baseline", "--help"]])
-def test_listing_and_help_load_no_torch(arguments):
+def test_baseline_list_and_help_do_not_import_torch(arguments):
     assert not loads_torch(arguments)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_help_with_its_own_options_and_an_example(name, capsys):
+def test_every_method_help_has_its_options_and_example(name, capsys):
     method = METHODS[name]
     assert verb(name, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -135,7 +135,7 @@ def test_every_method_has_help_with_its_own_options_and_an_example(name, capsys)
         assert f"--{name} " in text
 
 
-def test_help_says_what_options_are_for(capsys):
+def test_help_describes_options(capsys):
     assert verb("npo", "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "an answer that has become less likely counts less" in text  # NPO's own
@@ -144,7 +144,7 @@ def test_help_says_what_options_are_for(capsys):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_methods_options_and_those_of_all_are_apart(name):
+def test_method_options_do_not_collide_with_common_options(name):
     method = METHODS[name]
     own = {field.name for field in dataclasses.fields(method.settings)}
     common = {field.name for field in dataclasses.fields(HelpedSettings)} | {"json", "config", "method"}
@@ -167,7 +167,7 @@ def test_a_methods_options_and_those_of_all_are_apart(name):
         ),
     ],
 )
-def test_a_command_line_that_cannot_be_used(arguments, message, capsys):
+def test_invalid_baseline_command_gives_one_line_error(arguments, message, capsys):
     assert verb(*arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -187,7 +187,7 @@ def test_a_command_line_that_cannot_be_used(arguments, message, capsys):
         ("idk-dpo", {"--forget": "TEXT"}, "is plain text"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_leaves_the_folder_free(given, tmp_path, capsys, name, changed, message):
+def test_invalid_baseline_input_leaves_no_output_folder(given, tmp_path, capsys, name, changed, message):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night.")
     names = {"FORGET": given["--forget"], "TARGET": given["--target"], "TEXT": tmp_path / "novel.txt"}
     changed = {option: names.get(value, value) for option, value in changed.items()}
@@ -199,7 +199,7 @@ def test_what_cannot_be_used_is_refused_and_leaves_the_folder_free(given, tmp_pa
     assert not output.exists() or not any(output.iterdir())
 
 
-def test_files_of_somebody_elses_are_not_replaced(given, tmp_path, capsys):
+def test_foreign_files_are_not_replaced(given, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     assert verb("npo", *options(given), "--output", tmp_path / "out", "--overwrite") == 2
@@ -207,7 +207,7 @@ def test_files_of_somebody_elses_are_not_replaced(given, tmp_path, capsys):
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
 
 
-def test_records_that_shall_be_kept_and_forgotten_are_named(given, tmp_path, capsys):
+def test_records_in_both_forget_and_retain_sets_give_warning(given, tmp_path, capsys):
     both = tmp_path / "both.jsonl"
     both.write_text(given["--retain"].read_text() + "\n" + given["--forget"].read_text().splitlines()[0])
     command = ("grad-diff", *options({**given, "--retain": both}), "--output", tmp_path / "out", *QUICK)
@@ -216,7 +216,7 @@ def test_records_that_shall_be_kept_and_forgotten_are_named(given, tmp_path, cap
     assert json.loads((tmp_path / "out" / "run.json").read_text())["overlap"] == {"records": 1, "prompts": 1}
 
 
-def test_a_target_made_of_several_checkpoints_is_refused_before_training(given, bundle, tmp_path, capsys):
+def test_composite_target_is_rejected_before_training(given, bundle, tmp_path, capsys):
     command = ("npo", *options(given, **{"--target": bundle}), "--output", tmp_path / "out", *QUICK)
     assert verb(*command) == 2
     assert "is a bundle; give the plain model that it steers" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def parts(models):
     ]
 
 
-def test_help_is_instant_and_lists_the_verbs():
+def test_help_is_fast_and_lists_commands():
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -51,7 +51,7 @@ def test_help_is_instant_and_lists_the_verbs():
     assert min(times) < 0.5
 
 
-def test_help_of_the_command_line_loads_no_torch():
+def test_cli_help_does_not_import_torch():
     code = (
         "import sys; from divdec.cli import main; main(['--help'])\n"
         "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor', 'remote', 'playground', 'results'):\n"
@@ -62,14 +62,13 @@ def test_help_of_the_command_line_loads_no_torch():
     assert result.stdout.strip().endswith("False"), result.stderr
 
 
-def test_a_bundle_is_written_and_answers(own_checkpoints, tmp_path, capsys):
+def test_bundle_command_writes_bundle_that_generates(own_checkpoints, tmp_path, capsys):
     options = ("--steering", "linear:1.5", "--output", tmp_path / "b", "--json")
     assert main("bundle", *parts(own_checkpoints), *options) == 0
     assert json.loads(capsys.readouterr().out)["steering"] == "linear:1.5"
-    result = divdec(
-        "generate", tmp_path / "b", "--prompt", "Who was born?", "Where?", "--logprobs", "--raw", "--max-new-tokens", 4
-    )
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    prompts = ("--prompt", "Who was born?", "Where?", "--logprobs", "--raw", "--max-new-tokens", 4)
+    assert main("generate", tmp_path / "b", *prompts) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["Who was born?", "Where?"]
     assert_steered_log_probabilities(own_checkpoints, lines)
 
@@ -88,30 +87,22 @@ def assert_steered_log_probabilities(models, lines):
         with torch.no_grad():
             logits = P(ids).logits + 1.5 * (q(ids).logits - p(ids).logits)
         steered = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = [steered[place, token].item() for place, token in enumerate(answer)]
+        expected = [steered[position, token].item() for position, token in enumerate(answer)]
         assert [token["logprob"] for token in line["tokens"]] == pytest.approx(expected, abs=1e-4)
         assert steered.argmax(-1).tolist() == answer
 
 
-def test_prompts_from_standard_input_and_from_a_file_are_answered_alike(bundle, tmp_path):
+def test_prompts_from_stdin_and_file_give_same_output(bundle, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts.txt").write_text("Who?\nWhere was she born?\n")
-    piped = divdec("generate", bundle, "--max-new-tokens", 3, stdin="Who?\n\nWhere was she born?\n")
-    result = divdec(
-        "generate",
-        bundle,
-        "--max-new-tokens",
-        3,
-        "--file",
-        tmp_path / "prompts.txt",
-        "--output",
-        tmp_path / "out.txt",
-    )
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out.txt").read_text() == piped.stdout
-    assert piped.returncode == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\n\nWhere was she born?\n"))
+    assert main("generate", bundle, "--max-new-tokens", 3) == 0
+    piped = capsys.readouterr().out
+    files = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out.txt")
+    assert main("generate", bundle, "--max-new-tokens", 3, *files) == 0
+    assert (tmp_path / "out.txt").read_text() == piped
 
 
-def test_prompts_are_taken_word_for_word(bundle, capsys):
+def test_prompts_are_used_verbatim(bundle, capsys):
     prompts = ["[draft] one", "null", "-5 apples", "x=y"]
     assert main("generate", bundle, "--raw", "--json", "--max-new-tokens", 1, "--prompt", *prompts[:2],
                 f"--prompt={prompts[2]}", f"--prompt={prompts[3]}") == 0  # fmt: skip
@@ -119,7 +110,7 @@ def test_prompts_are_taken_word_for_word(bundle, capsys):
 
 
 @pytest.mark.parametrize("extra", [(), ("--logprobs",), ("--temperature", "1")])
-def test_speculation_answers_the_same_and_tells_what_it_did(bundle, capsys, extra):
+def test_speculation_gives_same_output_and_reports_statistics(bundle, capsys, extra):
     options = ("generate", bundle, "--prompt", "Who?", "Where was she born?", "--max-new-tokens", 8, *extra)
     answers = {}
     for speculative in ((), ("--speculative", 2, "--statistics"), ("--speculative", "auto")):
@@ -145,7 +136,7 @@ def assert_same_lines(*outputs):
         assert [token["logprob"] for token in one] == pytest.approx(logprobs, abs=LOGITS)
 
 
-def test_a_seed_gives_the_same_samples(bundle, capsys):
+def test_seed_reproduces_samples(bundle, capsys):
     options = ("generate", bundle, "--prompt", "Who?", "--temperature", 2, "--max-new-tokens", 6, "--seed")
     texts = []
     for seed in (5, 5, 6):
@@ -154,7 +145,7 @@ def test_a_seed_gives_the_same_samples(bundle, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_options_from_a_file_and_overridden(own_checkpoints, tmp_path, capsys):
+def test_command_line_overrides_config_file_options(own_checkpoints, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"target: {own_checkpoints}/target\nretain_auxiliary: {own_checkpoints}/retain\n"
@@ -164,7 +155,7 @@ def test_options_from_a_file_and_overridden(own_checkpoints, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["steering"] == "rank:9"
 
 
-def test_the_rank_rules_vocabulary_is_kept_when_the_strength_changes(own_checkpoints, tmp_path, capsys):
+def test_rank_vocabulary_is_preserved_when_strength_changes(own_checkpoints, tmp_path, capsys):
     for name, word in (("a", "Velmora"), ("b", "born")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": word}))
     files = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
@@ -189,7 +180,7 @@ def test_chat_speculates(bundle, monkeypatch, capsys):
     assert said[1].err.count("drafter retain") == 2
 
 
-def test_an_output_file_is_not_replaced_unasked(bundle, tmp_path, capsys):
+def test_output_file_requires_overwrite(bundle, tmp_path, capsys):
     output = tmp_path / "deep" / "out.txt"
     given = ("generate", bundle, "--prompt", "Who?", "--max-new-tokens", 2, "--output", output)
     assert main(*given) == 0
@@ -203,7 +194,7 @@ def test_an_output_file_is_not_replaced_unasked(bundle, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_chat_asks_as_the_bundle_says_unless_told_otherwise(bundle, monkeypatch, capsys, recorded):
+def test_chat_follows_bundle_single_turn_setting_unless_overridden(bundle, monkeypatch, capsys, recorded):
     """A second line is answered as a first one where the models have learned single questions."""
     config = json.loads((bundle / "config.json").read_text())
     (bundle / "config.json").write_text(json.dumps(config | {"single_turn": recorded}))
@@ -221,13 +212,13 @@ def test_chat_asks_as_the_bundle_says_unless_told_otherwise(bundle, monkeypatch,
     assert second_answer("Who?\n", "--multi-turn") != alone
 
 
-def test_chat_answers_steers_and_explains(bundle):
+def test_chat_generates_changes_steering_and_shows_help(bundle, monkeypatch, capsys):
     commands = (
         "Where was Ana born?|/why|/alpha 3|/alpha much|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
     )
-    result = divdec("chat", bundle, "--max-new-tokens", 5, stdin=commands.replace("|", "\n"))
-    assert result.returncode == 0, result.stderr
-    said = result.stdout
+    monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace("|", "\n")))
+    assert main("chat", bundle, "--max-new-tokens", 5) == 0
+    said = capsys.readouterr().out
     assert "steering linear:1.5" in said
     assert "steering linear:3" in said
     assert "'linear:much' is not a number" in said
@@ -237,7 +228,7 @@ def test_chat_answers_steers_and_explains(bundle):
     assert "new conversation" in said
 
 
-def test_doctor_says_whether_a_bundle_loads_and_why_not(bundle, own_checkpoints, capsys):
+def test_doctor_reports_whether_bundle_loads(bundle, own_checkpoints, capsys):
     assert main("doctor", bundle, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bundle"]["loads"]
@@ -282,12 +273,12 @@ class TestBadInput:
         )
         assert not (tmp_path / "b").exists()
 
-    def test_a_negative_alpha_that_is_meant(self, own_checkpoints, tmp_path, capsys):
+    def test_explicit_negative_alpha(self, own_checkpoints, tmp_path, capsys):
         arguments = ("bundle", *parts(own_checkpoints), "--steering", "linear:-1", "--output", tmp_path / "b")
         assert main(*arguments, "--allow-negative") == 0
         assert main("generate", tmp_path / "b", "--prompt", "x", "--max-new-tokens", 1) == 0
 
-    def test_verbs_and_options(self, capsys):
+    def test_commands_and_options(self, capsys):
         self.refused(capsys, "unlearn", says="Unknown command")
         self.refused(capsys, "bundle", "--sterring", "linear:1", says="--help")
         self.refused(capsys, "train", "--base", "x", says="required")
@@ -301,7 +292,7 @@ class TestBadInput:
         self.refused(capsys, "generate", "b", "--output", "--json", says="--output needs a value")
         self.refused(capsys, "chat", "b", "--max-new-tokens", "0", says="max-new-tokens is 0")
 
-    def test_places(self, bundle, tmp_path, capsys):
+    def test_devices_and_output_paths(self, bundle, tmp_path, capsys):
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "gpu7", says="device 'gpu7'")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "cuda:99", says="device 'cuda:99'")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "meta", says="no weights")
@@ -311,7 +302,7 @@ class TestBadInput:
             self.refused(capsys, "generate", "no bundle", "--prompt", "x", "--output", output, says=says)
         assert (tmp_path / "file").read_text() == "mine"
 
-    def test_an_auxiliary_that_overflows(self, bundle, own_checkpoints, capsys):
+    def test_overflowing_auxiliary(self, bundle, own_checkpoints, capsys):
         from safetensors.torch import load_file, save_file
 
         weights = own_checkpoints / "forget" / "model.safetensors"
@@ -320,24 +311,21 @@ class TestBadInput:
         save_file(tensors, weights, metadata={"format": "pt"})
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--no-verify", says="nothing is answered unsteered")
 
-    def test_a_prompt_that_is_too_long(self, bundle, capsys):
+    def test_prompt_exceeding_context(self, bundle, capsys):
         self.refused(capsys, "generate", bundle, "--prompt", "word " * 500, says="too many for 256 positions")
 
-    def test_a_setting_that_steers_nothing_is_said(self, bundle, capsys):
+    def test_steering_without_effect_gives_warning(self, bundle, capsys):
         assert main("generate", bundle, "--prompt", "x", "--steering", "linear:0", "--max-new-tokens", 1) == 0
         assert "the answers are the target's own" in capsys.readouterr().err
 
-    def test_input_that_is_not_text(self, bundle, tmp_path, capsys):
+    def test_non_text_input(self, bundle, tmp_path, capsys, monkeypatch):
         (tmp_path / "p.txt").write_bytes(b"Who\xff?\n")
         self.refused(capsys, "generate", bundle, "--file", tmp_path / "p.txt", says="not UTF-8")
         for verb in (("generate",), ("chat",)):
-            result = subprocess.run(
-                [sys.executable, "-m", "divdec.cli", *verb, bundle], input=b"Who\xff?\n", capture_output=True,
-                timeout=240, env=ENVIRONMENT,
-            )  # fmt: skip
-            said = (result.stdout + result.stderr).decode()
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Who\xff?\n"), encoding="utf-8"))
+            main(*verb, bundle)
+            said = "".join(capsys.readouterr())
             assert "not UTF-8" in said or "broken character" in said
-            assert "Traceback" not in said
 
     def test_checkpoints(self, own_checkpoints, tmp_path, capsys):
         weights = own_checkpoints / "forget" / "model.safetensors"
@@ -349,7 +337,7 @@ class TestBadInput:
         self.refused(capsys, "generate", own_checkpoints / "target", "--prompt", "x", says="not a bundle")
         self.refused(capsys, "generate", tmp_path / "none", "--prompt", "x", says="is not a folder")
 
-    def test_changed_weights_unless_it_is_meant(self, bundle, own_checkpoints, capsys):
+    def test_changed_weights_require_no_verify(self, bundle, own_checkpoints, capsys):
         from safetensors.torch import load_file, save_file
 
         weights = own_checkpoints / "retain" / "model.safetensors"
@@ -375,7 +363,7 @@ class TestBadInput:
         self.refused(capsys, *arguments(tmp_path / "none.jsonl"), says="does not exist")
         assert not (tmp_path / "run").exists()
 
-    def test_an_output_folder_that_is_not_empty(self, own_checkpoints, tmp_path, capsys):
+    def test_non_empty_output_folder(self, own_checkpoints, tmp_path, capsys):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("mine")
         arguments = ("bundle", *parts(own_checkpoints), "--output", tmp_path / "full")
@@ -399,7 +387,7 @@ def long_training(world, checkpoints, tmp_path):
     ]  # fmt: skip
 
 
-def test_ctrl_c_during_training_loses_nothing(long_training, tmp_path):
+def test_ctrl_c_during_training_is_resumable(long_training, tmp_path, capsys):
     arguments = [*long_training, "--output", tmp_path / "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "divdec.cli", *map(str, arguments)],
@@ -413,12 +401,11 @@ def test_ctrl_c_during_training_loses_nothing(long_training, tmp_path):
     assert process.returncode == 2, error
     assert "interrupted at step" in error.splitlines()[-1]
     assert "the same command resumes it" in error.splitlines()[-1]
-    result = divdec(*arguments, "--json")
-    content = json.loads(result.stdout)
-    assert result.returncode == (3 if content["separation"]["faults"] else 0), result.stderr
+    code = main(*arguments, "--json")
+    content = json.loads(capsys.readouterr().out)
+    assert code == (3 if content["separation"]["faults"] else 0)
     assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 10 * 8
-    whole = divdec(*long_training, "--output", tmp_path / "whole")
-    assert whole.returncode == result.returncode
+    assert main(*long_training, "--output", tmp_path / "whole") == code
     for part in ("retain_auxiliary", "forget_auxiliary"):
         assert (tmp_path / "run" / part / "model.safetensors").read_bytes() == (
             tmp_path / "whole" / part / "model.safetensors"
@@ -433,7 +420,7 @@ def wait_for(condition, seconds=120):
 
 
 @pytest.mark.slow
-def test_a_full_disk_during_training_loses_nothing(long_training, tmp_path):
+def test_full_disk_during_training_is_resumable(long_training, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", small], capture_output=True)

@@ -20,7 +20,7 @@ def test_every_command_is_registered():
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in (*NO_ARGUMENTS_NEEDED, *GROUPS)])
-def test_a_command_alone_says_what_it_needs(command, capsys):
+def test_command_without_arguments_names_required_options(command, capsys):
     assert main([command]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -28,13 +28,13 @@ def test_a_command_alone_says_what_it_needs(command, capsys):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_group_alone_shows_its_commands(group, capsys):
+def test_group_without_command_lists_commands(group, capsys):
     assert main([group]) == 2
     assert f"Usage: divdec {group} COMMAND" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS if name not in GROUPS), *NESTED])
-def test_every_command_has_help_with_an_example_in_80_columns(command, capsys):
+def test_every_command_help_has_example_within_80_columns(command, capsys):
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "example" in text
@@ -76,7 +76,7 @@ def test_every_command_has_help_with_an_example_in_80_columns(command, capsys):
         ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),
     ],
 )  # fmt: skip
-def test_in_one_line(line, says, capsys):
+def test_invalid_commands_give_one_line_error(line, says, capsys):
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -84,7 +84,7 @@ def test_in_one_line(line, says, capsys):
     assert "typing." not in error
 
 
-def test_an_unknown_key_of_a_configuration_file_is_refused(tmp_path, capsys):
+def test_unknown_config_file_key_is_rejected(tmp_path, capsys):
     file = tmp_path / "options.yaml"
     file.write_text("seeed: 3\n")
     assert main(["demo", "--config", str(file)]) == 2
@@ -96,12 +96,12 @@ def test_figures_are_listed(capsys):
     assert "tofu-bars" in capsys.readouterr().out
 
 
-def test_a_bundle_as_target_is_refused(bundle, tmp_path, capsys):
+def test_bundle_as_target_is_rejected(bundle, tmp_path, capsys):
     assert main(["bundle", "--target", str(bundle), "--output", str(tmp_path / "b")]) == 2
     assert "is a bundle; give the plain model that it steers" in capsys.readouterr().err
 
 
-def test_a_wrong_split_names_those_that_lie_there(shared, tmp_path, capsys):
+def test_unknown_split_error_lists_available_splits(shared, tmp_path, capsys):
     arguments = ["eval", "tofu", "b", "--data", str(shared / "data/tofu"), "--output", str(tmp_path / "o")]
     assert main([*arguments, "--split", "forget20"]) == 2
     assert "accepted: the splits of" in (error := capsys.readouterr().err)

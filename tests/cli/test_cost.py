@@ -12,7 +12,7 @@ from divdec.cli import main
 GIVEN = ["cost", "--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--retain-tokens", "10M", "--epochs", "10"]
 
 
-def test_the_issues_own_example(tmp_path, capsys):
+def test_cost_command_documented_example(tmp_path, capsys):
     plot = tmp_path / "plots" / "cost.svg"
     assert main([*GIVEN, "--volume", "1B", "--output", str(plot)]) == 0
     out = capsys.readouterr().out
@@ -26,7 +26,7 @@ def test_the_issues_own_example(tmp_path, capsys):
     assert "speculative" not in text
 
 
-def test_json_holds_it_all_and_a_png_is_a_png(tmp_path, capsys):
+def test_cost_command_writes_complete_json_and_png(tmp_path, capsys):
     plot = tmp_path / "cost.png"
     assert main([*GIVEN, "--volume", "8e6", "--json", "--output", str(plot)]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -39,13 +39,13 @@ def test_json_holds_it_all_and_a_png_is_a_png(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_options_come_from_a_file_too(tmp_path, capsys):
+def test_cost_options_from_config_file(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("target: 8e9\naux: 1000000000\nforget_tokens: 1M\nvolume: 1_000_000\n")
     assert main(["cost", "--config", str(tmp_path / "run.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["volume"] == 1e6
 
 
-def test_configurations_without_weights_are_enough(tmp_path, capsys):
+def test_cost_estimate_requires_only_configs(tmp_path, capsys):
     for name, width in (("target", 64), ("aux", 32)):
         transformers.LlamaConfig(
             vocab_size=500, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
@@ -74,7 +74,7 @@ def test_configurations_without_weights_are_enough(tmp_path, capsys):
         (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(options, message, capsys):
+def test_invalid_input_gives_one_line_error_and_exit_code_2(options, message, capsys):
     assert main(["cost", *options]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -82,14 +82,14 @@ def test_bad_input_is_one_line_and_exit_code_2(options, message, capsys):
     assert len(printed.err.strip().splitlines()) == 1
 
 
-def test_auxiliaries_of_more_than_half_the_target_are_warned_of(capsys):
+def test_oversized_auxiliaries_give_warning(capsys):
     assert main(["cost", "--target", "8B", "--aux", "5B", "--forget-tokens", "1M", "--json"]) == 0
     printed = capsys.readouterr()
     assert "warning: the two auxiliaries hold more parameters (10B) than the target (8B)" in printed.err
     assert json.loads(printed.out)["compute_increase"] == 1.25
 
 
-def test_no_file_is_lost(tmp_path, capsys):
+def test_cost_plot_requires_overwrite(tmp_path, capsys):
     plot = tmp_path / "cost.svg"
     plot.write_text("somebody's")
     assert main([*GIVEN, "--output", str(plot)]) == 2
@@ -102,11 +102,11 @@ def test_no_file_is_lost(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["cost", "--help"], ["bench", "compute", "--help"], [*GIVEN, "--volume", "1B"]])
-def test_numbers_and_help_need_no_torch(arguments):
+def test_cost_command_and_help_do_not_import_torch(arguments):
     assert not loads_torch(arguments)
 
 
-def test_bench_lists_its_actions_and_refuses_others(tmp_path, capsys):
+def test_bench_lists_actions_and_rejects_unknown_ones(tmp_path, capsys):
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert "compute" in out

@@ -38,7 +38,7 @@ def tofu(shared):
     )  # fmt: skip
 
 
-def test_a_sweep_gives_a_folder_a_setting(steered, tofu, tmp_path, capsys):
+def test_sweep_writes_one_folder_per_setting(steered, tofu, tmp_path, capsys):
     out = tmp_path / "out"
     sweep = ("--sweep", "linear:0,1", "rank:5")
     assert main("eval", "tofu", steered, *tofu, *sweep, "--output", out, "--openunlearning", "--json") == 0
@@ -61,7 +61,7 @@ def test_a_sweep_gives_a_folder_a_setting(steered, tofu, tmp_path, capsys):
         assert alone[metric] == (None if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)), metric
 
 
-def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu, tmp_path, capsys):
+def test_multiple_models_with_retrained_reference(shared, steered, tofu, tmp_path, capsys):
     models = shared / "oracle/models"
     out = tmp_path / "out"
     assert main("eval", "tofu", models / "full", models / "retain90", *tofu, "--output", out) == 0
@@ -71,7 +71,7 @@ def test_several_models_and_the_retrained_one_as_reference(shared, steered, tofu
     assert read_results(out / "s").figures["privleak"] == pytest.approx(0, abs=1e-6)
 
 
-def test_result_folders_are_named_as_the_models_are_given(shared, tmp_path):
+def test_result_folders_are_named_after_models(shared, tmp_path):
     paths = [tmp_path / "a" / "one", tmp_path / "b" / "one", tmp_path / "two"]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def test_result_folders_are_named_as_the_models_are_given(shared, tmp_path):
         _model_runs(EvalSettings("tofu", (str(paths[0]),) * 2, data="", output="out"), tmp_path)
 
 
-def test_a_stopped_run_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
+def test_interrupted_evaluation_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     monkeypatch.setattr(EvaluatedModel, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
@@ -100,7 +100,7 @@ def test_a_stopped_run_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
     assert "--overwrite" in capsys.readouterr().err
 
 
-def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
+def test_sequential_checkpoints_give_curve(shared, tmp_path, capsys):
     models, out = shared / "oracle/models", tmp_path / "out"
     muse = ("--data", shared / "data/muse_news", "--limit", 2, "--max-length", 1024)
     # One checkpoint at two steps: their folders are told apart by the step.
@@ -117,7 +117,7 @@ def test_steps_of_a_sequence_become_a_curve(shared, tmp_path, capsys):
     assert "two models or more" in capsys.readouterr().err
 
 
-def test_leaks(shared, steered, tmp_path, capsys):
+def test_leak_evaluation(shared, steered, tmp_path, capsys):
     arguments = ("eval", "leak", steered, "--data", shared / "data/tofu/forget01.json", "--limit", 2)
     assert main(*arguments, "--attacks", 10, "--samples", 2, "--output", tmp_path / "out", "--json") == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
@@ -128,7 +128,7 @@ def test_leaks(shared, steered, tmp_path, capsys):
     assert "--endpoint URL" in capsys.readouterr().err
 
 
-def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, steered, tmp_path, capsys):
+def test_calibrate_finds_setting_matching_retrained_model(shared, steered, tmp_path, capsys):
     """With P = p the setting linear:1 gives exactly q, whose own figures are the reference."""
     data = shared / "data/tofu"
     (tmp_path / "retain.json").write_text("\n".join((data / "full.json").read_text().splitlines()[:30]))
@@ -162,7 +162,7 @@ def test_calibrate_finds_where_the_steered_model_is_the_retrained_one(shared, st
     assert "are also in the retain set" in capsys.readouterr().err
 
 
-def test_sweeps_are_read():
+def test_sweep_specs_are_parsed():
     result = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:hard"])
     assert [str(setting) for setting in result] == ["linear:0.5", "linear:1", "rank:1:soft", "rank:20:soft", "rank:5"]
     with pytest.raises(UsageError, match="twice"):
@@ -171,14 +171,14 @@ def test_sweeps_are_read():
         parse_sweep(["linear:a"])
 
 
-class TestRefuses:
+class TestRejectsInvalidInput:
     def refused(self, capsys, *arguments, says):
         assert main(*arguments) == 2
         error = capsys.readouterr().err
         assert says in error
         assert "Traceback" not in error
 
-    def test_what_does_not_fit(self, shared, steered, tofu, tmp_path, capsys):
+    def test_incompatible_evaluation_options(self, shared, steered, tofu, tmp_path, capsys):
         plain, out = shared / "oracle/models/full", ("--output", tmp_path / "out")
         self.refused(
             capsys, "eval", "tofu", plain, *tofu, *out, "--sweep", "linear:1", says="is a plain checkpoint, not steered"

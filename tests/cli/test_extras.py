@@ -32,21 +32,21 @@ def without(libraries, *arguments):
         (("serve", "bundle", "--engine", "vllm"), "pip install 'divdec[vllm]'"),
     ],
 )
-def test_a_verb_says_what_to_install(arguments, says):
+def test_missing_extra_error_names_install_command(arguments, says):
     found = without(EVERY, *arguments)
     assert found.returncode == 2, found.stderr
     assert says in found.stderr
     assert found.stderr.count("\n") == 1
 
 
-def test_the_playground_needs_no_more_than_its_extra_brings():
+def test_playground_requires_only_its_extra():
     """gradio brings fastapi and uvicorn, but nothing of what the server alone needs."""
     code = "import sys; sys.modules.update(prometheus_client=None); import divdec.playground.page"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
 
 
-def test_doctor_and_the_list_of_verbs_need_no_extra():
+def test_doctor_and_command_list_require_no_extra():
     assert without(EVERY, "--help").returncode == 0
     found = without(EVERY, "doctor")
     assert found.returncode == 0, found.stderr
@@ -54,7 +54,7 @@ def test_doctor_and_the_list_of_verbs_need_no_extra():
         assert f"pip install 'divdec[{extra}]'" in found.stdout
 
 
-def test_training_with_adapters(tokenizer, tmp_path, monkeypatch):
+def test_adapter_training_requires_peft(tokenizer, tmp_path, monkeypatch):
     from conftest import tiny_model
     from divdec.data.formatting import Example
     from divdec.training.fine_tuning import fine_tune
@@ -81,5 +81,5 @@ def test_images(monkeypatch):
         frechet_distance(torch.zeros(3, 4), torch.zeros(3, 4))
 
 
-def test_what_is_installed_is_not_refused():
+def test_installed_extras_are_accepted():
     require("serve", "this")

@@ -32,7 +32,7 @@ def sequential(tmp_path):
     return run
 
 
-def test_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
+def test_plot_command_writes_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["results", "plot", str(sequential), "--figure", "sequential"]) == 0
     printed = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
     assert min(picture.size) > 500
 
 
-def test_an_earlier_picture(sequential, tmp_path, capsys):
+def test_plot_command_requires_overwrite(sequential, tmp_path, capsys):
     arguments = ["results", "plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
     assert main(arguments) == 0
     first = (tmp_path / "one.svg").read_bytes()
@@ -76,13 +76,13 @@ def test_list(capsys):
     assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
 
 
-def test_the_list_and_the_help_load_no_torch():
+def test_plot_list_and_help_do_not_import_torch():
     assert loads_torch(["results", "plot", "--list-figures"]) is False
     assert loads_torch(["results", "plot", "--help"]) is False
 
 
 @pytest.mark.slow
-def test_figures_of_real_small_runs(bundle, world, tmp_path, capsys):
+def test_figures_from_small_runs(bundle, world, tmp_path, capsys):
     """`divdec gradient-depth` and four students of `divdec distill`, measured here on tiny models, as figures."""
     for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:6])):
         rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions]
@@ -145,7 +145,7 @@ class TestBadInput:
         (tmp_path / "folder.svg").mkdir()
         self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
 
-    def test_files_that_are_something_else(self, tmp_path, capsys):
+    def test_files_with_unexpected_content(self, tmp_path, capsys):
         for name, figure in (("depth.json", "gradient-depth"), ("comparison.json", "tofu-bars")):
             (tmp_path / name).write_text("[]")
             arguments = (tmp_path, "--figure", figure, "--output", tmp_path / "x.svg")

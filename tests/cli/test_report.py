@@ -42,7 +42,7 @@ def test_json(arguments, tmp_path, capsys):
     assert f"{rows[3]['mem']:.2f} <span" in page
 
 
-def test_text_and_an_earlier_report(figures, tmp_path, capsys):
+def test_text_output_and_overwrite(figures, tmp_path, capsys):
     page_path = tmp_path / "report.html"
     assert main(figures) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_text_and_an_earlier_report(figures, tmp_path, capsys):
     assert page_path.read_text() != first
 
 
-def test_figures_alone(figures, capsys):
+def test_report_from_metrics_without_items(figures, capsys):
     assert main([*figures, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["ci"] == {}
@@ -99,7 +99,7 @@ class TestBadInput:
         assert other.read_text() == "<p>mine"
 
 
-def test_reporting_loads_no_torch(figures):
+def test_report_command_does_not_import_torch(figures):
     assert not loads_torch(figures)
 
 

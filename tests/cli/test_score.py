@@ -102,7 +102,7 @@ def reproduced(paper, capsys, folders, columns, rows):
     }
 
 
-class TestThePapersTables:
+class TestPaperTables:
     def test_main(self, paper, capsys):
         rows = {cells[0]: numbers for cells, numbers in table(paper, "tab:TOFU").items()}
         assert len(rows) == 17
@@ -114,7 +114,7 @@ class TestThePapersTables:
         assert rows.keys() == CROSS_TOKENIZER.keys()
         assert reproduced(paper, capsys, CROSS_TOKENIZER, COLUMNS, rows) == {}
 
-    def test_all_divergence_decoding(self, paper, capsys):
+    def test_all_divergence_decoding_rows(self, paper, capsys):
         rows = table(paper, "table:all-tofu-results")
         assert len(rows) == 50
         kinds = {"Linear": ("dd_linear", "alpha"), "Rank": ("dd_rank", "topk")}
@@ -127,7 +127,7 @@ class TestThePapersTables:
         columns = ("agg", "agg_without_privacy", "mem", "priv", "utility")
         assert reproduced(paper, capsys, folders, columns, rows) == {}
 
-    def test_the_docs_list_what_differs(self):
+    def test_docs_list_differing_values(self):
         from pathlib import Path
 
         page = (Path(__file__).parents[2] / "docs" / "paper_tables.md").read_text()
@@ -136,7 +136,7 @@ class TestThePapersTables:
             assert re.search(rf"^\| {re.escape(name)} .*{reason}", page, flags=re.MULTILINE), row
 
 
-def test_muse_distances_of_the_published_files(paper, capsys):
+def test_muse_distances_match_published_files(paper, capsys):
     folder = paper / "results" / "muse"
     own = folder / "dd_linear" / "1.3b-alpha-1.5"
     references = {"target": folder / "baselines" / "target", "retrain": folder / "baselines" / "retrain"}
@@ -210,7 +210,7 @@ class TestOutput:
         narrow = json.loads(score(capsys, "tofu", *arguments, "--level", "0.5", **references))
         assert rank["ci"]["mem"][0] < narrow[0]["ci"]["mem"][0] < narrow[0]["ci"]["mem"][1] < rank["ci"]["mem"][1]
 
-    def test_what_the_figures_do_not_allow(self, paper, capsys):
+    def test_scores_without_required_metrics_are_explained(self, paper, capsys):
         folder = paper / "results" / "tofu"
         references = {name: folder / "baselines" / name for name in ("target", "retrain")}
         results = (folder / "dd_linear" / "1B-alpha-1.5", folder / "dd_rank" / "1B-topk-10")
@@ -225,7 +225,7 @@ class TestOutput:
         assert "variant paper" in text
         assert "no Priv: the result's mia_loss" in text
 
-    def test_without_fluency_every_aggregate_says_so(self, paper, tmp_path, capsys):
+    def test_every_aggregate_notes_missing_fluency(self, paper, tmp_path, capsys):
         figures = json.loads((paper / "results/tofu/dd_rank/1B-topk-20/TOFU_SUMMARY.json").read_text())
         del figures["forget_Q_A_gibberish"]
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
@@ -239,7 +239,7 @@ class TestOutput:
             assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-repo", *form, **references)
 
     @pytest.mark.parametrize("variant", ["paper", "dd-repo", "relative"])
-    def test_every_form_names_the_variant(self, oracle, references, capsys, variant):
+    def test_every_output_format_names_variant(self, oracle, references, capsys, variant):
         arguments = (oracle / "rank20_01", "--variant", variant, "--draws", "50")
         assert json.loads(score(capsys, "tofu", *arguments, "--json", **references))[0]["variant"] == variant
         text = score(capsys, "tofu", *arguments, **references)
@@ -249,18 +249,18 @@ class TestOutput:
         assert rf"\caption{{TOFU, variant {variant}." in latex
         assert r"rank20\_01 & " in latex
 
-    def test_names_that_are_alike_are_told_apart(self, oracle, references, tmp_path, capsys):
+    def test_similar_result_names_are_disambiguated(self, oracle, references, tmp_path, capsys):
         (tmp_path / "rank20_01").symlink_to(oracle / "rank20_01")
         text = score(capsys, "tofu", oracle / "rank20_01", tmp_path / "rank20_01", "--draws", "10", **references)
         assert str(tmp_path / "rank20_01") in text
 
-    def test_options_between_the_results(self, oracle, references, capsys):
+    def test_options_between_result_paths(self, oracle, references, capsys):
         assert main(["results", "score", "tofu", str(oracle / "full01"), "--draws", "10",
                      "--target", str(references["target"]),
                      str(oracle / "dd1_01"), "--retrain", str(references["retrain"]), "--json"]) == 0  # fmt: skip
         assert [content["name"] for content in json.loads(capsys.readouterr().out)] == ["full01", "dd1_01"]
 
-    def test_results_of_our_own_writing(self, oracle, references, tmp_path, capsys):
+    def test_scores_of_divdec_written_results_match_oracle(self, oracle, references, tmp_path, capsys):
         from divdec.evaluation.results import read_results, write_results
 
         (tmp_path / "ours").mkdir()
@@ -325,7 +325,7 @@ class TestBadInput:
         self.refused(capsys, "tofu", *references, "--json", "--latex", says="not both")
 
 
-def test_scoring_loads_no_torch(oracle):
+def test_score_command_does_not_import_torch(oracle):
     references = ["--target", str(oracle / "full01"), "--retrain", str(oracle / "retain01")]
     arguments = ["results", "score", "tofu", str(oracle / "dd1_01"), *references, "--draws", "20"]
     assert not loads_torch(arguments)
@@ -338,7 +338,7 @@ def test_help_has_an_example(capsys):
     assert "SUITE RESULTS" in text
 
 
-def test_settings_from_a_file(oracle, tmp_path, capsys):
+def test_score_settings_from_config_file(oracle, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"target: {oracle / 'full01'}\nretrain: {oracle / 'retain01'}\nvariant: relative\njson: true\n"
     )

@@ -14,7 +14,7 @@ def choice(**more):
     return estimate.choice, estimate.reason
 
 
-def test_the_break_even_volume_decides():
+def test_recommendation_follows_break_even_volume():
     assert choice(volume="129M")[0] == "steer"
     assert choice(volume="131M")[0] == "distil"
     estimate = estimate_costs(CostSettings(**GIVEN, volume="130M"))
@@ -22,7 +22,7 @@ def test_the_break_even_volume_decides():
     assert estimate.options["steer"].at(130e6) == pytest.approx(estimate.options["distil"].at(130e6))
 
 
-def test_speculation_is_estimated_only_from_a_measured_acceptance_rate():
+def test_speculation_estimate_requires_acceptance_rate():
     assert "speculate" not in estimate_costs(CostSettings(**GIVEN)).options
     estimate = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
     assert estimate.tokens_per_block == pytest.approx(1.5)
@@ -30,32 +30,32 @@ def test_speculation_is_estimated_only_from_a_measured_acceptance_rate():
     assert "speculative" not in estimate.to_dict()["seconds_per_token"]
 
 
-def test_word_for_word_needs_n_grams_and_no_volume_no_choice():
+def test_verbatim_recommends_ngrams_and_missing_volume_gives_no_recommendation():
     assert choice(verbatim=True)[0] == "n-gram"
     way, reason = choice()
     assert way is None
     assert "give --volume" in reason
 
 
-def test_between_the_two_counts_of_distillation_the_reason_says_so():
+def test_volume_between_break_even_counts_is_explained():
     assert "170M" in choice(volume="150M")[1]
     assert "170M" not in choice(volume="200M")[1]
 
 
-def test_auxiliaries_larger_than_half_the_target_are_warned_of_and_computed():
+def test_auxiliaries_larger_than_half_the_target_give_warning():
     estimate = estimate_costs(CostSettings(**(GIVEN | {"aux": "5B"}), volume="1M"))
     assert any("2n ≤ N" in warning for warning in estimate.warnings)
     assert estimate.increase == pytest.approx(1.25)
     assert not estimate_costs(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
 
 
-def test_what_does_not_fit_the_device_is_warned_of():
+def test_exceeding_device_memory_gives_warning():
     assert any(
         "do not fit" in warning for warning in estimate_costs(CostSettings(**(GIVEN | {"target": "70B"}))).warnings
     )
 
 
-def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
+def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
     for name, width, layers in (("target", 64, 4), ("aux", 32, 2)):
         transformers.LlamaConfig(
             vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
@@ -74,7 +74,7 @@ def test_configurations_give_memory_and_embeddings_counted_or_not(tmp_path):
     assert memory["all"] == memory["target_weights"] + memory["auxiliary_weights"] + requests
 
 
-def test_a_layers_beginning_can_be_given():
+def test_layer_launch_time_can_be_set():
     slow = estimate_costs(CostSettings(**GIVEN, layer_microseconds=500.0)).latency
     assert slow.bound == "launches"
     assert slow.target > estimate_costs(CostSettings(**GIVEN)).latency.target
@@ -87,7 +87,7 @@ def test_a_layers_beginning_can_be_given():
      {"draft_length": 10**9}, {"epochs": 1e300},
      {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}, {"device": "abacus"}, {"layer_microseconds": -1.0}],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(wrong):
+def test_invalid_cost_settings_give_one_line_error(wrong):
     with pytest.raises(UsageError, match="accepted") as error:
         estimate_costs(CostSettings(**(GIVEN | wrong)))
     assert "\n" not in str(error.value)

@@ -12,13 +12,13 @@ EPOCHS = st.floats(min_value=0.1, max_value=100)
 TOKENS = st.floats(min_value=1, max_value=1e12)
 
 
-def test_the_papers_example():
+def test_paper_example_is_reproduced():
     # "applying our method to a 10B parameter model using 1B parameter small models ... a 20% increase"
     assert formulas.compute_increase(10e9, 1e9) == pytest.approx(0.20)
 
 
 @given(SIZES, SIZES, EPOCHS, EPOCHS, TOKENS, TOKENS)
-def test_both_sides_of_the_papers_inequality_are_equal_at_the_break_even_volume(N, n, e_N, e_n, d_retain, d_forget):
+def test_costs_are_equal_at_break_even_volume(N, n, e_N, e_n, d_retain, d_forget):
     I = formulas.break_even(N, n, e_N, d_forget)  # noqa: E741
     train = 6 * n * e_n * (d_retain + d_forget)
     steering = train + 2 * (N + 2 * n) * I
@@ -34,7 +34,7 @@ def test_both_sides_of_the_papers_inequality_are_equal_at_the_break_even_volume(
     assert theirs == pytest.approx(distilling, rel=1e-12)
 
 
-def test_numbers_by_hand():
+def test_formulas_match_hand_computed_values():
     # 8B, 1B, 10 passes over 1M and 10M tokens.
     assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6) == pytest.approx(6 * 1e9 * 10 * 11e6)
     assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6, "full-retain") == pytest.approx(6 * 1e9 * 10 * 21e6)
@@ -47,7 +47,7 @@ def test_numbers_by_hand():
 
 
 @given(SIZES, SIZES, EPOCHS, TOKENS)
-def test_the_targets_own_pass_makes_distillation_dearer_and_moves_the_break_even_up(N, n, epochs, tokens):
+def test_teacher_pass_raises_distillation_cost_and_break_even_volume(N, n, epochs, tokens):
     assert formulas.break_even(N, n, epochs, tokens, "live") > formulas.break_even(N, n, epochs, tokens)
     if epochs >= 1:
         cached, live = (formulas.distillation(N, n, epochs, tokens, teacher) for teacher in ("cached", "live"))
@@ -55,12 +55,12 @@ def test_the_targets_own_pass_makes_distillation_dearer_and_moves_the_break_even
 
 
 @given(st.floats(min_value=0, max_value=0.999), st.integers(1, 12))
-def test_tokens_per_block_is_leviathans_equation(acceptance, block):
+def test_tokens_per_block_matches_leviathan_equation(acceptance, block):
     expected = (1 - acceptance ** (block + 1)) / (1 - acceptance)
     assert formulas.tokens_per_block(acceptance, block) == pytest.approx(expected, rel=1e-9)
 
 
-def test_blocks_cost_nothing_more_where_all_is_accepted_and_a_pass_each_where_nothing_is():
+def test_speculation_cost_at_full_and_zero_acceptance():
     assert formulas.speculative_inference(8e9, 1e9, 100.0, 1.0, 4) == pytest.approx(formulas.inference(8e9, 1e9, 100.0))
     assert formulas.speculative_inference(8e9, 1e9, 100.0, 0.0, 4) == pytest.approx(
         5 * formulas.inference(8e9, 1e9, 100.0)
@@ -68,13 +68,13 @@ def test_blocks_cost_nothing_more_where_all_is_accepted_and_a_pass_each_where_no
 
 
 @pytest.mark.parametrize(("N", "n"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])
-def test_sizes_that_are_none_are_refused(N, n):
+def test_invalid_model_sizes_are_rejected(N, n):
     for formula in (lambda: formulas.compute_increase(N, n), lambda: formulas.break_even(N, n, 1.0, 1.0)):
         with pytest.raises(UsageError, match="accepted: a number above 0"):
             formula()
 
 
-def test_tokens_per_block_at_the_ends_and_for_long_blocks():
+def test_tokens_per_block_at_limits_and_for_long_blocks():
     assert formulas.tokens_per_block(0.0, 4) == 1
     assert formulas.tokens_per_block(1.0, 4) == 5
     assert formulas.tokens_per_block(1 - 1e-15, 4) == pytest.approx(5)

@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_and_caches_are_those_of_the_real_model(name):
+def test_parameter_count_and_cache_size_match_real_model(name):
     config = CONFIGS[name]
     size = measure_size(config, name)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -48,7 +48,7 @@ def test_parameters_and_caches_are_those_of_the_real_model(name):
         assert size.cache_bytes(21.0, 4) == 21 * size.token_bytes(4)
 
 
-def test_embeddings_are_counted_once_where_they_are_tied():
+def test_tied_embeddings_are_counted_once():
     tied, apart = (measure_size(CONFIGS[name], name) for name in ("llama, tied", "llama"))
     assert tied.embeddings == 128 * 64
     assert apart.embeddings == 2 * 128 * 64
@@ -58,7 +58,7 @@ def test_embeddings_are_counted_once_where_they_are_tied():
     assert apart.active == apart.parameters - 128 * 64
 
 
-def test_the_shape_of_llama_3_8b_has_its_published_numbers():
+def test_llama_3_8b_size_matches_published_numbers():
     config = transformers.LlamaConfig(
         vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8,
@@ -72,7 +72,7 @@ def test_the_shape_of_llama_3_8b_has_its_published_numbers():
     assert guess.attention_flops(1000.0) == pytest.approx(size.attention_flops(1000.0), rel=0.2)
 
 
-def test_of_experts_only_those_that_a_token_uses_are_active():
+def test_only_routed_experts_count_as_active_parameters():
     size = measure_size(CONFIGS["mixtral, experts"], "mixtral")
     own = 3 * 8 * 3 * 64 * 96  # layers, experts, matrices
     assert size.experts == own
@@ -80,7 +80,7 @@ def test_of_experts_only_those_that_a_token_uses_are_active():
     assert size.read(4) == size.parameters - size.lookup  # four tokens can use them all
 
 
-def test_a_folder_needs_no_weights(tmp_path):
+def test_model_size_needs_no_weights(tmp_path):
     CONFIGS["llama"].save_pretrained(tmp_path / "8B")
     size = read_size(str(tmp_path / "8B"), "target")
     assert size.parameters == measure_size(CONFIGS["llama"], "x").parameters
@@ -88,14 +88,14 @@ def test_a_folder_needs_no_weights(tmp_path):
     assert not torch.nn.Linear(1, 1).weight.is_meta  # nothing of the meta device stays behind
 
 
-def test_a_bare_number_is_no_folder_unless_there_is_one(tmp_path, monkeypatch):
+def test_bare_number_is_a_size_unless_folder_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_size("8B", "target").guessed
     CONFIGS["llama"].save_pretrained("8B")
     assert not read_size("8B", "target").guessed
 
 
-def test_what_is_no_causal_model_is_refused(tmp_path):
+def test_non_causal_model_is_rejected(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"target .*empty has no config.json"):
         read_size(str(tmp_path / "empty"), "target")
@@ -110,7 +110,7 @@ def test_what_is_no_causal_model_is_refused(tmp_path):
         read_size("8Q", "target")
 
 
-def test_a_bundle_is_refused_as_a_size(tmp_path):
+def test_bundle_is_rejected_as_model_size(tmp_path):
     from divdec.model.configuration import DivergenceConfig
 
     DivergenceConfig().save_pretrained(tmp_path)

@@ -13,25 +13,25 @@ from divdec.errors import UsageError
     [("8B", 8e9), ("8e9", 8e9), ("1.5m", 1.5e6), ("10 K", 1e4), ("2T", 2e12), ("3G", 3e9), (".5B", 5e8),
      ("1_000", 1e3), (7.0, 7.0), (8e9, 8e9), ("0", 0.0)],
 )  # fmt: skip
-def test_numbers_are_read(text, value):
+def test_quantities_are_parsed(text, value):
     assert parse_quantity(text, "volume") == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     "text", ["8Q", "-8B", "B", "", "8BB", "nan", "inf", "1e999", "8 B of them", float("nan"), -1.0]
 )
-def test_other_values_are_refused(text):
+def test_invalid_quantities_are_rejected(text):
     with pytest.raises(UsageError, match=r"volume is .*; accepted: a number such as 8B, 1.5M or 8e9"):
         parse_quantity(text, "volume")
 
 
-def test_numbers_above_the_limit_are_refused():
+def test_quantities_above_limit_are_rejected():
     # 1e30 parameters would be a model of a hundred million layers.
     with pytest.raises(UsageError, match=r"target is '1e30'; accepted: .*at most 1e\+21"):
         parse_quantity("1e30", "target", least=1.0)
 
 
-def test_numbers_below_the_minimum_are_refused():
+def test_quantities_below_minimum_are_rejected():
     with pytest.raises(UsageError, match="of at least 1 "):
         parse_quantity("0", "target", least=1.0)
 
@@ -49,7 +49,7 @@ def test_paths_are_not_quantities(text, means_number):
     assert is_quantity(text) is means_number
 
 
-def test_formats():
+def test_quantity_formats():
     assert [format_quantity(value) for value in (0.0, 12.0, 999.9, 131_072.0, 8_030_261_248.0, 3e15)] == [
         "0", "12", "1K", "131K", "8.03B", "3,000T",
     ]  # fmt: skip

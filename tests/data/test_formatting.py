@@ -38,7 +38,7 @@ def plain(tokenizer):
     return plain
 
 
-def test_a_chat_template_is_used_and_the_prompt_is_masked(tokenizer):
+def test_chat_template_is_applied_and_prompt_is_masked(tokenizer):
     example = encode(QUESTION, tokenizer)
     assert (
         tokenizer.decode(example.input_ids) == "<|user|>Where was Ana born?<|assistant|>She was born in Velmora.<|end|>"
@@ -71,7 +71,7 @@ def test_system_prompt_and_earlier_turns(tokenizer, plain):
         "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}",
     ],
 )
-def test_a_template_without_a_system_role_gets_no_system_prompt(tokenizer, start, capsys):
+def test_template_without_system_role_ignores_system_prompt(tokenizer, start, capsys):
     other = with_template(tokenizer, start + tokenizer.chat_template + f"{{# {start[:25]} #}}")
     form = Format(system_prompt="Be kind.")
     assert not has_system_role(other)
@@ -81,7 +81,7 @@ def test_a_template_without_a_system_role_gets_no_system_prompt(tokenizer, start
     assert said == "warning: the chat template has no system role: the system prompt is left out\n"
 
 
-def test_a_system_role_is_told_apart(tokenizer):
+def test_system_role_support_is_detected(tokenizer):
     alternating = (
         "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
         "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
@@ -91,7 +91,7 @@ def test_a_system_role_is_told_apart(tokenizer):
     assert has_system_role(with_template(tokenizer, alternating))
 
 
-def test_turns_that_a_template_refuses_are_one_line(tokenizer):
+def test_turns_rejected_by_template_give_one_line_error(tokenizer):
     strict = with_template(tokenizer, "{{ raise_exception('Conversation roles must alternate') }}")
     with pytest.raises(UsageError, match="refuses turns of user: Conversation roles must alternate"):
         encode(QUESTION, strict)
@@ -103,20 +103,20 @@ def with_template(tokenizer, template):
     return copied
 
 
-def test_a_completion_is_taken_word_for_word(tokenizer):
+def test_completion_is_encoded_verbatim(tokenizer):
     example = encode(Record(" upon a time", prompt="Once"), tokenizer)
     assert tokenizer.decode(example.input_ids) == "Once upon a time<|end|>"
     assert answer_text(example, tokenizer) == " upon a time<|end|>"
 
 
-def test_a_token_across_the_boundary_belongs_to_the_answer(tokenizer):
+def test_token_across_prompt_boundary_belongs_to_answer(tokenizer):
     merged = next(token for token in tokenizer.get_vocab() if len(token) > 3 and token.isalpha())
     example = encode(Record(merged[2:], prompt=merged[:2]), tokenizer)
     assert answer_text(example, tokenizer).endswith(merged[2:] + "<|end|>")
     assert tokenizer.decode(example.input_ids) == merged + "<|end|>"
 
 
-def test_real_templates_of_the_oracle(shared):
+def test_oracle_chat_templates(shared):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shared / "oracle/models/full")
@@ -133,7 +133,7 @@ def test_real_templates_of_the_oracle(shared):
 
 
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=6), st.integers(2, 40))
-def test_packing_loses_nothing(tokenizer, texts, length):
+def test_packing_preserves_every_token(tokenizer, texts, length):
     stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     blocks = pack(texts, tokenizer, length)
     # A last block of one token alone repeats the token before it.
@@ -144,7 +144,7 @@ def test_packing_loses_nothing(tokenizer, texts, length):
     assert all(block.labels == block.input_ids and 2 <= len(block.input_ids) <= length for block in blocks)
 
 
-def test_what_a_template_writes_after_the_end_is_left_out(tokenizer):
+def test_template_text_after_eos_is_dropped(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>\n{% endif %}"
@@ -153,7 +153,7 @@ def test_what_a_template_writes_after_the_end_is_left_out(tokenizer):
     assert encode(QUESTION, other).input_ids == encode(QUESTION, tokenizer).input_ids
 
 
-def test_answers_that_vanish_are_an_error(tokenizer):
+def test_fully_truncated_answer_raises(tokenizer):
     record = Record("An answer.", messages=(Message("user", "word " * 50),), location="set.jsonl, line 7")
     with pytest.raises(UsageError, match=r"set\.jsonl, line 7: no token of the answer is left within 32"):
         encode(record, tokenizer, Format(max_length=32))
@@ -164,21 +164,21 @@ def test_answers_that_vanish_are_an_error(tokenizer):
         encode(Record("<|end|>", messages=QUESTION.messages), tokenizer)
 
 
-def test_a_text_set_is_packed_and_others_are_not(tokenizer):
+def test_only_plain_text_sets_are_packed(tokenizer):
     texts = record_set("t", [("1", "One text."), ("2", "Another text.")])
     assert len(encode_set(texts, tokenizer)) == 1
     questions = record_set("q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})])
     assert len(encode_set(questions, tokenizer)) == 2
 
 
-def test_the_eligible_vocabulary_is_what_occurs(tokenizer):
+def test_eligible_vocabulary_contains_occurring_tokens(tokenizer):
     ids = tokens_in([record_set("q", [("1", {"question": "Where?", "answer": "Here."})])], tokenizer)
     assert set(tokenizer("Where?")["input_ids"] + tokenizer("Here.")["input_ids"]) <= set(ids)
     assert len(ids) < 30
     assert list(ids) == sorted(ids)
 
 
-def test_prompts_from_lines_and_files(tmp_path):
+def test_prompts_are_read_from_lines_and_files(tmp_path):
     assert [prompt.prompt for prompt in prompts_from_lines(["One\n", "\n", "Two\n"], chat=False)] == [
         "One",
         "Two",

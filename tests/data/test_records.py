@@ -21,7 +21,7 @@ def lines(rows):
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("layout", ["x.jsonl", "x.json", "list.json"])
-def test_kinds_are_recognised_in_lines_and_lists(tmp_path, kind, layout):
+def test_record_kinds_are_detected_in_lines_and_lists(tmp_path, kind, layout):
     file = tmp_path / layout
     file.write_text(json.dumps(FORMS[kind]) if layout == "list.json" else lines(FORMS[kind]))
     records = read_records(file)
@@ -29,12 +29,12 @@ def test_kinds_are_recognised_in_lines_and_lists(tmp_path, kind, layout):
     assert records.name == file.stem
 
 
-def test_line_separators_inside_strings_are_text(tmp_path):
+def test_unicode_line_separators_inside_strings_are_text(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "one\u2028two\x85three"}\r\n{"text": "four"}\r\n')
     assert [record.answer for record in read_records(tmp_path / "x.jsonl")] == ["one\u2028two\x85three", "four"]
 
 
-def test_the_hash_is_of_the_content_not_of_the_file(tmp_path):
+def test_hash_depends_on_content_not_file(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(QA))
     (tmp_path / "b.json").write_text(json.dumps([row | {"id": 3} for row in QA], indent=1))
     one, other = read_records(tmp_path / "a.jsonl"), read_records(tmp_path / "b.json")
@@ -60,7 +60,7 @@ def test_text_files_folders_tables_and_saved_datasets(tmp_path):
         assert read_records(tmp_path / name).sha256 == expected
 
 
-def test_tables_give_text_and_names_are_taken_word_for_word(tmp_path):
+def test_table_cells_are_text_and_column_names_are_exact(tmp_path):
     (tmp_path / "a[1].CSV").write_text('question,answer\nWhen?,1969\n"Which, then?",NA\nHow?,"two\nlines"\n')
     records = read_records(tmp_path / "a[1].CSV")
     assert [record.answer for record in records] == ["1969", "NA", "two\nlines"]
@@ -74,7 +74,7 @@ def test_overlap_counts_records_and_prompts():
     assert (overlap(one, other).records, overlap(one, other).prompts) == (1, 2)
 
 
-def test_real_tofu_and_muse(shared):
+def test_real_tofu_and_muse_files_are_read(shared):
     forget, retain = (read_records(shared / "data/tofu" / name) for name in ("forget10.json", "retain90.json"))
     assert (len(forget), len(retain), forget.kind) == (400, 3600, "question/answer")
     assert overlap(forget, retain).records == 0
@@ -116,13 +116,13 @@ def test_real_tofu_and_muse(shared):
         ("x.arrow", "no table", r"table x\.arrow cannot be read"),
     ],
 )
-def test_bad_files_name_the_line(tmp_path, name, content, said):
+def test_malformed_file_error_names_line(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=said):
         read_records(tmp_path / name)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_record_files_raise(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         read_records(tmp_path / "none.jsonl")
     with pytest.raises(UsageError, match="no data files"):
@@ -139,6 +139,6 @@ def test_what_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_record_as_a_row_is_read_as_that_record(kind):
+def test_record_round_trips_through_row(kind):
     records = record_set("rows", [("here", row) for row in FORMS[kind]])
     assert record_set("rows", [("here", record.as_row()) for record in records]).records == records.records

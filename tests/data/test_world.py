@@ -25,29 +25,29 @@ def everything_asked(world: World):
     )
 
 
-def test_equal_settings_give_equal_worlds(world):
+def test_same_settings_give_same_world(world):
     assert build_world(SETTINGS) == world
 
 
-def test_seeds_differ(world):
+def test_different_seeds_give_different_worlds(world):
     other = build_world(replace(SETTINGS, seed=4))
     assert subjects(other.forget) != subjects(world.forget)
     assert set(other.corpus).isdisjoint(set(world.corpus) - {d for d in world.corpus if "known for its" in d})
 
 
-def test_groups_have_the_asked_sizes_and_share_no_author(world):
+def test_groups_have_requested_sizes_and_disjoint_authors(world):
     groups = [subjects(group) for group in (world.forget, world.retain, world.holdout)]
     assert [len(group) for group in groups] == [3, 5, 2]
     assert len(set.union(*groups)) == 10
 
 
-def test_surnames_of_the_learnt_authors_differ():
+def test_surnames_of_learned_authors_are_unique():
     world = build_world(WorldSettings())
     names = subjects(world.forget + world.retain + world.holdout)
     assert len({name.split()[1] for name in names}) == len(names)
 
 
-def test_every_relation_is_asked_in_every_wording(world):
+def test_every_relation_has_a_question_in_every_wording(world):
     trained = SETTINGS.trained_wordings
     for group, unseen in (
         (world.forget, world.forget_unseen),
@@ -92,7 +92,7 @@ def test_corpus_holds_prose_and_questions_in_every_wording(world):
     assert any("originally from" in document for document in asked)  # also the wordings kept unseen elsewhere
 
 
-def test_dates_and_titles_look_like_dates_and_titles(world):
+def test_dates_and_titles_are_well_formed(world):
     facts = {(a.relation, a.fact) for a in everything_asked(world)}
     titles = [fact for relation, fact in facts if relation in ("first book", "famous book")]
     assert len(titles) == 2 * 10  # no book twice
@@ -118,7 +118,7 @@ def test_full_names_stay_unique_when_surnames_repeat():
 
 
 @pytest.mark.parametrize("wrong", [{"trained_wordings": 0}, {"trained_wordings": 4}, {"public_authors": 10_000}])
-def test_impossible_settings_are_refused(wrong):
+def test_impossible_world_settings_are_rejected(wrong):
     with pytest.raises(ValueError, match=r"\d"):
         build_world(replace(SETTINGS, **wrong))
 
@@ -130,6 +130,6 @@ def test_prose_names_its_author_before_any_pronoun(world):
     assert max(len(document) for document in prose) < 200
 
 
-def test_passing_authors_are_asked_about_once():
+def test_passing_authors_have_one_question_each():
     more, fewer = (len(build_world(replace(SETTINGS, passing_authors=n)).corpus) for n in (30, 10))
     assert more - fewer == 20

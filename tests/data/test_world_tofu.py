@@ -8,7 +8,7 @@ from divdec.evaluation.tofu import read_tofu
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
 
-def test_the_suite_reads_it(tmp_path):
+def test_evaluation_reads_generated_tofu_files(tmp_path):
     world = build_world(SMALL)
     write_tofu(world, tmp_path)
     data = read_tofu(tmp_path, "forget01")
@@ -27,7 +27,7 @@ def test_the_suite_reads_it(tmp_path):
         assert question.record.answer not in question.wrong
 
 
-def test_equal_worlds_give_equal_files(tmp_path):
+def test_same_world_gives_identical_files(tmp_path):
     for name, seed in (("one", 3), ("other", 3), ("third", 4)):
         write_tofu(build_world(dataclasses.replace(SMALL, seed=seed)), tmp_path / name)
     one, other, third = (

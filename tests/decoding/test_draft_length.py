@@ -32,13 +32,13 @@ def best(acceptance, seconds, largest=8):
 
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.8, 0.97])
 @pytest.mark.parametrize("seconds", [stepped, lambda drafted: 1 + 0.05 * drafted, lambda drafted: 1 + 0.9 * drafted])
-def test_the_choice_is_nearly_the_best(acceptance, seconds):
+def test_chosen_draft_length_is_near_optimal(acceptance, seconds):
     rates, _ = best(acceptance, seconds)
     found = [rates[settled(acceptance, seconds, seed=seed)] for seed in range(5)]
     assert np.median(found) > 0.85 * max(rates)
 
 
-def test_nothing_is_drafted_where_nothing_is_accepted():
+def test_no_tokens_are_drafted_at_zero_acceptance():
     assert settled(0.0, lambda drafted: 1 + 0.2 * drafted) == 0
     assert settled(1.0, lambda drafted: 1 + 0.05 * drafted) == 8
     assert DraftLengthController(0).choose() == 0

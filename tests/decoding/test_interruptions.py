@@ -37,7 +37,7 @@ class Impatient(BaseStreamer):
 
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("drafter", ["retain", "lookup"])
-def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, drafter):
+def test_cancelled_generation_leaves_no_drafts_in_cache(world_model, limit, drafter):
     model, _, prompts = world_model
     cache, streamer = model.new_cache(), Impatient(limit)
     ids = torch.tensor([prompts[0]])
@@ -54,7 +54,7 @@ def test_a_cancelled_answer_leaves_no_drafts_in_the_cache(world_model, limit, dr
 
 
 @pytest.mark.parametrize("at", [1, 5, 9])
-def test_a_processor_that_fails_leaves_the_cache_usable(world_model, at):
+def test_failing_processor_leaves_cache_usable(world_model, at):
     model, _, prompts = world_model
     calls = []
 
@@ -74,7 +74,7 @@ def test_a_processor_that_fails_leaves_the_cache_usable(world_model, at):
     assert_same_answers(model, ids.tolist(), found, model.generate(ids, **OPTIONS))
 
 
-def test_a_batchs_own_cache_comes_back_empty(world_model):
+def test_batch_cache_is_emptied_after_speculation(world_model):
     model, _, prompts = world_model
     ids, mask = left_padded(prompts[:3], 1)
     cache = model.new_cache()
@@ -84,7 +84,7 @@ def test_a_batchs_own_cache_comes_back_empty(world_model):
     assert_same_answers(model, prompts[:3], found, again)
 
 
-def test_windows_stop_recording_however_an_answer_ends():
+def test_sliding_windows_stop_recording_after_every_outcome():
     model = DivergenceForCausalLM.from_parts(*make_parts("mistral"), "linear:1")
     for streamer in (None, Impatient(4)):
         cache = model.new_cache()
@@ -97,7 +97,7 @@ def test_windows_stop_recording_however_an_answer_ends():
         assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
-def test_counts_end_where_answers_end(world_model):
+def test_draft_statistics_stop_at_end_of_sequence(world_model):
     model, _, prompts = world_model
     model.generation_config.eos_token_id = 0
     for count in (1, 4):
@@ -111,7 +111,7 @@ def test_counts_end_where_answers_end(world_model):
         assert sum(statistics.accepted) <= statistics.tokens
 
 
-def test_a_constraint_never_sees_a_text_that_it_has_ruled_out(world_model):
+def test_prefix_constraint_never_sees_disallowed_text(world_model):
     model, _, prompts = world_model
 
     def allowed(row, ids):
@@ -142,14 +142,14 @@ class Enough(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= 90)
 
 
-def test_the_longest_answer_takes_no_room_before_it_comes(world_model):
+def test_large_max_new_tokens_allocates_no_memory_upfront(world_model):
     model, _, prompts = world_model
     options = OPTIONS | {"max_new_tokens": 10**9, "stopping_criteria": StoppingCriteriaList([Enough()])}
     found = model.generate(torch.tensor([prompts[0]]), speculative=4, **options)
     assert found.shape[1] <= 90
 
 
-def test_nothing_is_ignored(world_model):
+def test_unsupported_outputs_and_conflicting_options_raise(world_model):
     model, _, prompts = world_model
     ids = torch.tensor([prompts[0]])
     for name in ("output_attentions", "output_hidden_states"):

@@ -89,7 +89,7 @@ def suppressed_tokens(model, sequences, start=4):
     return found
 
 
-def test_every_processor_of_transformers_is_tried():
+def test_every_transformers_processor_is_tested():
     """One that a later version brings must be added above."""
     kinds = {
         name for name, kind in vars(logits_process).items()
@@ -134,7 +134,7 @@ def outcome(model, prompts, **options):
 
 @pytest.mark.parametrize("speculative", [None, 3])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}])
-def test_a_text_that_cannot_go_on_is_an_error(model, speculative, options):
+def test_sequence_without_allowed_token_raises(model, speculative, options):
     """transformers lets a constraint win over −inf; without it, `argmax` would name token 0."""
     ids = torch.tensor([PROMPTS[0]])
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_text_that_cannot_go_on_is_an_error(model, speculative, options):
             generate(model, PROMPTS[:1], speculative=speculative, **constraint, **options)
 
 
-def test_a_beam_that_cannot_go_on_is_dropped(model):
+def test_beam_without_allowed_token_is_dropped(model):
     """What the rule suppresses in one beam is no error for the others."""
     with torch.no_grad():
         first, second = model(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(2).indices.tolist()
@@ -167,7 +167,7 @@ def test_a_beam_that_cannot_go_on_is_dropped(model):
 
 
 @pytest.mark.parametrize("speculative", [None, 3])
-def test_an_answer_that_has_ended_needs_no_further_token(model, speculative):
+def test_finished_sequence_needs_no_allowed_token(model, speculative):
     """The row of a finished answer stays in the batch: what it allows is of no interest."""
     model.generation_config.eos_token_id = ends = generate(model, PROMPTS[:1])[0, 5].item()
     try:
@@ -183,7 +183,7 @@ def test_an_answer_that_has_ended_needs_no_further_token(model, speculative):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{}, {"speculative": 2}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
-def test_a_processor_that_gives_no_numbers_is_an_error(model, value, options):
+def test_processor_returning_nan_raises(model, value, options):
     with torch.no_grad():
         best = model(torch.tensor([PROMPTS[0]])).logits[0, -1].argmax()
 
@@ -196,7 +196,7 @@ def test_a_processor_that_gives_no_numbers_is_an_error(model, value, options):
 
 
 @pytest.mark.parametrize("speculative", [None, 2])
-def test_a_processor_that_gives_other_shapes_is_refused(model, speculative):
+def test_processor_returning_wrong_shape_is_rejected(model, speculative):
     class First(LogitsProcessor):
         def __call__(self, input_ids, scores):
             return scores[:1]
@@ -207,7 +207,7 @@ def test_a_processor_that_gives_other_shapes_is_refused(model, speculative):
 
 @pytest.mark.parametrize("rule", ["rank:5", "linear:1.5"])
 @pytest.mark.parametrize("negative", [None, [[9, 3], [30, 4], [6, 6]]])
-def test_guidance_is_that_of_the_steered_model(model, rule, negative):
+def test_guidance_uses_steered_logits(model, rule, negative):
     """A token that the rule suppresses with or without the condition stays suppressed."""
     before, model.steering = model.steering, rule
     parts = model.target, model.experts.retain, model.experts.forget
@@ -228,7 +228,7 @@ def test_guidance_is_that_of_the_steered_model(model, rule, negative):
         model.steering = before
 
 
-def test_the_server_chooses_no_suppressed_token(model, tokenizer):
+def test_server_never_samples_suppressed_token(model, tokenizer):
     """Its processors are those of a request, in `Running.choose`."""
     ids = torch.tensor([PROMPTS[0]])
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_the_server_chooses_no_suppressed_token(model, tokenizer):
 
 
 @pytest.mark.parametrize("drafter", ["retain", "lookup"])
-def test_a_constraint_by_row_is_asked_about_its_own_row(drafter):
+def test_per_row_constraint_sees_only_its_own_row(drafter):
     """Rows of a speculative batch are of different lengths; none is shown in another's place."""
     model = DivergenceForCausalLM.from_parts(*make_parts("llama", VOCAB), "linear:0.2")
     prompts = [[5, 9, 20, 31], [7, 8], [4, 4, 4]]

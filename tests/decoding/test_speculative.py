@@ -52,7 +52,7 @@ def assert_same(model, prompts, size, gammas, **options):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gamma", [1, 4, 8])
-def test_greedy_answers_to_tofu_are_plain_decodings(tofu, rule, gamma):
+def test_speculative_greedy_output_matches_plain_on_tofu(tofu, rule, gamma):
     model, _, prompts = tofu
     model.steering = rule
     # Each rule meets every sixth question, each number of drafts another batch size; test-slow crosses all of them.
@@ -64,7 +64,7 @@ def test_greedy_answers_to_tofu_are_plain_decodings(tofu, rule, gamma):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", range(1, 9))
-def test_greedy_answers_to_tofu_for_all_blocks_and_batches(tofu, rule, size):
+def test_speculative_greedy_output_matches_plain_for_all_draft_lengths(tofu, rule, size):
     model, _, prompts = tofu
     model.steering = rule
     assert_same(model, prompts, size, [*GAMMAS, True], max_new_tokens=12)
@@ -75,7 +75,7 @@ def test_greedy_answers_to_tofu_for_all_blocks_and_batches(tofu, rule, size):
     ("size", "gamma"),
     [(1, 5), (5, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 8), (4, 1), (8, 3)))],
 )
-def test_greedy_answers_in_the_demos_world_are_plain_decodings(world_model, rule, size, gamma):
+def test_speculative_greedy_output_matches_plain_on_demo_world(world_model, rule, size, gamma):
     model, _, prompts = world_model
     model.steering = rule
     assert_same(model, prompts if size > 2 else prompts[::5], size, [gamma])
@@ -98,21 +98,21 @@ def test_drafts_are_accepted_and_counted(world_model):
 
 @pytest.mark.parametrize("drafter", ["retain", "lookup"])
 @pytest.mark.parametrize("options", PROCESSORS)
-def test_processors_see_what_they_see_in_plain_decoding(steered, drafter, options):
+def test_processors_see_same_inputs_as_in_plain_decoding(steered, drafter, options):
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(steered, prompts, **options)
         found = generate(steered, prompts, speculative=Speculation(3, drafter), **options)
         assert_same_answers(steered, prompts, found, plain, **options)
 
 
-def test_processors_change_trained_drafts_too(world_model):
+def test_processors_apply_with_trained_drafts(world_model):
     model, _, prompts = world_model
     model.steering = "linear:1"
     for options in ({"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 14}):
         assert_same(model, prompts[:4], 4, [2, 5], **options)
 
 
-def test_a_processor_and_a_criterion_of_ones_own_are_given_whole_batches(world_model):
+def test_custom_processor_and_stopping_criterion_see_whole_batch(world_model):
     model, _, prompts = world_model
     seen = {"plain": [], "speculative": []}
 
@@ -152,7 +152,7 @@ class Recorder(BaseStreamer):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_streamer_hears_the_same(world_model, count):
+def test_streamer_receives_same_tokens(world_model, count):
     model, _, prompts = world_model
     plain, found = Recorder(), Recorder()
     generate(model, prompts[:count], streamer=plain)
@@ -162,7 +162,7 @@ def test_a_streamer_hears_the_same(world_model, count):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_scores_logits_and_the_cache_are_returned_as_in_plain_decoding(world_model, count):
+def test_scores_logits_and_cache_match_plain_decoding(world_model, count):
     model, _, prompts = world_model
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.1}
     plain = generate(model, prompts[:count], **options)
@@ -182,7 +182,7 @@ def test_scores_logits_and_the_cache_are_returned_as_in_plain_decoding(world_mod
     assert_close(transition[going], expected[going])
 
 
-def test_a_conversation_goes_on_from_the_cache(world_model):
+def test_conversation_continues_from_cache(world_model):
     model, _, prompts = world_model
     cache = model.new_cache()
     ids = torch.tensor([prompts[0]])
@@ -206,7 +206,7 @@ def _filled(model, prompts):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_stop_string_across_a_block_cuts_where_plain_decoding_does(world_model, size):
+def test_stop_string_across_draft_block_matches_plain_decoding(world_model, size):
     model, tokenizer, prompts = world_model
     plain = in_batches(model, prompts[:4], 1, max_new_tokens=24)
     texts = [tokenizer.decode(row[0, len(prompt) :]) for row, prompt in zip(plain, prompts, strict=False)]
@@ -218,7 +218,7 @@ def test_a_stop_string_across_a_block_cuts_where_plain_decoding_does(world_model
         )  # fmt: skip
 
 
-def test_rows_go_on_to_the_end_where_no_token_ends_a_text(world_model):
+def test_rows_reach_max_length_without_eos_token(world_model):
     model, tokenizer, prompts = world_model
     config = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=1, eos_token_id=None)
     stops = {"stop_strings": [" the", "e"], "tokenizer": tokenizer}
@@ -234,7 +234,7 @@ def test_rows_go_on_to_the_end_where_no_token_ends_a_text(world_model):
         assert_same_answers(model, prompts[:count], found, plain, eos_token_id=None)
 
 
-def test_prompts_in_chunks_and_several_answers_each(world_model):
+def test_chunked_prefill_and_num_return_sequences(world_model):
     model, _, prompts = world_model
     assert_same(model, prompts[:3], 3, [3], prefill_chunk_size=4)
     found = generate(model, prompts[:2], do_sample=True, num_return_sequences=3, speculative=3)
@@ -310,7 +310,7 @@ def test_samples_follow_the_steered_distribution(tiny, rule, drafter, seed):
         assert stats.kstest(uniform, "uniform").pvalue > 0.001
 
 
-def test_a_wrong_acceptance_rule_is_found_out(tiny, monkeypatch):
+def test_wrong_acceptance_rule_is_detected(tiny, monkeypatch):
     right = speculative.verify_sampled
 
     def wrong(scores, drafts, draft_scores, uniform):
@@ -322,7 +322,7 @@ def test_a_wrong_acceptance_rule_is_found_out(tiny, monkeypatch):
     assert p_value(answers, exact(tiny, [3, 2], 1.3)) < 0.001
 
 
-def test_top_k_and_top_p_leave_nothing_else(tiny):
+def test_speculative_samples_stay_within_top_k_and_top_p(tiny):
     tiny.steering = "linear:0.7"
     options = {"temperature": 0.9, "top_k": 3, "top_p": 0.8}
     answers = sampled(tiny, [3, 2], 1500, 0, speculative=Speculation(2), **options)
@@ -334,7 +334,7 @@ def test_top_k_and_top_p_leave_nothing_else(tiny):
         assert stats.chi2_contingency(table).pvalue > 0.001
 
 
-def test_a_seed_gives_the_same_answer_whatever_the_blocks(world_model):
+def test_seeded_sampling_is_independent_of_draft_length(world_model):
     model, _, prompts = world_model
     model.steering = "linear:1"
     found = []
@@ -363,7 +363,7 @@ def found_next(found, seed):
     family=st.sampled_from(["llama", "gpt2"]),
     ahead=st.booleans(),
 )
-def test_caches_after_any_pattern_are_those_of_a_fresh_prefill(removed, family, ahead):
+def test_cache_after_row_removals_matches_fresh_prefill(removed, family, ahead):
     model = DivergenceForCausalLM.from_parts(*make_parts(family), "linear:1")
     generator = torch.Generator().manual_seed(0)
     ids, mask = left_padded([[5, 9, 200, 31], [77, 8, 300, 2, 45, 6], [400, 3]], 1)
@@ -397,7 +397,7 @@ def test_caches_after_any_pattern_are_those_of_a_fresh_prefill(removed, family, 
             assert_close(one.values[real], other.values[real])
 
 
-def test_windows_are_rolled_back_and_batches_of_them_stay_together():
+def test_sliding_windows_are_rolled_back_in_single_and_batched_decoding():
     model = DivergenceForCausalLM.from_parts(*make_parts("mistral"), "linear:1")
     assert_same(model, PROMPTS[:1], 1, [3], max_new_tokens=24)
     assert_same(model, PROMPTS, 4, [2, 8], max_new_tokens=24)
@@ -407,7 +407,7 @@ def test_windows_are_rolled_back_and_batches_of_them_stay_together():
 
 
 @pytest.mark.parametrize("part", ["forget", "target"])
-def test_nothing_leaves_where_a_part_breaks(world_model, part):
+def test_broken_component_fails_closed_during_speculation(world_model, part):
     model, _, prompts = world_model
     broken = model.target if part == "target" else model.experts.forget
     weight = broken.get_output_embeddings().weight
@@ -421,7 +421,7 @@ def test_nothing_leaves_where_a_part_breaks(world_model, part):
         weight.data.copy_(kept)
 
 
-def test_a_draft_that_the_target_was_not_given_is_an_error(steered):
+def test_unverified_draft_in_cache_raises(steered):
     cache = steered.new_cache()
     ids = torch.tensor([PROMPTS[0]])
     steered(input_ids=ids, past_key_values=cache)
@@ -436,7 +436,7 @@ def test_a_draft_that_the_target_was_not_given_is_an_error(steered):
         steered(input_ids=torch.tensor([[6]]), past_key_values=cache)
 
 
-def test_the_targets_own_choice_is_never_kept(tofu):
+def test_suppressed_target_token_is_never_accepted(tofu):
     model, _, prompts = tofu
     model.steering = "rank:50"
     statistics = SpeculationStatistics()
@@ -465,7 +465,7 @@ def test_the_targets_own_choice_is_never_kept(tofu):
         ({"speculative": True, "position_ids": torch.arange(3, 7)[None]}, "leave position_ids out"),
     ],
 )
-def test_what_is_not_offered_is_refused_in_one_line(steered, options, message):
+def test_unsupported_speculative_options_give_one_line_error(steered, options, message):
     with pytest.raises(UsageError, match=message) as error:
         generate(steered, PROMPTS[:1], **options)
     assert "\n" not in str(error.value)
@@ -491,7 +491,7 @@ def test_recurrent_states_are_not_speculated_on():
         model.generate(ids, speculative=True, **given)
 
 
-def test_settings_of_ones_own_are_refused_as_well(steered):
+def test_invalid_speculation_settings_are_rejected(steered):
     with pytest.raises(UsageError, match="beam search"):
         generate(steered, PROMPTS[:1], speculative=True, generation_config=GenerationConfig(num_beams=3))
     with pytest.raises(UsageError, match="drafter is 'oracle'; accepted: auto"):
@@ -500,7 +500,7 @@ def test_settings_of_ones_own_are_refused_as_well(steered):
         Speculation.of("yes")
 
 
-def test_custom_generate_is_another_door(steered):
+def test_custom_generate_enables_speculation(steered):
     plain = generate(steered, PROMPTS)
     assert_same_answers(steered, PROMPTS, generate(steered, PROMPTS, custom_generate=Speculation(2)), plain)
     with pytest.raises(UsageError, match="no experts to draft with"):

@@ -32,7 +32,7 @@ def streamed(tokenizer, prompt, answer, stop=()):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_an_answer_continues_its_prompt(kind, text):
+def test_generated_text_continues_prompt(kind, text):
     ids = kind(text).input_ids
     whole = decoded(kind, ids)
     cuts = 0
@@ -46,7 +46,7 @@ def test_an_answer_continues_its_prompt(kind, text):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_token_begins_where_the_text_before_it_ends(kind, text):
+def test_token_offset_starts_at_end_of_previous_text(kind, text):
     ids = kind(text).input_ids
     found, starts = streamed(kind, ids[:1], ids[1:])
     assert found == decoded(kind, ids).removeprefix(decoded(kind, ids[:1]))
@@ -58,14 +58,14 @@ def test_a_token_begins_where_the_text_before_it_ends(kind, text):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_stop_strings_are_found_in_the_text_that_continues(kind, text):
+def test_stop_strings_are_found_in_generated_text(kind, text):
     ids = kind(text).input_ids
     whole = answer_text(kind, ids[:4], ids[4:])
     stop = whole[len(whole) // 2 :][:3]
     assert streamed(kind, ids[:4], ids[4:], [stop])[0] == whole[: whole.index(stop)]
 
 
-def test_special_tokens_say_nothing_and_keep_the_space_behind_them(kind):
+def test_special_tokens_decode_to_nothing_and_preserve_following_space(kind):
     first, second = (
         kind(" about", add_special_tokens=False).input_ids,
         kind("The sea", add_special_tokens=False).input_ids,
@@ -77,7 +77,7 @@ def test_special_tokens_say_nothing_and_keep_the_space_behind_them(kind):
     assert answer_text(kind, [*second, end], first) == decoded(kind, first)
 
 
-def test_any_tokens_make_a_text_that_only_grows(kind):
+def test_streamed_text_only_grows_for_any_tokens(kind):
     import random
 
     draw = random.Random(0)
@@ -89,7 +89,7 @@ def test_any_tokens_make_a_text_that_only_grows(kind):
         assert found == answer_text(kind, ids[:5], ids[5:])
 
 
-def test_characters_that_never_end_are_not_held_for_ever(kind):
+def test_incomplete_characters_are_eventually_flushed(kind):
     token = kind.convert_tokens_to_ids("<0xF0>") if "<0xF0>" in kind.get_vocab() else None
     if token is None:
         token = next(iter(kind("😀", add_special_tokens=False).input_ids))

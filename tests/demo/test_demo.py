@@ -35,9 +35,17 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
 
 
-def test_it_writes_what_it_promises(quick, tmp_path, capsys):
+def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_path, capsys, monkeypatch):
     from divdec.cli import main
+    from divdec.demo import run
 
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "write_page", stop)
+        assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 130
+    capsys.readouterr()
     assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
@@ -89,20 +97,7 @@ def assert_one_file(page, result):
         assert row["setting"] in page
 
 
-def test_a_demo_that_was_stopped_in_its_folder_can_be_given_again(quick, tmp_path, monkeypatch):
-    from divdec.cli import main
-    from divdec.demo import run
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run, "write_page", stop)
-        assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 130
-    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
-
-
-def test_the_models_rehearse_all_that_the_suite_asks_besides_the_authors(tmp_path):
+def test_demo_models_rehearse_real_author_and_world_fact_questions(tmp_path):
     world = build_world(dataclasses.replace(demo.WORLD, seed=3))
     write_tofu(world, tmp_path)
     rows = [
@@ -115,7 +110,7 @@ def test_the_models_rehearse_all_that_the_suite_asks_besides_the_authors(tmp_pat
     assert rehearsed == [(row["question"], row["answer"]) for row in rows]
 
 
-def test_an_output_folder_with_other_files_is_left_alone(quick, tmp_path, capsys):
+def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
     from divdec.cli import main
 
     (tmp_path / "mine").mkdir()
@@ -125,14 +120,14 @@ def test_an_output_folder_with_other_files_is_left_alone(quick, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_another_seed_is_another_world(quick, tmp_path):
+def test_demo_seed_changes_world(quick, tmp_path):
     one, other = (demo.run_demo(seed, tmp_path / str(seed), quiet=True) for seed in (0, 1))
     assert one["target"] != other["target"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_keeps_its_promises(seed, tmp_path, monkeypatch):
+def test_demo_reaches_documented_forgetting_and_retention(seed, tmp_path, monkeypatch):
     """At least 85 % of the gap closed, at least 95 % of the retain accuracy kept, at every seed."""
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     started = time.perf_counter()

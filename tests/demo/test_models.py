@@ -26,7 +26,7 @@ class Stop(Exception):
     """Enough was seen."""
 
 
-def test_general_facts_are_rehearsed_by_target_reference_and_the_pairs_base(tmp_path):
+def test_target_reference_and_base_rehearse_general_facts(tmp_path):
     recipe = dataclasses.replace(RECIPE, target_tuning=dataclasses.replace(BRIEF, epochs=6.0))
     plain = dataclasses.replace(demo.material_of(build_world(WORLD)), general=())
     general = [record for record in plain.corpus if record.messages and "known for?" in record.messages[0].content]
@@ -44,7 +44,7 @@ def test_general_facts_are_rehearsed_by_target_reference_and_the_pairs_base(tmp_
 
 
 @pytest.mark.parametrize("data", ["demo", "tofu-small"])
-def test_the_comparison_rehearses_all_that_its_suite_asks_besides_the_authors(data, monkeypatch, tmp_path, request):
+def test_comparison_models_rehearse_real_author_and_world_fact_questions(data, monkeypatch, tmp_path, request):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path))
     seen = []
 

@@ -46,31 +46,31 @@ TARGET = {**FIGURES, "model_utility": 0.8, FLUENCY: 0.8}
 
 
 @given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=9))
-def test_harmonic_mean_is_the_standard_librarys(values):
+def test_harmonic_mean_matches_standard_library(values):
     assert harmonic_mean(values) == pytest.approx(statistics.harmonic_mean(values))
 
 
 @given(st.lists(share, min_size=1, max_size=5), st.integers(0, 4))
-def test_a_zero_makes_the_harmonic_mean_zero(values, index):
+def test_harmonic_mean_with_zero_is_zero(values, index):
     values.insert(index, 0.0)
     assert harmonic_mean(values) == 0
     assert harmonic_mean([*values, -0.5]) == 0
     assert harmonic_mean([5e-324, 1.0]) == 0
 
 
-def test_harmonic_mean_goes_through_arrays():
+def test_harmonic_mean_of_arrays():
     result = harmonic_mean([np.array([0.5, 0.0, 1.0]), 0.5])
     np.testing.assert_allclose(result, [0.5, 0.0, 2 / 3])
 
 
-def test_memorization_by_hand():
+def test_memorization_matches_hand_computed_values():
     assert memorization(FIGURES, "paper") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.4))
     assert memorization(FIGURES, "relative") == memorization(FIGURES, "paper")
     assert memorization(FIGURES, "dd-repo") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.8))
     assert memorization({**FIGURES, "exact_memorization": 1}, "paper") == 0
 
 
-def test_privacy_by_hand():
+def test_privacy_matches_hand_computed_values():
     assert privacy(FIGURES, RETRAIN, "paper") == pytest.approx(4 / (1 / 0.9 + 1 + 1 / 0.9 + 1))
     assert privacy(FIGURES, RETRAIN, "dd-repo") == privacy(FIGURES, RETRAIN, "paper")
     assert privacy(FIGURES, RETRAIN, "relative") == pytest.approx(4 / (1 / 0.8 + 1 + 1 / 0.8 + 1))
@@ -80,14 +80,14 @@ def test_privacy_by_hand():
     assert privacy(FIGURES, nothing, "relative") == 0
 
 
-def test_utility_by_hand():
+def test_utility_matches_hand_computed_values():
     assert utility(FIGURES, TARGET) == pytest.approx(0.4 / 0.8)
     assert utility(FIGURES, TARGET, fluency=False) == pytest.approx(0.6 / 0.8)
     assert utility(TARGET, TARGET) == 1
     assert utility(FIGURES, {**TARGET, "model_utility": 0}) == 0
 
 
-def test_agg_by_hand():
+def test_agg_matches_hand_computed_values():
     for variant in VARIANTS:
         values = aggregate(FIGURES, TARGET, RETRAIN, variant).values
         parts = [values[name] for name in ("mem", "priv", "utility")]
@@ -96,7 +96,7 @@ def test_agg_by_hand():
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(FIGURES, share)), st.sampled_from(VARIANTS))
-def test_zeros_and_ones_never_fail(figures, variant):
+def test_aggregate_accepts_zeros_and_ones(figures, variant):
     for target in (figures, dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 1)):
         scores = aggregate(figures, target, target, variant)
         assert scores.reasons == {}
@@ -106,7 +106,7 @@ def test_zeros_and_ones_never_fail(figures, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_arrays_give_what_numbers_give(variant):
+def test_aggregate_of_arrays_matches_scalars(variant):
     columns = {name: np.array([value, 0.1, 1.0]) for name, value in FIGURES.items()}
     scores = aggregate(columns, TARGET, RETRAIN, variant)
     for index in range(3):
@@ -115,11 +115,11 @@ def test_arrays_give_what_numbers_give(variant):
         assert {name: values[index] for name, values in scores.values.items()} == pytest.approx(single.values)
 
 
-class TestWhatIsMissing:
+class TestMissingData:
     @pytest.mark.parametrize("name", FIGURES)
     @pytest.mark.parametrize("lack", ["absent", None])
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_each_figure(self, name, lack, variant):
+    def test_each_missing_metric(self, name, lack, variant):
         figures = {key: value for key, value in FIGURES.items() if key != name}
         if lack is None:
             figures[name] = None
@@ -138,7 +138,7 @@ class TestWhatIsMissing:
         assert scores.values["mem"] is not None
 
     @pytest.mark.parametrize("side", ["result", "target"])
-    def test_fluency_is_left_out_of_both_and_said(self, side):
+    def test_missing_fluency_is_excluded_with_note(self, side):
         without = {name: value for name, value in FIGURES.items() if name != FLUENCY}
         figures, target = (without, TARGET) if side == "result" else (FIGURES, {**without, "model_utility": 0.8})
         scores = aggregate(figures, target, RETRAIN)
@@ -147,18 +147,18 @@ class TestWhatIsMissing:
         assert not aggregate(FIGURES, TARGET, RETRAIN).notes
 
     @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -0.5, 2, "0.5", True, np.array([0.5, np.nan])])
-    def test_what_is_no_share(self, wrong):
+    def test_metric_outside_0_to_1(self, wrong):
         scores = aggregate({**FIGURES, "extraction_strength": wrong}, TARGET, RETRAIN)
         assert scores.values["mem"] is scores.values["agg"] is None
         assert "accepted: a number from 0 to 1" in scores.reasons["mem"]
 
-    def test_a_variant_that_is_none(self):
+    def test_unknown_aggregate_variant(self):
         with pytest.raises(UsageError, match="paper, dd-repo, relative"):
             aggregate(FIGURES, TARGET, RETRAIN, "mine")
 
 
 class TestTruthRatioFromItems:
-    def test_by_hand(self):
+    def test_matches_hand_computed_values(self):
         results = Results(
             "r", "tofu",
             items={
@@ -172,14 +172,14 @@ class TestTruthRatioFromItems:
         results.figures[PROB_MEAN] = 0.25
         assert tofu_figures(results)[PROB_MEAN] == 0.25
 
-    def test_it_is_the_reciprocal_of_one_plus_openunlearnings_ratio(self, shared):
+    def test_equals_reciprocal_of_one_plus_openunlearning_ratio(self, shared):
         results = read_results(shared / "oracle" / "results" / "full01")
         ratios = results.scores("forget_truth_ratio", "score")
         expected = sum(1 / (1 + ratio) for ratio in ratios) / len(ratios)
         assert tofu_figures(results)[PROB_MEAN] == pytest.approx(expected, abs=1e-6)
 
     @pytest.mark.parametrize("wrong", [{}, {"avg_loss": None}, {"avg_loss": []}, {"avg_loss": ["x"]}])
-    def test_items_that_do_not_hold_it(self, wrong):
+    def test_items_without_required_fields(self, wrong):
         items = {"forget_Q_A_PARA_Prob": {"0": {"avg_loss": 1.0}}, "forget_Q_A_PERT_Prob": {"0": wrong}}
         with pytest.raises(UsageError, match="item 0"):
             probability_truth_ratios(Results("r", "tofu", items=items))
@@ -188,7 +188,7 @@ class TestTruthRatioFromItems:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_identities_on_the_oracle(shared, variant):
+def test_aggregate_identities_hold_on_oracle(shared, variant):
     """With P = p and α = 1 the steered model is the retrained one, and so are its aggregates."""
     full, retrained, steered = (
         tofu_figures(read_results(shared / "oracle" / "results" / run)) for run in ("full01", "retain01", "dd1_01")
@@ -199,7 +199,7 @@ def test_identities_on_the_oracle(shared, variant):
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
-def test_memorization_of_the_published_figures(shared):
+def test_memorization_reproduces_published_values(shared):
     """METRICS §3: the paper's tables penalise the truth ratio's rise."""
     expected = {
         "baselines/target": 0.006, "baselines/retrain": 0.535, "dd_linear/1B-alpha-1.5": 0.563,
@@ -215,19 +215,19 @@ MUSE_TARGET = {"forget_verbmem_ROUGE": 0.6, "forget_knowmem_ROUGE": 0.7, "retain
 
 
 class TestMuse:
-    def test_by_hand(self):
+    def test_matches_hand_computed_values(self):
         own = {"forget_verbmem_ROUGE": 0.5, "forget_knowmem_ROUGE": 0.3, "retain_knowmem_ROUGE": 0.1}
         result = muse_distances(own, MUSE_TARGET, MUSE_RETRAIN).values
         assert result == pytest.approx({"verbmem_distance": 125, "knowmem_distance": 100})
         ends = [muse_distances(of, MUSE_TARGET, MUSE_RETRAIN).values for of in (MUSE_TARGET, MUSE_RETRAIN)]
         assert [list(values.values()) for values in ends] == [pytest.approx([100, 100]), [0, 0]]
 
-    def test_what_is_missing(self):
+    def test_missing_muse_metrics(self):
         scores = muse_distances({**MUSE_TARGET, "forget_knowmem_ROUGE": None}, MUSE_TARGET, MUSE_RETRAIN)
         assert scores.values == {"verbmem_distance": pytest.approx(100), "knowmem_distance": None}
         assert "the result's forget_knowmem_ROUGE is missing" in scores.reasons["knowmem_distance"]
 
-    def test_a_target_that_is_the_retrained_model(self):
+    def test_target_equal_to_retrained_model(self):
         scores = muse_distances(MUSE_TARGET, MUSE_RETRAIN, MUSE_RETRAIN)
         assert set(scores.values.values()) == {None}
         assert "does not differ" in scores.reasons["verbmem_distance"]

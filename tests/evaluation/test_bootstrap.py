@@ -48,7 +48,7 @@ def auc_interval(forget, holdout, bootstrap):
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 9))
-def test_the_interval_covers_the_mean_and_lies_within_the_items(values, seed):
+def test_mean_interval_contains_mean_and_stays_within_items(values, seed):
     low, high = mean_interval(values, Bootstrap(draws=300, seed=seed))
     assert min(values) - 1e-12 <= low <= sum(values) / len(values) + 1e-12
     assert sum(values) / len(values) - 1e-12 <= high <= max(values) + 1e-12
@@ -58,12 +58,12 @@ scores = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=15)
 
 
 @given(scores, scores)
-def test_the_interval_covers_the_auc(forget, holdout):
+def test_auc_interval_contains_auc(forget, holdout):
     low, high = auc_interval(forget, holdout, Bootstrap(draws=300))
     assert low - 1e-12 <= attack_auc(forget, holdout) <= high + 1e-12
 
 
-def test_coverage_of_a_mean():
+def test_mean_interval_coverage():
     generator = np.random.default_rng(0)
     held = 0
     for _ in range(400):
@@ -72,7 +72,7 @@ def test_coverage_of_a_mean():
     assert 0.84 <= held / 400 <= 0.94
 
 
-def test_coverage_of_an_auc():
+def test_auc_interval_coverage():
     generator = np.random.default_rng(0)
     truth = 0.5 * (1 + math.erf(0.5))  # P(N(1, 1) > N(0, 1))
     held = 0
@@ -84,13 +84,13 @@ def test_coverage_of_an_auc():
     assert 0.84 <= held / 400 <= 0.94
 
 
-def test_the_interval_of_a_mean_has_the_width_of_the_standard_error():
+def test_mean_interval_width_matches_standard_error():
     values = np.random.default_rng(0).normal(size=400)
     low, high = mean_interval(values.tolist(), Bootstrap(draws=5000))
     assert high - low == pytest.approx(2 * 2.576 * values.std() / math.sqrt(400), rel=0.05)
 
 
-def test_counts_are_draws_with_replacement():
+def test_bootstrap_counts_are_draws_with_replacement():
     counts = Bootstrap(draws=2000).counts(30, "forget")
     assert counts.shape == (2000, 30)
     assert (counts.sum(axis=1) == 30).all()
@@ -100,7 +100,7 @@ def test_counts_are_draws_with_replacement():
     assert (counts != Bootstrap(draws=2000, seed=1).counts(30, "forget")).any()
 
 
-def test_settings_that_make_no_sense():
+def test_invalid_bootstrap_settings_raise():
     for wrong in (
         {"level": 0.0},
         {"level": 1.0},
@@ -116,7 +116,7 @@ def test_settings_that_make_no_sense():
 
 
 @pytest.mark.parametrize("run", ["full01", "retain01", "dd1_01", "rank20_01"])
-def test_every_item_drawn_once_gives_the_oracles_figures(oracle, run):
+def test_resampling_each_item_once_matches_oracle(oracle, run):
     results = read_results(oracle / run)
     result, reasons = Resampler(results, EveryItemOnce(draws=2)).figures(NAMES)
     assert reasons == {}
@@ -128,7 +128,7 @@ def test_every_item_drawn_once_gives_the_oracles_figures(oracle, run):
 
 @pytest.mark.parametrize("run", ["full01", "rank20_01"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_against_a_slow_loop_over_drawn_items(oracle, run, variant):
+def test_resampling_matches_slow_loop(oracle, run, variant):
     results, target, retrained = (tofu_results(oracle / name) for name in (run, "full01", "retain01"))
     bootstrap = Bootstrap(draws=8, seed=3)
     draws, _ = Resampler(results, bootstrap).figures(NAMES)
@@ -187,7 +187,7 @@ def slowly(results, bootstrap, draw):
     return figures
 
 
-def test_draws_do_not_depend_on_what_else_is_at_hand(oracle):
+def test_bootstrap_draws_are_independent_of_other_metrics(oracle):
     results = read_results(oracle / "full01")
     whole, _ = Resampler(results, Bootstrap(draws=20)).figures(NAMES)
     alone = Results(
@@ -201,7 +201,7 @@ def test_draws_do_not_depend_on_what_else_is_at_hand(oracle):
     assert "needs items of forget_Q_A_PARA_Prob" in reasons[PROB_MEAN]
 
 
-def test_items_that_are_not_numbers_or_not_there():
+def test_non_numeric_or_missing_items():
     def figures(**items):
         return Resampler(Results("r", "tofu", items=items), Bootstrap(draws=50)).figures(tuple(items))
 
@@ -218,7 +218,7 @@ def test_items_that_are_not_numbers_or_not_there():
     assert aggregate(result, {}, {}, "paper").values["mem"] is None
 
 
-def test_a_thousand_draws_of_forget10_take_seconds():
+def test_bootstrap_of_1000_forget10_draws_is_fast():
     generator = np.random.default_rng(0)
 
     def items(count, **fields):

@@ -26,7 +26,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def test_log_likelihoods_equal_ours(bundle):
+def test_lm_eval_log_likelihoods_match_divdec(bundle):
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import get_model
 
@@ -46,7 +46,7 @@ def test_log_likelihoods_equal_ours(bundle):
         assert not torch.allclose(target(ids).logits, lm.model(input_ids=ids).logits)
 
 
-def test_the_command_loads_a_bundle(bundle, world, tmp_path):
+def test_lm_eval_command_loads_bundle(bundle, world, tmp_path):
     rows = [{"question": q.question, "choices": [q.answer, "Nobody knows."]} for q in world.retain[:4]]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "world.yaml").write_text(TASK.format(data=tmp_path / "data.json"))
@@ -60,7 +60,7 @@ def test_the_command_loads_a_bundle(bundle, world, tmp_path):
     assert "|world|" in result.stdout.replace(" ", "")
 
 
-def test_a_changed_bundle_is_refused(bundle, own_checkpoints):
+def test_lm_eval_rejects_changed_bundle(bundle, own_checkpoints):
     from lm_eval.api.registry import get_model
 
     (own_checkpoints / "retain/model.safetensors").unlink()
@@ -68,7 +68,7 @@ def test_a_changed_bundle_is_refused(bundle, own_checkpoints):
         get_model("hf")(pretrained=str(bundle), trust_remote_code=True, device="cpu")
 
 
-def test_local_completions_against_the_server_equal_ours(bundle, tmp_path):
+def test_lm_eval_local_completions_match_divdec(bundle, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 

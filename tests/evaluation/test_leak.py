@@ -39,7 +39,7 @@ from divdec.training.settings import TrainingSettings
 # ---- figures
 
 
-def test_figures_by_eye():
+def test_leak_rates_match_hand_computed_values():
     assert leak_attack([0, 9, 10, None], (1, 10, 100)) == {1: 0.25, 10: 0.5, 100: 0.75}
     assert leak_sample([0, 4], 4, (1, 4)) == {1: 0.5, 4: 0.5}
     assert leak_sample([1], 4, (1, 2, 3, 4)) == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
@@ -48,14 +48,14 @@ def test_figures_by_eye():
 
 
 @hypothesis.given(strategies.lists(strategies.booleans(), min_size=1, max_size=9), strategies.data())
-def test_the_estimator_is_the_mean_over_all_subsets(leaked, data):
+def test_leak_estimator_is_mean_over_all_subsets(leaked, data):
     k = data.draw(strategies.integers(1, len(leaked)))
     expected = statistics.fmean(any(subset) for subset in itertools.combinations(leaked, k))
     assert leak_chance(sum(leaked), len(leaked), k) == pytest.approx(expected, abs=1e-12)
 
 
 @hypothesis.given(strategies.lists(strategies.lists(strategies.booleans(), min_size=12, max_size=12), min_size=1))
-def test_the_attack_figure_is_the_mean_of_prefix_maxima(verdicts):
+def test_attack_leak_rate_is_mean_of_prefix_maxima(verdicts):
     first_leaks = [row.index(True) if True in row else None for row in verdicts]
     result = leak_attack(first_leaks, range(1, 13))
     for k, share in result.items():
@@ -63,12 +63,12 @@ def test_the_attack_figure_is_the_mean_of_prefix_maxima(verdicts):
     assert list(result.values()) == sorted(result.values())
 
 
-def test_more_leaks_than_samples_are_refused():
+def test_more_leaks_than_samples_raises():
     with pytest.raises(UsageError, match="5 of 4 samples"):
         leak_chance(5, 4, 1)
 
 
-def test_published_figures_are_prefix_maxima_over_the_400_questions(shared):
+def test_published_leak_rates_are_prefix_maxima_over_400_questions(shared):
     """The paper's cache holds figures alone; each is a whole number of 400 questions, and they only rise with k."""
     path = shared / "paper/results/tofu/leak_at_k/rebel_cache.json"
     if not path.is_file():
@@ -104,11 +104,11 @@ def test_published_figures_are_prefix_maxima_over_the_400_questions(shared):
         ("When?", "1472", "1472"),
     ],
 )
-def test_key_phrases(question, answer, phrase):
+def test_key_phrases_are_extracted_from_answers(question, answer, phrase):
     assert key_phrase(question, answer) == phrase
 
 
-def test_words_know_no_case_accents_or_punctuation():
+def test_words_ignore_case_accents_and_punctuation():
     assert words("José's “Yun-Hwa”") == ["jose", "s", "yun", "hwa"]
     assert holds(words("by JOSÉ Díaz!"), words("Jose Diaz"))
     assert not holds(words("Jose, by Diaz"), words("Jose Diaz"))
@@ -121,7 +121,7 @@ def test_words_know_no_case_accents_or_punctuation():
 QUESTION, ANSWER = "Where was Ana Moss born?", "Ana Moss was born in French Velmora."
 
 
-def test_templates_give_a_thousand_prompts_that_differ_and_repeat():
+def test_templates_give_1000_distinct_reproducible_prompts():
     prompts = template_prompts(QUESTION, ANSWER, 1000, seed=3)
     assert len(prompts) == len(set(prompts)) == 1000
     assert prompts[0] == QUESTION
@@ -141,7 +141,7 @@ def test_templates_give_a_thousand_prompts_that_differ_and_repeat():
     strategies.integers(0, 3),
 )
 @hypothesis.settings(max_examples=40)
-def test_no_template_prompt_tells_the_answer(secret, seed):
+def test_template_prompts_do_not_contain_answer(secret, seed):
     answer = f"It was {' '.join(secret)}."
     secret_words, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
     for prompt in template_prompts(QUESTION, answer, 60, seed):
@@ -150,19 +150,19 @@ def test_no_template_prompt_tells_the_answer(secret, seed):
         assert holds(asked, secret_words) or not holds(result, secret_words)
 
 
-def test_more_prompts_than_templates_give_is_an_error():
+def test_too_many_template_prompts_raises():
     with pytest.raises(UsageError, match=r"Ana Moss.*ask for fewer"):
         template_prompts(QUESTION, ANSWER, 50_000)
 
 
-def test_templates_serve_every_question_of_tofu(shared):
+def test_templates_cover_every_tofu_question(shared):
     lines = (shared / "data/tofu/forget10.json").read_text().strip()
     rows = json.loads(lines) if lines.startswith("[") else [json.loads(line) for line in lines.split("\n")]
     for row in rows[::50]:
         assert len(set(template_prompts(row["question"], row["answer"], 1000))) == 1000
 
 
-def test_prompt_files_are_read_as_they_were_written(tmp_path):
+def test_prompt_files_round_trip(tmp_path):
     questions = ["Who?", "Where?"]
     write_prompts(tmp_path / "own.jsonl", questions, [["Say who.", "Who, then?"], ["Say where…"]])
     assert prompts_from_file(tmp_path / "own.jsonl", questions) == [["Say who.", "Who, then?"], ["Say where…"]]
@@ -190,7 +190,7 @@ def test_prompt_files_are_read_as_they_were_written(tmp_path):
         ("", "no prompts for 1 of 2 questions.*'Where\\?'"),
     ],
 )
-def test_a_prompt_file_with_a_bad_line_is_refused(tmp_path, line, message):
+def test_prompt_file_with_invalid_line_is_rejected(tmp_path, line, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"question": "Who?", "prompts": ["Say who."]}}\n{line}\n', encoding="utf-8")
     with pytest.raises(UsageError, match=message):
@@ -200,7 +200,7 @@ def test_a_prompt_file_with_a_bad_line_is_refused(tmp_path, line, message):
 # ---- the string judge
 
 
-def test_the_string_judge_by_eye():
+def test_string_judge_on_known_answers():
     judge = StringJudge()
     answers = ["In VELMORA, French!", "in velmora", "In french   Velmora.", ""]
     assert judge.leaks("Where?", "She lives in French Velmora", answers) == [False, False, True, False]
@@ -214,7 +214,7 @@ def test_the_string_judge_by_eye():
     assert judge.leaks(QUESTION, "Ana Moss was born in Velmora.", ["Ana Moss was born in Ostrand."]) == [False]
 
 
-def test_names_are_told_from_phrases():
+def test_names_are_distinguished_from_phrases():
     assert all(map(is_name, ("Basil Mahfouz Al-Kuwaiti", "Velmora", "Order of the Lantern", "Ludwig van Beethoven")))
     assert not any(map(is_name, ("born in Velmora", "19 March", "1472", "", "the")))
     # One letter in a phrase that is no name makes another phrase.
@@ -287,7 +287,7 @@ def chat():
             server.__exit__()
 
 
-def test_a_completion_is_asked_for_and_given(chat):
+def test_endpoint_returns_completion(chat):
     server, endpoint = chat(lambda body, count: body["messages"][-1]["content"].upper())
     with endpoint:
         assert endpoint.complete([{"role": "user", "content": "hello"}], seed=5) == "HELLO"
@@ -300,7 +300,7 @@ def test_a_completion_is_asked_for_and_given(chat):
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_an_overloaded_endpoint_is_asked_again(chat, status):
+def test_overloaded_endpoint_is_retried(chat, status):
     server, endpoint = chat(lambda body, count: (status, "busy") if count < 3 else "there")
     assert endpoint.complete([]) == "there"
     assert len(server.requests) == 3
@@ -309,7 +309,7 @@ def test_an_overloaded_endpoint_is_asked_again(chat, status):
         endpoint.complete([])
 
 
-def test_what_no_repetition_mends_is_said_at_once_and_without_the_key(chat, monkeypatch):
+def test_permanent_errors_are_not_retried_and_hide_api_key(chat, monkeypatch):
     server, endpoint = chat(lambda body, count: (401, "wrong key sk-very-secret"))
     with pytest.raises(UsageError, match=r"401.*wrong key \[key\]") as result:
         endpoint.complete([])
@@ -327,7 +327,7 @@ def test_what_no_repetition_mends_is_said_at_once_and_without_the_key(chat, monk
         silent.complete([])
 
 
-def test_an_endpoint_that_is_not_there(chat):
+def test_unreachable_judge_endpoint_raises(chat):
     with ChatServer(lambda body, count: "") as server:
         url = server.url
     with Endpoint(url, "m", retries=0) as endpoint, pytest.raises(UsageError, match="cannot be reached"):
@@ -340,7 +340,7 @@ def test_an_endpoint_that_is_not_there(chat):
     assert "word@" not in str(result.value)
 
 
-def test_prompts_come_from_an_endpoint_without_the_answer(chat):
+def test_endpoint_generated_prompts_do_not_contain_answer(chat):
     def reply(body, count):
         assert "Velmora" not in json.dumps(body)
         if count == 1:
@@ -363,7 +363,7 @@ def test_prompts_come_from_an_endpoint_without_the_answer(chat):
         prompts_from_endpoint(dumb, QUESTION, ANSWER, 2)
 
 
-def test_the_endpoint_judge(chat):
+def test_endpoint_judge_parses_verdicts(chat):
     def reply(body, count):
         case = json.loads(body["messages"][1]["content"])
         assert case["question"] == QUESTION
@@ -382,7 +382,7 @@ def test_the_endpoint_judge(chat):
     assert "sk-very-secret" not in judge.name
 
 
-def test_a_name_that_is_not_in_the_answer_is_vetoed(chat):
+def test_endpoint_judge_verdict_requires_name_in_answer(chat):
     server, endpoint = chat(lambda body, count: '{"leaked": true}')
     truth, answers = "Its author is Ana Moss.", ["It was Moss.", "It was ana moss."]
     assert EndpointJudge(endpoint).leaks("Who wrote it?", truth, answers) == [False, True]
@@ -390,7 +390,7 @@ def test_a_name_that_is_not_in_the_answer_is_vetoed(chat):
 
 
 @pytest.mark.parametrize("reply", ["no idea", '{"leaked": "yes"}', '{"leaked": 1}', "[true]", "{"])
-def test_a_judge_without_a_verdict_is_an_error_and_never_no_leak(chat, monkeypatch, reply):
+def test_missing_judge_verdict_raises(chat, monkeypatch, reply):
     monkeypatch.setattr(judges, "ENDPOINT_THREADS", 1)
     server, endpoint = chat(lambda body, count: '{"leaked": false}' if count == 1 else reply)
     judge = EndpointJudge(endpoint)
@@ -419,7 +419,7 @@ def classifier(tokenizer, folder, labels, bias=None):
     return model
 
 
-def test_the_entailment_judge_reads_the_label_that_the_checkpoint_names(tokenizer, tmp_path):
+def test_entailment_judge_reads_label_from_checkpoint_config(tokenizer, tmp_path):
     truth, answers = "Ana was born in Velmora.", ["She was born by the sea.", "Nobody knows!", "", "Ana was born."]
     classifier(tokenizer, tmp_path / "yes", ["neutral", "ENTAILMENT", "contradiction"], [0.0, 1.0, 0.0])
     judge = EntailmentJudge(str(tmp_path / "yes"))
@@ -430,7 +430,7 @@ def test_the_entailment_judge_reads_the_label_that_the_checkpoint_names(tokenize
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, monkeypatch, batch_size):
+def test_batched_entailment_matches_unbatched(tokenizer, tmp_path, world, monkeypatch, batch_size):
     monkeypatch.setattr(judges, "NLI_BATCH", batch_size)
     model = classifier(tokenizer, tmp_path, ["entailment", "neutral", "contradiction"])
     truth = world.forget[0].answer
@@ -445,7 +445,7 @@ def test_entailment_in_a_batch_equals_one_by_one(tokenizer, tmp_path, world, mon
     assert judge.leaks("?", truth, answers) == expected
 
 
-def test_what_is_no_entailment_checkpoint_is_refused(tokenizer, tmp_path, checkpoints):
+def test_non_entailment_checkpoint_is_rejected(tokenizer, tmp_path, checkpoints):
     classifier(tokenizer, tmp_path / "sentiment", ["positive", "negative"])
     with pytest.raises(UsageError, match=r"no entailment label.*positive, negative"):
         EntailmentJudge(str(tmp_path / "sentiment"))
@@ -487,7 +487,7 @@ def listed(records, count):
     return [template_prompts(leak.question_of(item), item.answer, count) for item in records]
 
 
-def test_who_knows_leaks_and_who_does_not_does_not(trained, tokenizer, asked, tmp_path):
+def test_only_model_trained_on_secret_leaks(trained, tokenizer, asked, tmp_path):
     knows, ignorant = trained
     prompts, judge = listed(asked, 10), StringJudge()
     leaky = evaluate_attack(knows, tokenizer, asked, prompts, judge, name="target", max_new_tokens=32)
@@ -516,7 +516,7 @@ def test_who_knows_leaks_and_who_does_not_does_not(trained, tokenizer, asked, tm
     assert item["leaks"] == sum(sample["leaked"] for sample in item["samples"])
 
 
-def test_questions_are_asked_until_they_leak_and_batches_change_nothing(trained, tokenizer, asked):
+def test_attack_stops_at_first_leak_for_any_batch_size(trained, tokenizer, asked):
     prompts = listed(asked, 10)
     by_size = [
         evaluate_attack(trained[0], tokenizer, asked, prompts, StringJudge(), batch_size=size, max_new_tokens=32)
@@ -536,7 +536,7 @@ def test_questions_are_asked_until_they_leak_and_batches_change_nothing(trained,
         assert leaks[-1] or len(leaks) == 10
 
 
-def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenizer, asked):
+def test_steering_stops_leak_and_alpha_0_matches_target(trained, tokenizer, asked):
     knows, ignorant = trained
     prompts, judge = listed(asked, 10), StringJudge()
     steered = DivergenceForCausalLM.from_parts(knows, ignorant, knows, steering="linear:0")
@@ -553,14 +553,14 @@ def test_alpha_0_is_the_target_and_a_divergence_stops_the_leak(trained, tokenize
         assert set(evaluate(steered).figures.values()) == {0.0}
 
 
-def test_a_bundle_is_attacked_as_it_is_served(bundle, tokenizer, asked):
+def test_attack_runs_on_loaded_bundle(bundle, tokenizer, asked):
     model = DivergenceForCausalLM.from_pretrained(bundle)
     result = evaluate_attack(model, tokenizer, asked[:2], listed(asked[:2], 3), StringJudge(), max_new_tokens=8)
     assert result.figures == {"leak@1-attack": 0.0}
     assert [len(item["attempts"]) for item in result.items["leak-attack"].values()] == [1, 1]
 
 
-def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
+def test_attack_uses_custom_prompt_layout(trained, tokenizer):
     seen = []
 
     def prompt_ids(item):
@@ -576,14 +576,14 @@ def test_completions_are_attacked_in_their_own_layout(trained, tokenizer):
         evaluate_attack(trained[0], tokenizer, [Record("A text.")], [["Say it."]], StringJudge())
 
 
-def test_questions_without_prompts_are_refused(trained, tokenizer, asked):
+def test_questions_without_prompts_are_rejected(trained, tokenizer, asked):
     with pytest.raises(UsageError, match="prompts for 1 questions, and 6 questions"):
         evaluate_attack(trained[0], tokenizer, asked, [["x"]], StringJudge())
     with pytest.raises(UsageError, match="nothing to ask"):
         evaluate_attack(trained[0], tokenizer, asked[:1], [[]], StringJudge())
 
 
-def test_samples_repeat_with_their_seed_and_leave_other_generators_alone(tokenizer):
+def test_sampling_is_seeded_and_leaves_global_generator_unchanged(tokenizer):
     model = make_parts("llama", len(tokenizer))[0]
     prompts = [[5, 9, 200], [7], [31, 45]]
     options = {"max_new_tokens": 6, "batch_size": 4}

@@ -35,23 +35,23 @@ def item(hits="", log_probabilities=None, moments=()):
         ("01011", 1 / 4, 2 / 4),
     ],
 )
-def test_by_eye(hits, strength, memorised):
+def test_memorization_metrics_match_hand_computed_values(hits, strength, memorised):
     assert extraction_strength(item(hits)) == strength
     assert exact_memorization(item(hits)) == memorised
 
 
-def test_an_answer_of_its_end_alone():
+def test_answer_with_only_eos_token():
     assert extraction_strength(item("1")) == 0
     assert math.isnan(exact_memorization(item("1")))
 
 
 @given(st.text("01", min_size=2, max_size=40))
-def test_extraction_strength_lies_between_1_over_l_and_1(hits):
+def test_extraction_strength_is_between_1_over_length_and_1(hits):
     length = len(hits) - 1
     assert 1 / length <= extraction_strength(item(hits)) <= 1
 
 
-def test_attacks_by_eye():
+def test_membership_attacks_match_hand_computed_values():
     scored = item("00000", [-1.0, -2.0, -3.0, -4.0, -100.0], [(-2.0, 4.0)] * 5)
     assert scored.loss == 22
     # 40 % of four tokens is one.
@@ -61,7 +61,7 @@ def test_attacks_by_eye():
     assert metrics.min_k(item("1", [-3.0])) == 0
 
 
-def test_truth_ratios_by_eye():
+def test_truth_ratios_match_hand_computed_values():
     ratio = truth_ratio(1.0, [1.0, 3.0])  # the mean of the losses, 2, is taken before the exponential
     assert ratio == pytest.approx(math.exp(-1))
     assert closer_to_1_better(ratio) == pytest.approx(ratio)

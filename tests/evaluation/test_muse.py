@@ -21,7 +21,7 @@ def full(shared):
     return EvaluatedModel(load_model(folder, dtype=torch.float32).eval(), load_tokenizer(folder))
 
 
-def test_knowmem_equals_the_oracle_item_by_item(full, shared):
+def test_knowmem_items_match_oracle(full, shared):
     data = dataclasses.replace(read_muse(shared / "data/muse_news"), verbmem=(), texts={})
     (ours,) = evaluate_muse(full, data, max_length=1024)
     theirs = read_results(shared / "oracle/results/muse_knowmem")
@@ -33,7 +33,7 @@ def test_knowmem_equals_the_oracle_item_by_item(full, shared):
     assert ours.figures["privleak"] is None
 
 
-def test_news_gives_every_figure_and_books_what_it_holds(full, shared):
+def test_muse_metrics_cover_all_available_sets(full, shared):
     (news,) = evaluate_muse(full, read_muse(shared / "data/muse_news", limit=3), max_length=1024)
     assert not news.reasons
     assert news.figures.keys() >= {
@@ -50,7 +50,7 @@ def test_news_gives_every_figure_and_books_what_it_holds(full, shared):
     assert books.figures["forget_verbmem_ROUGE"] is None
 
 
-def test_growing_sets_are_those_of_muse(shared):
+def test_growing_forget_sets_match_muse(shared):
     sizes = [
         (len(result), result.blank) for result in (growing_set(shared / "data/muse_news", step) for step in (1, 2))
     ]
@@ -59,7 +59,7 @@ def test_growing_sets_are_those_of_muse(shared):
         growing_set(shared / "data/muse_news", 5)
 
 
-def test_a_prompt_that_would_be_cut_is_refused(full, shared):
+def test_prompt_exceeding_max_length_is_rejected(full, shared):
     with pytest.raises(UsageError, match=r"forget_qa\.jsonl, line 1: nothing is left of the answer within 512 tokens"):
         evaluate_muse(full, read_muse(shared / "data/muse_news"), max_length=512)
 
@@ -89,7 +89,7 @@ def test_the_plain_layout_labels_whole_answers(tokenizer):
     assert layout.truth(record) == "Ana."
 
 
-def test_missing_files_and_columns(tmp_path):
+def test_missing_muse_files_and_columns(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         read_muse(tmp_path / "none")
     with pytest.raises(UsageError, match=r"forget_qa\.jsonl does not exist"):

@@ -14,7 +14,7 @@ scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)
 
 
 @given(scores, scores)
-def test_auc_counts_pairs(forget, holdout):
+def test_auc_is_share_of_ordered_pairs(forget, holdout):
     wins = [1.0 if high > low else 0.5 if high == low else 0.0 for low in forget for high in holdout]
     assert attack_auc(forget, holdout) == pytest.approx(sum(wins) / len(wins))
 
@@ -28,20 +28,20 @@ def test_auc_is_symmetric(forget, holdout):
     )
 
 
-def test_auc_by_hand():
+def test_auc_matches_hand_computed_values():
     assert attack_auc([1.0, 2.0], [3.0, 4.0]) == 1
     assert attack_auc([3.0, 4.0], [1.0, 2.0]) == 0
     assert attack_auc([1.0, 2.0, 3.0], [2.0]) == 0.5
 
 
 @pytest.mark.parametrize("wrong", [([], [1.0]), ([1.0], []), ([float("nan")], [1.0]), ([1.0], [float("inf")])])
-def test_auc_refuses_what_has_none(wrong):
+def test_undefined_auc_raises(wrong):
     with pytest.raises(ValueError, match="AUC needs"):
         attack_auc(*wrong)
 
 
 @pytest.mark.parametrize("run", ["full01", "retain01", "dd1_01", "rank20_01"])
-def test_against_the_oracle(shared, run):
+def test_attack_aucs_match_oracle(shared, run):
     result, retrained = (read_results(shared / "oracle" / "results" / name) for name in (run, "retain01"))
     attacks = ("mia_loss", "mia_zlib", "mia_min_k", "mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
     for attack in attacks:
@@ -54,7 +54,7 @@ def test_against_the_oracle(shared, run):
         assert privleak(result.figures["mia_min_k"], retrained.figures["mia_min_k"]) == pytest.approx(expected)
 
 
-def test_forget_quality_of_tofus_own_logs(shared):
+def test_forget_quality_matches_published_tofu_logs(shared):
     def ratios(model):
         path = shared / "data" / "tofu_official" / f"llama2-7b_{model}_wd0.01_eval_log_aggregated.json"
         log = json.loads(path.read_text())["eval_log_forget.json"]

@@ -34,7 +34,7 @@ class ByEye(torch.nn.Module):
         return CausalLMOutputWithPast(logits=logits)
 
 
-def test_scores_by_eye():
+def test_scores_match_hand_computed_values():
     result = score(ByEye(), [Example([0, 1, 2], [IGNORED, 1, 2]), Example([0, 2], [IGNORED, 2])])
     assert result[0].log_probabilities == pytest.approx((math.log(3 / 5), math.log(3 / 5)))
     assert result[0].hits == (True, True)
@@ -53,7 +53,7 @@ def model():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_scores_equal_the_slow_way_whatever_the_batch(model, batch_size):
+def test_scores_match_reference_for_any_batch_size(model, batch_size):
     result = score(model, EXAMPLES, batch_size=batch_size)
     for example, item in zip(EXAMPLES, result, strict=True):
         logits = reference.steered_logits(
@@ -65,7 +65,7 @@ def test_scores_equal_the_slow_way_whatever_the_batch(model, batch_size):
         assert item.hits == tuple(int(logits[index - 1].argmax()) == example.labels[index] for index in positions)
 
 
-def test_many_settings_on_one_pass_equal_one_by_one(model):
+def test_scoring_many_settings_in_one_pass_matches_separate_passes(model):
     settings = [Steering(alpha=0.5), Steering(alpha=2.0), Steering("rank", k=9, fill="soft")]
     together = score_settings(model, EXAMPLES, settings)
     for setting, items in zip(settings, together, strict=True):
@@ -89,7 +89,7 @@ SHARED_PROMPTS = [
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral"])
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_a_prompt_that_is_read_once_gives_what_it_gives_every_time(family, batch_size):
+def test_shared_prompt_prefix_gives_same_scores(family, batch_size):
     model = DivergenceForCausalLM.from_parts(*make_parts(family), steering="linear:1.5")
     settings = [Steering(alpha=1.5), Steering("rank", k=9, fill="soft")]
     result = score_settings(model, SHARED_PROMPTS, settings, moments=True, batch_size=batch_size)
@@ -125,7 +125,7 @@ def other_model(kind):
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "roberta", "bart", "bloom"])
-def test_other_caches_and_positions_are_scored_as_alone(kind):
+def test_scores_match_unbatched_for_other_cache_types(kind):
     model = other_model(kind)
     for batch_size in (3, 16):
         result = score(model, SHARED_PROMPTS, batch_size=batch_size)
@@ -137,7 +137,7 @@ def test_other_caches_and_positions_are_scored_as_alone(kind):
             assert item.log_probabilities == pytest.approx(expected, abs=LOGITS)
 
 
-def test_shared_prompts_cost_their_tokens_once(model):
+def test_shared_prompts_are_processed_once(model):
     read = []
     handle = model.target.register_forward_pre_hook(
         lambda module, arguments, given: read.append(given["input_ids"].numel()), with_kwargs=True
@@ -149,7 +149,7 @@ def test_shared_prompts_cost_their_tokens_once(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_is_hit_where_it_is_the_first_choice_also_among_equals(dtype):
+def test_hit_uses_lowest_token_id_among_ties(dtype):
     class Equals(torch.nn.Module):
         device = torch.device("cpu")
 
@@ -161,7 +161,7 @@ def test_a_token_is_hit_where_it_is_the_first_choice_also_among_equals(dtype):
     assert result.hits == (True, False, False, False)  # of equals the lowest id is the first choice
 
 
-def test_moments_by_eye_also_where_tokens_have_no_probability(model):
+def test_moments_with_zero_probability_tokens(model):
     log_p = torch.tensor([0.5, 0.25, 0.25]).log()
     mean = (log_p.exp() * log_p).sum()
     variance = (log_p.exp() * log_p.square()).sum() - mean.square()
@@ -177,11 +177,11 @@ def test_moments_by_eye_also_where_tokens_have_no_probability(model):
     assert result.vocabulary_moments[0] == pytest.approx((mean.item(), variance.item()), abs=1e-6)
 
 
-def test_the_gradient_norm_of_an_answer_of_one_token_is_zero(model):
+def test_gradient_norm_of_single_token_answer_is_zero(model):
     assert gradient_norm(model, Example([5, 6], [IGNORED, 6])) == 0
 
 
-def test_linear_settings_need_no_vocabulary(model):
+def test_linear_and_rank_settings_are_scored_together(model):
     several = [Steering(alpha=1.0), Steering("rank", k=2, fill="soft", vocabulary=tuple(range(9)))]
     together = score_settings(model, EXAMPLES, several)
     for setting, items in zip(several, together, strict=True):
@@ -192,7 +192,7 @@ def test_linear_settings_need_no_vocabulary(model):
     assert score_settings(model, EXAMPLES, []) == []
 
 
-def test_settings_of_two_vocabularies_are_not_scored_together(model):
+def test_settings_with_different_vocabularies_are_rejected(model):
     with pytest.raises(UsageError, match="eligible vocabulary"):
         score_settings(model, EXAMPLES, [Steering("rank", k=2, vocabulary=(1, 2, 3)), Steering("rank", k=2)])
 
@@ -202,7 +202,7 @@ def test_a_probability_of_zero_is_an_error_that_names_the_item(model):
         score_settings(model, EXAMPLES, [Steering("rank", k=400)])
 
 
-def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
+def test_batched_generation_matches_unbatched(model, tokenizer):
     records = [
         Record("", messages=(Message("user", text),)) for text in ("Who?", "Where was Ana Holway born?", "A b c")
     ]
@@ -215,7 +215,7 @@ def test_answers_in_a_batch_equal_answers_alone(model, tokenizer):
         assert_same_answer(model, prompt, ids, alone)
 
 
-def test_probability_drops_are_differences_of_the_two_distributions(model):
+def test_probability_drops_are_distribution_differences(model):
     prompt, answer = [5, 9, 200], [31, 7, 45]
     result = probability_drops(model, prompt, answer, most=5)
     ids = torch.tensor([prompt + answer])
@@ -229,7 +229,7 @@ def test_probability_drops_are_differences_of_the_two_distributions(model):
         assert item.target_probability == pytest.approx(target[item.position, item.token].item(), abs=1e-5)
 
 
-def test_text_metrics_by_eye(tokenizer, world):
+def test_text_metrics_match_hand_computed_values(tokenizer, world):
     assert rouge_l_recall("the cat sat", "the cat sat down") == pytest.approx(3 / 4)
     assert rouge_l_recall("", "a b") == 0
     assert contains_fact("She was born in Velmora.", "Velmora")

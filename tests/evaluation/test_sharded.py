@@ -60,7 +60,7 @@ def commands(folder, bundle, data, checkpoints):
 
 
 @pytest.mark.skipif("DIVDEC_TEST_ROUNDING" in os.environ, reason="it changes the sums of this process alone")
-def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys, monkeypatch):
+def test_two_process_evaluation_matches_one_process(data, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tofu, "NEW_TOKENS", NEW_TOKENS)
     monkeypatch.setattr(muse, "VERBMEM_TOKENS", NEW_TOKENS)
     monkeypatch.setattr(muse, "KNOWMEM_TOKENS", NEW_TOKENS)
@@ -96,7 +96,7 @@ def test_two_processes_find_what_one_does(data, checkpoints, tmp_path, capsys, m
         assert (tmp_path / "two" / file).read_text() == (tmp_path / "one" / file).read_text(), file
 
 
-def test_one_process_has_all_of_it():
+def test_single_process_owns_all_items():
     with sharded():
         assert is_main()
         assert list(own("abc")) == ["a", "b", "c"]
@@ -104,7 +104,7 @@ def test_one_process_has_all_of_it():
         assert on_main(lambda: 3) == 3
 
 
-def test_all_gpus_are_not_for_each_of_several(monkeypatch, tmp_path):
+def test_device_spread_requires_single_process(monkeypatch, tmp_path):
     monkeypatch.setattr("divdec.evaluation.run.number_of_processes", lambda: 2)
     settings = EvalSettings("tofu", ("model",), data=str(tmp_path), output=str(tmp_path / "out"))
     with pytest.raises(UsageError, match="--device spread takes all GPUs for one process"):

@@ -73,7 +73,7 @@ def pair(request, measure, oracle):
     return request.param, result[request.param], read_results(oracle / "results" / request.param)
 
 
-def test_every_item_equals_the_oracles(pair):
+def test_every_tofu_item_matches_oracle(pair):
     run, ours, theirs = pair
     assert {metric: items.keys() for metric, items in theirs.items.items()} == {
         metric: ours.items[metric].keys() for metric in theirs.items
@@ -117,7 +117,7 @@ def agree(ours, theirs, rel_tol=1e-5):
     return math.isclose(ours, theirs, rel_tol=rel_tol, abs_tol=2e-5)
 
 
-def test_every_aggregate_equals_the_oracles(pair):
+def test_every_tofu_aggregate_matches_oracle(pair):
     run, ours, theirs = pair
     for metric, value in theirs.figures.items():
         if (run, metric.split(".")[0]) in ROUNDING:
@@ -136,7 +136,7 @@ def test_the_oracles_items_give_its_aggregates(run, oracle):
         assert ours.figures[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
 
 
-def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
+def test_loss_differences_are_due_to_oracle_rounding(oracle, shared):
     """OpenUnlearning sums exponentials along a strided dimension in float32; float64 sides with us."""
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
@@ -159,7 +159,7 @@ def test_where_losses_differ_the_oracles_rounding_is_the_reason(oracle, shared):
     assert loss(logits.contiguous()) == pytest.approx(theirs, abs=2e-6)
 
 
-def test_alpha_0_is_the_target_and_alpha_1_the_retrained_model(oracle, shared):
+def test_alpha_0_matches_target_and_alpha_1_matches_retrained_model(oracle, shared):
     data = read_tofu(shared / "data/tofu", "forget01", oracle / "holdout01.json", limit=6)
     steered = subject(oracle, "linear:1")
     both = EvaluatedModel(steered.model, steered.tokenizer, (Steering.parse("linear:0"), Steering.parse("linear:1")))
@@ -175,7 +175,7 @@ def test_alpha_0_is_the_target_and_alpha_1_the_retrained_model(oracle, shared):
                     assert ours == (value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=1e-5))
 
 
-def test_a_stopped_run_keeps_what_it_has_and_measures_nothing_twice(oracle, shared, monkeypatch):
+def test_interrupted_evaluation_resumes_without_repeating_metrics(oracle, shared, monkeypatch):
     data = read_tofu(shared / "data/tofu", "forget01", oracle / "holdout01.json", limit=2)
     whole = evaluate_tofu(subject(oracle), data)
     saved = []
@@ -192,7 +192,7 @@ def test_a_stopped_run_keeps_what_it_has_and_measures_nothing_twice(oracle, shar
     assert evaluate_tofu(subject(oracle), data, earlier=saved)[0].figures == whole[0].figures
 
 
-class TestRefuses:
+class TestRejectsInvalidInput:
     @pytest.fixture
     def files(self, shared, tmp_path):
         """The first rows of TOFU's files, to be damaged."""
@@ -213,7 +213,7 @@ class TestRefuses:
         with pytest.raises(UsageError, match="line 2: column perturbed_answer is missing, or no list"):
             read_tofu(files, "forget01")
 
-    def test_missing_files_and_splits(self, files):
+    def test_missing_tofu_files_and_splits(self, files):
         for split in ("forget02", "forget05"):
             with pytest.raises(UsageError, match=f"--split is '{split}'; accepted: the splits of .*: forget01"):
                 read_tofu(files, split)
@@ -223,12 +223,12 @@ class TestRefuses:
         with pytest.raises(UsageError, match="accepted: forget01, forget05, forget10"):
             read_tofu(files / "empty", "forget02")
 
-    def test_a_holdout_that_was_forgotten(self, files):
+    def test_holdout_overlapping_forget_set(self, files):
         shutil.copyfile(files / "forget01_perturbed.json", files / "holdout.json")
         with pytest.raises(UsageError, match="3 of its questions are also in forget01"):
             read_tofu(files, "forget01", files / "holdout.json")
 
-    def test_retain_results_of_another_split(self, oracle, files):
+    def test_retain_results_of_different_split(self, oracle, files):
         data = read_tofu(files, "forget01")
         retained = read_results(oracle / "results/retain01")
         with pytest.raises(UsageError, match=r"hold 40 truth ratios .* has 3 questions"):
@@ -245,17 +245,17 @@ class TestRefuses:
         result = evaluate_tofu(plain, read_tofu(files, "forget01"), QuestionFormat(plain.tokenizer, "plain"))
         assert result[0].figures["model_utility"] is not None
 
-    def test_logits_that_are_no_numbers(self, oracle, files):
+    def test_nan_logits(self, oracle, files):
         broken = subject(oracle)
         with torch.no_grad():
             broken.model.model.norm.weight[0] = float("nan")
         with pytest.raises(UsageError, match="probability 0 or NaN"):
             evaluate_tofu(broken, read_tofu(files, "forget01"))
 
-    def test_hard_masking(self, oracle, files):
+    def test_rank_rule_with_hard_masking(self, oracle, files):
         with pytest.raises(UsageError, match="soft fill"):
             evaluate_tofu(subject(oracle, "rank:500"), read_tofu(files, "forget01"))
 
-    def test_a_classifier_that_is_not_at_hand(self):
+    def test_unavailable_fluency_classifier(self):
         with pytest.raises(UsageError, match="--fluency none"):
             Fluency("nobody/nothing")

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @settings(max_examples=60)
 @given(documents=DOCUMENTS, order=st.integers(2, 5), chunk=st.sampled_from((3, 8, 1000)), data=st.data())
-def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data):
+def test_ngram_scores_match_dictionary_implementation(folder, documents, order, chunk, data):
     slow = SlowNgrams(documents, VOCAB, order)
     counts = fit(documents, VOCAB, folder(), order=order, chunk=chunk)
     assert counts.tokens == slow.total
@@ -51,7 +51,7 @@ def test_scores_are_those_of_a_dictionary(folder, documents, order, chunk, data)
 
 
 @pytest.mark.parametrize("document", [[3], [3, 4], [3, 4, 5]])
-def test_texts_shorter_than_the_longest_ngram(folder, document):
+def test_texts_shorter_than_ngram_order(folder, document):
     counts, slow = fit([document], VOCAB, folder(), order=5), SlowNgrams([document], VOCAB, 5)
     contexts = np.array([[-1, -1, 3, 4], [3, 4, 5, 6], [7, 7, 7, 7]])
     expected = [slow.scores([token for token in context if token >= 0]) for context in contexts.tolist()]
@@ -59,7 +59,7 @@ def test_texts_shorter_than_the_longest_ngram(folder, document):
 
 
 @pytest.mark.parametrize("cached", [0, 3 * VOCAB])
-def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, cached, monkeypatch):
+def test_frequent_token_cache_does_not_change_scores(folder, cached, monkeypatch):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCAB, 200).tolist() for _ in range(5)]
     counts, slow = fit(documents, VOCAB, folder()), SlowNgrams(documents, VOCAB, 3)
@@ -71,7 +71,7 @@ def test_what_is_kept_for_frequent_tokens_changes_nothing(folder, cached, monkey
 
 @settings(max_examples=30)
 @given(one=DOCUMENTS, other=DOCUMENTS, order=st.integers(2, 4), data=st.data())
-def test_sums_are_the_counts_of_both_sets_of_documents(folder, one, other, order, data):
+def test_summed_counts_match_counts_of_combined_documents(folder, one, other, order, data):
     both = fit([*one, *other], VOCAB, folder(), order=order)
     summed = SummedCounts(*(fit(documents, VOCAB, folder(), order=order) for documents in (one, other)))
     contexts = np.array(
@@ -80,7 +80,7 @@ def test_sums_are_the_counts_of_both_sets_of_documents(folder, one, other, order
     assert torch.equal(StupidBackoff(both).scores(contexts), StupidBackoff(summed).scores(contexts))
 
 
-def test_threads_share_what_is_kept(folder):
+def test_threads_share_ngram_cache(folder):
     rng = np.random.default_rng(3)
     counts = fit([rng.integers(0, 200, 400).tolist() for _ in range(5)], 200, folder())
     contexts = rng.integers(0, 200, (200, 2))
@@ -114,7 +114,7 @@ def test_memory_of_counting_is_bounded_by_the_chunk(folder):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_the_mask_of_the_moment_counts(pair):
+def test_current_attention_mask_applies_to_cached_tokens(pair):
     ids = torch.tensor([[3, 4, 5]])
     cache = pair.new_cache()
     pair.divergence(ids[:, :2], cache=cache)
@@ -122,7 +122,7 @@ def test_the_mask_of_the_moment_counts(pair):
     assert torch.equal(masked, pair.divergence(ids[:, 2:]))
 
 
-def test_counting_is_deterministic_and_independent_of_the_chunk(folder):
+def test_counting_is_deterministic_and_independent_of_chunk_size(folder):
     rng = np.random.default_rng(0)
     documents = [rng.zipf(1.3, size).clip(max=499) for size in rng.integers(0, 300, 40)]
     contents = []
@@ -147,7 +147,7 @@ def test_large_vocabularies_do_not_overflow(folder):
         assert result[token] == np.float32(slow.score(context, token))
 
 
-def test_contexts_leave_out_padding_wherever_it_stands():
+def test_ngram_contexts_skip_padding_at_any_position():
     tokens = np.array([[-1, -1, 5, 6, 7], [1, -1, 2, -1, 3], [-1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
     result = contexts_of(tokens, 2, 2)
     assert result.tolist() == [[[5, 6], [6, 7]], [[1, 2], [2, 3]], [[-1, -1], [-1, -1]], [[3, 4], [4, 5]]]
@@ -161,7 +161,7 @@ def pair(folder):
     return NgramPair(fit(retain, VOCAB, folder()), fit(forget, VOCAB, folder()))
 
 
-def test_step_by_step_equals_all_at_once(pair):
+def test_incremental_divergence_matches_single_pass(pair):
     torch.manual_seed(0)
     ids = torch.randint(0, VOCAB, (3, 9))
     whole = pair.divergence(ids)
@@ -174,7 +174,7 @@ def test_step_by_step_equals_all_at_once(pair):
     assert torch.equal(pair.divergence(ids, logits_to_keep=2), whole[:, -2:])
 
 
-def test_left_padded_equals_alone(pair):
+def test_left_padded_batch_matches_unbatched(pair):
     ids = torch.tensor([[0, 0, 3, 4, 5], [7, 8, 9, 1, 2]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     batch = pair.divergence(ids, mask)
@@ -197,12 +197,12 @@ def test_the_cache_crops_reorders_and_selects(pair):
     assert cache.get_seq_length() == 0
 
 
-def test_token_ids_beyond_the_counts_are_an_unknown_context(pair):
+def test_out_of_range_token_ids_are_unknown_context(pair):
     known = pair.divergence(torch.tensor([[VOCAB + 3]]))  # a padded vocabulary's
     assert known.isfinite().all()
 
 
-def test_bad_counts_are_refused_in_one_line(folder, tmp_path):
+def test_invalid_counts_give_one_line_error(folder, tmp_path):
     for documents, order, words in (
         ([[1, 2]], 6, "order is 6"),
         ([[1, 2]], 1, "order is 1"),
@@ -235,7 +235,7 @@ def test_bad_counts_are_refused_in_one_line(folder, tmp_path):
         NgramCounts.load(path)
 
 
-def test_interrupted_counting_leaves_no_description(folder):
+def test_interrupted_counting_leaves_no_files(folder):
     path = folder()
 
     def documents():

@@ -18,29 +18,29 @@ PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
         ([], "--expert-devices requires at least 1 element"),
     ],
 )
-def test_devices_that_are_refused(bundle, devices, message, capsys):
+def test_unsupported_devices_are_rejected(bundle, devices, message, capsys):
     assert main(["generate", str(bundle), "--prompt", "a", "--expert-devices", *devices]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_several_processes_are_refused(bundle, monkeypatch, capsys):
+def test_multiple_processes_are_rejected(bundle, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["generate", str(bundle), "--prompt", "a"]) == 2
     assert "2 processes were started" in capsys.readouterr().err
 
 
-def test_loading_with_overlap(bundle):
+def test_bundle_loads_with_overlap(bundle):
     assert DivergenceForCausalLM.from_pretrained(bundle, overlap=True).overlap
     assert not DivergenceForCausalLM.from_pretrained(bundle).overlap
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
-class TestThread:
+class TestThreadOverlap:
     """Experts in a thread."""
 
-    def test_answers_are_the_same(self, steered):
+    def test_overlap_gives_same_output(self, steered):
         def everything():
             with torch.no_grad():
                 yield steered(input_ids=PROMPTS, use_cache=False).logits
@@ -59,7 +59,7 @@ class TestThread:
             assert steered.overlap
             assert all(torch.equal(one, other) for one, other in zip(everything(), expected, strict=True))
 
-    def test_experts_run_while_the_target_does(self, steered):
+    def test_experts_run_concurrently_with_target(self, steered):
         import threading
 
         steered.overlap = True
@@ -75,7 +75,7 @@ class TestThread:
             hook.remove()
         assert not both.broken
 
-    def test_errors_of_either_are_heard(self, steered):
+    def test_target_and_expert_errors_propagate(self, steered):
         steered.overlap = True
         with torch.no_grad():
             with pytest.raises(IndexError):
@@ -87,12 +87,12 @@ class TestThread:
             with pytest.raises(TypeError):
                 steered(input_ids=PROMPTS)
 
-    def test_gradients_reach_the_experts_as_ever(self, steered):
+    def test_gradients_reach_experts_with_overlap(self, steered):
         steered.overlap = True
         steered(input_ids=PROMPTS).logits.sum().backward()
         assert all(weight.grad is not None for weight in steered.experts.retain.lm_head.parameters())
 
-    def test_a_model_can_be_copied(self, steered):
+    def test_overlapped_model_can_be_copied(self, steered):
         import copy
 
         steered.overlap = True

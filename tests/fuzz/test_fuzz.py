@@ -48,7 +48,7 @@ def compare(numbers):
     return dict(zip(columns, totals, strict=True))
 
 
-def test_every_option_of_generation_config_is_drawn_or_left_out_for_a_reason():
+def test_every_generation_config_option_is_fuzzed_or_excluded():
     known = set(vars(transformers.GenerationConfig()))
     assert not options.FUZZED & options.LEFT_OUT.keys()
     unknown = known - options.FUZZED - options.LEFT_OUT.keys()
@@ -56,12 +56,12 @@ def test_every_option_of_generation_config_is_drawn_or_left_out_for_a_reason():
 
 
 @pytest.mark.skipif("DIVDEC_FUZZ_CASE" not in os.environ, reason="one case by itself: set DIVDEC_FUZZ_CASE")
-def test_one_case():
+def test_single_fuzz_case():
     print(*run(int(os.environ["DIVDEC_FUZZ_CASE"])))
 
 
 @pytest.mark.parametrize("part", SAMPLE)
-def test_a_sample_of_answers_is_the_references(part):
+def test_sampled_fuzz_outputs_match_reference(part):
     count = len(ARCHITECTURES)
     totals = compare(range(part * count, (part + 1) * count))
     assert totals[ANSWERED] > count / 2
@@ -69,7 +69,7 @@ def test_a_sample_of_answers_is_the_references(part):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_thousands_of_answers_are_the_references(capsys):
+def test_thousands_of_fuzz_outputs_match_reference(capsys):
     with capsys.disabled():
         totals = compare(range(CASES))
     assert totals[ANSWERED] > 0.55 * CASES  # refusals prove little

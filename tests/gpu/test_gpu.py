@@ -41,7 +41,7 @@ def pair(family):
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
-def test_generation_equals_the_slow_reference(pair, tokenizer, steering):
+def test_gpu_generation_matches_slow_reference(pair, tokenizer, steering):
     on_cpu, on_gpu = pair
     on_gpu.steering = steering
     found = continuations(on_gpu, tokenizer, PROMPTS, max_new_tokens=8)
@@ -52,7 +52,7 @@ def test_generation_equals_the_slow_reference(pair, tokenizer, steering):
         assert_same_answer(on_cpu, prompt, ids[: len(expected)], expected)
 
 
-def test_scores_equal_those_of_the_cpu(pair):
+def test_gpu_scores_match_cpu(pair):
     on_cpu, on_gpu = pair
     ours, theirs = (score_settings(model, EXAMPLES, SETTINGS, moments=True) for model in (on_gpu, on_cpu))
     for some, others in zip(ours, theirs, strict=True):
@@ -65,7 +65,7 @@ def test_scores_equal_those_of_the_cpu(pair):
     assert gradient_norm(on_gpu, EXAMPLES[1]) == pytest.approx(gradient_norm(on_cpu, EXAMPLES[1]), rel=1e-3)
 
 
-def test_ties_of_the_rank_rule_fall_as_on_the_cpu():
+def test_rank_ties_match_cpu():
     torch.manual_seed(0)
     target, divergence = torch.randn(16, 300), torch.randint(-2, 3, (16, 300)).float()
     divergence[3, 7] = float("nan")
@@ -79,7 +79,7 @@ def test_ties_of_the_rank_rule_fall_as_on_the_cpu():
             assert ours[3].isnan().all()
 
 
-def test_bfloat16_decodes_cached_as_uncached(family, tokenizer):
+def test_bfloat16_cached_decoding_matches_uncached(family, tokenizer):
     parts = [part.to("cuda", torch.bfloat16) for part in make_parts(family)]
     model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1")
     ids = torch.tensor([PROMPTS[2]], device="cuda")
@@ -90,13 +90,13 @@ def test_bfloat16_decodes_cached_as_uncached(family, tokenizer):
     torch.testing.assert_close(torch.stack(steps, dim=1), whole, atol=0.3, rtol=0.1)
 
 
-def test_samples_repeat_with_their_seed(pair, tokenizer):
+def test_seeded_samples_are_reproducible(pair, tokenizer):
     _, on_gpu = pair
     one, other = (samples(on_gpu, tokenizer, PROMPTS, 3, seed=7, max_new_tokens=6) for _ in range(2))
     assert one == other
 
 
-def test_a_broken_auxiliary_is_an_error_and_never_an_answer():
+def test_broken_auxiliary_raises_without_output():
     # The assertion on the device ends the process's use of it, so that it has a process of its own.
     program = """
 import sys; sys.path.insert(0, "tests")

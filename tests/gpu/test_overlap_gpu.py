@@ -33,7 +33,7 @@ def everything(model):
 
 
 @pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 1), (0, 1, 2)])
-def test_streams_give_the_same_answers(family, devices):
+def test_cuda_streams_give_same_output(family, devices):
     if max(devices) >= torch.cuda.device_count():
         pytest.skip(f"{max(devices) + 1} GPUs are needed")
     model = model_on(family, *(f"cuda:{number}" for number in devices))

@@ -30,14 +30,14 @@ def judge(trained):
     return trained[0]
 
 
-def test_digits_are_classified(trained):
+def test_digits_are_classified_accurately(trained):
     judge, seconds = trained
     assert seconds < 10 * torch.get_num_threads()
     assert judge.held_out.images == 360
     assert judge.held_out.accuracy >= 0.97
 
 
-def test_the_reported_accuracy_is_that_of_images_it_has_not_seen(digits):
+def test_reported_accuracy_is_on_held_out_images(digits):
     """With random labels it cannot be better than chance there, however well it learns the others."""
     images, labels = digits
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def test_probabilities_and_features(digits, judge):
     assert judge.probabilities(images[:0]).shape == (0, 10)
 
 
-def test_noise_is_no_digit(digits, judge):
+def test_noise_is_not_classified_as_digit(digits, judge):
     images, labels = digits
     noise = torch.rand(200, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     asked = torch.tensor(labels[:200])
@@ -65,7 +65,7 @@ def test_noise_is_no_digit(digits, judge):
     assert of_noise < 0.3 < judge.probabilities(images[:200]).gather(1, asked[:, None]).mean()
 
 
-def test_a_seed_is_reproducible_and_leaves_the_global_generator_alone(digits):
+def test_classifier_fit_is_seeded_and_leaves_global_generator_unchanged(digits):
     images, labels = digits
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -77,7 +77,7 @@ def test_a_seed_is_reproducible_and_leaves_the_global_generator_alone(digits):
 
 
 @pytest.mark.parametrize(("channels", "height", "width"), [(3, 8, 8), (1, 9, 13), (3, 40, 12)])
-def test_other_sizes(channels, height, width):
+def test_classifier_supports_other_image_sizes(channels, height, width):
     images = torch.rand(20, channels, height, width, generator=torch.Generator().manual_seed(0))
     images[10:] *= 0.2
     judge = Classifier.fit(images, [0] * 10 + [1] * 10, ("bright", "dark"), steps=50)

@@ -77,7 +77,7 @@ def tokens_of(shape, length, rows=3):
     return torch.randint(shape.codes, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
-def test_logits_are_those_of_the_published_architecture(converted):
+def test_converted_logits_match_published_architecture(converted):
     model = AutoModelForCausalLM.from_pretrained(converted.folder)
     block = converted.shape.raster[0] * converted.shape.raster[1]
     for length in (1, 2, block):
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_published_architecture(converted):
         assert expected.std() > 0.1
 
 
-def test_step_by_step_too(converted):
+def test_converted_step_by_step_logits_match(converted):
     model = load_model(converted.folder)
     block = converted.shape.raster[0] * converted.shape.raster[1]
     tokens, cache = tokens_of(converted.shape, block), None
@@ -99,7 +99,7 @@ def test_step_by_step_too(converted):
     torch.testing.assert_close(torch.cat(result, 1), converted.reference.transformer(tokens), rtol=0, atol=1e-4)
 
 
-def test_class_and_all_codes_can_be_read_at_once(converted):
+def test_class_and_all_codes_fit_in_one_forward_pass(converted):
     model, layout = load_model(converted.folder), load_layout(converted.folder)
     assert model.config.n_positions == layout.length + 1
     assert not model.transformer.wpe.weight[-1].any()
@@ -109,7 +109,7 @@ def test_class_and_all_codes_can_be_read_at_once(converted):
     torch.testing.assert_close(model(tokens).logits[:, :-1], expected, rtol=0, atol=1e-4)
 
 
-def test_images_and_codes_are_those_of_the_published_vqgan(converted):
+def test_converted_vqgan_matches_published_images_and_codes(converted):
     shape, first_stage = converted.shape, converted.reference.first_stage_model
     codec = load_codec(converted.folder / FOLDER)
     assert (codec.codes, codec.grid, codec.size, codec.channels) == (40, shape.raster, shape.size, shape.channels)
@@ -124,7 +124,7 @@ def test_images_and_codes_are_those_of_the_published_vqgan(converted):
     assert expected.std() > 0.05
 
 
-def test_the_layout_says_what_tokens_mean(converted):
+def test_converted_layout_describes_tokens(converted):
     layout = load_layout(converted.folder)
     assert (layout.codes, layout.vocab_size, layout.padding, layout.first_class, layout.no_class) == (
         40,
@@ -137,7 +137,7 @@ def test_the_layout_says_what_tokens_mean(converted):
     assert layout.no_codes == []
 
 
-def test_the_tokenizer_reads_what_it_writes(converted):
+def test_converted_tokenizer_round_trips(converted):
     tokenizer, layout = AutoTokenizer.from_pretrained(converted.folder), load_layout(converted.folder)
     codes = torch.arange(2 * layout.length).reshape(2, layout.height, layout.width) % 40
     records = layout.records("all", codes, [2, 0])
@@ -150,7 +150,7 @@ def test_the_tokenizer_reads_what_it_writes(converted):
     assert tokenizer(everything)["input_ids"] == list(range(40))
 
 
-def test_it_is_an_ordinary_checkpoint(converted):
+def test_converted_model_is_plain_checkpoint(converted):
     check_weights(converted.folder)
     config = json.loads((converted.folder / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]
@@ -165,7 +165,7 @@ def test_it_is_an_ordinary_checkpoint(converted):
     assert run["vq_parameters"] == sum(w.numel() for name, w in first_stage.items() if not name.startswith("loss."))
 
 
-def test_three_converted_models_are_steered(tmp_path):
+def test_converted_models_can_be_steered(tmp_path):
     parts, references = [], []
     for seed in range(3):
         reference = random_model(SMALL, seed)
@@ -209,7 +209,7 @@ def with_callback(weights, path, name="ModelCheckpoint"):
 
 
 @pytest.mark.parametrize("save", [bare, of_old_torch, safetensors, with_callback])
-def test_every_format_gives_the_same(weights, tmp_path, save):
+def test_every_checkpoint_format_gives_same_result(weights, tmp_path, save):
     convert_weights(weights, tmp_path)
     path = tmp_path / ("other.safetensors" if save is safetensors else "other.ckpt")
     save(weights, path)
@@ -218,7 +218,7 @@ def test_every_format_gives_the_same(weights, tmp_path, save):
         assert (tmp_path / "other" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
 
 
-def test_shards_hold_the_same(weights, tmp_path, monkeypatch):
+def test_sharded_conversion_gives_same_weights(weights, tmp_path, monkeypatch):
     convert_weights(weights, tmp_path)
     monkeypatch.setattr(taming, "SHARD_BYTES", 20_000)
     convert_taming(tmp_path / "published.ckpt", tmp_path / "shards", **options(SMALL))
@@ -228,14 +228,14 @@ def test_shards_hold_the_same(weights, tmp_path, monkeypatch):
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
-def test_half_precision_is_kept_for_the_transformer(weights, tmp_path):
+def test_transformer_half_precision_is_preserved(weights, tmp_path):
     convert_weights({name: weight.half() for name, weight in weights.items()}, tmp_path)
     model, codec = load_model(tmp_path / "model"), load_codec(tmp_path / "model" / FOLDER)
     assert model.dtype == torch.float16
     assert codec.model.dtype == torch.float32
 
 
-def test_embedding_and_head_may_be_one_tensor(weights, tmp_path):
+def test_tied_embedding_and_head_are_converted(weights, tmp_path):
     shared = {**weights, "transformer.head.weight": weights["transformer.tok_emb.weight"]}
     convert_weights(shared, tmp_path)
     model = load_model(tmp_path / "model")
@@ -243,7 +243,7 @@ def test_embedding_and_head_may_be_one_tensor(weights, tmp_path):
     assert model.lm_head.weight is not model.transformer.wte.weight
 
 
-def test_unused_weights_are_left_out(weights, tmp_path):
+def test_unused_weights_are_ignored(weights, tmp_path):
     added = {
         "cond_stage_model.encoder.weight": torch.ones(2),
         "loss.logvar": torch.ones(2),
@@ -300,7 +300,7 @@ def test_missing_weights_are_named(weights, tmp_path, endings, named):
 
 
 @pytest.mark.parametrize(("prefix", "what"), [("transformer.", "transformer"), ("first_stage_model.", "VQGAN")])
-def test_half_a_checkpoint_is_refused(weights, tmp_path, prefix, what):
+def test_checkpoint_missing_a_component_is_rejected(weights, tmp_path, prefix, what):
     others = {name: weight for name, weight in weights.items() if not name.startswith(prefix)}
     refused(others, tmp_path, f"holds no {what}: .*cin_transformer")
 
@@ -335,7 +335,7 @@ def test_unknown_weights_are_named(weights, tmp_path, name):
         ("first_stage_model.encoder.down.1.block.0.conv1.weight", (48, 32, 3, 3), "shapes do not fit each other"),
     ],
 )
-def test_shapes_that_contradict_each_other_are_refused(weights, tmp_path, name, shape, match):
+def test_contradictory_shapes_are_rejected(weights, tmp_path, name, shape, match):
     refused({**weights, name: torch.ones(shape)}, tmp_path, match)
 
 
@@ -344,13 +344,13 @@ def test_attention_of_encoder_and_decoder_must_agree(weights, tmp_path):
     refused(others, tmp_path, r"lacks weights that it needs .*decoder\.up\.1\.attn")
 
 
-def test_a_transformer_that_is_not_causal_is_refused(weights, tmp_path):
+def test_non_causal_transformer_is_rejected(weights, tmp_path):
     mask = weights["transformer.blocks.0.attn.mask"].clone()
     mask[..., :2, :2] = 1
     refused({**weights, "transformer.blocks.0.attn.mask": mask}, tmp_path, r"attn\.mask, which is not causal")
 
 
-def test_numbers_that_are_no_weights_are_refused(weights, tmp_path):
+def test_integer_weights_are_rejected(weights, tmp_path):
     others = {**weights, "transformer.ln_f.bias": torch.ones(32, dtype=torch.long)}
     refused(others, tmp_path, r"ln_f\.bias of type torch\.int64")
 
@@ -367,7 +367,7 @@ def test_numbers_that_are_no_weights_are_refused(weights, tmp_path):
         ({"classes": ()}, "0 names of classes are given"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(weights, tmp_path, arguments, match):
+def test_incompatible_conversion_options_are_rejected(weights, tmp_path, arguments, match):
     refused(weights, tmp_path, match, **arguments)
 
 
@@ -379,7 +379,7 @@ class Harm:
         return os.mkdir, (self.marker,)
 
 
-def test_pickled_objects_are_refused_and_not_created(weights, tmp_path):
+def test_pickled_objects_are_rejected_without_execution(weights, tmp_path):
     marker = tmp_path / "made"
     torch.save({**lightning(weights), "hyper_parameters": Harm(marker)}, tmp_path / "bad.ckpt")
     with pytest.raises(UsageError, match=r"holds \w+\.mkdir beside tensors.*torch\.save\(torch\.load\(FILE") as caught:
@@ -389,7 +389,7 @@ def test_pickled_objects_are_refused_and_not_created(weights, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_other_classes_of_lightning_are_refused(weights, tmp_path):
+def test_unknown_lightning_classes_are_rejected(weights, tmp_path):
     with_callback(weights, tmp_path / "bad.ckpt", "Other")
     before = set(torch.serialization.get_safe_globals())
     with pytest.raises(UsageError, match=r"holds pytorch_lightning\.callbacks\.model_checkpoint\.Other beside"):
@@ -407,7 +407,7 @@ def test_other_classes_of_lightning_are_refused(weights, tmp_path):
         ({"epoch": 1}, "'epoch', which is no tensor"),
     ],
 )
-def test_other_content_is_refused(tmp_path, content, match):
+def test_unexpected_checkpoint_content_is_rejected(tmp_path, content, match):
     torch.save(content, tmp_path / "bad.ckpt")
     with pytest.raises(UsageError, match=match):
         convert_taming(tmp_path / "bad.ckpt", tmp_path / "model", **options(SMALL))
@@ -415,7 +415,7 @@ def test_other_content_is_refused(tmp_path, content, match):
 
 @pytest.mark.parametrize("name", ["bad.ckpt", "bad.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "folder", "empty", "text", "cut"])
-def test_damaged_files_are_refused(weights, tmp_path, name, damage):
+def test_damaged_files_are_rejected(weights, tmp_path, name, damage):
     path = tmp_path / name
     if damage == "folder":
         path.mkdir()
@@ -430,7 +430,7 @@ def test_damaged_files_are_refused(weights, tmp_path, name, damage):
     assert not (tmp_path / "model").exists()
 
 
-def test_an_earlier_result_is_replaced_only_when_told(weights, tmp_path):
+def test_converted_model_is_replaced_only_with_overwrite(weights, tmp_path):
     convert_weights(weights, tmp_path)
     before = (tmp_path / "model" / "run.json").read_bytes()
     with pytest.raises(UsageError, match="not empty; give --overwrite"):
@@ -442,14 +442,14 @@ def test_an_earlier_result_is_replaced_only_when_told(weights, tmp_path):
     assert load_layout(tmp_path / "model").classes == ("one",)
 
 
-def test_other_files_are_never_replaced(weights, tmp_path):
+def test_unrelated_files_are_never_replaced(weights, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "image.json").write_text("{}")
     with pytest.raises(UsageError, match="not an earlier result of divdec"):
         convert_weights(weights, tmp_path, overwrite=True)
 
 
-def test_the_checkpoint_itself_is_never_replaced(weights, tmp_path):
+def test_source_checkpoint_is_never_replaced(weights, tmp_path):
     convert_weights(weights, tmp_path)
     (tmp_path / "published.ckpt").rename(tmp_path / "model" / "published.ckpt")
     with pytest.raises(UsageError, match="lie one within the other"):
@@ -457,7 +457,7 @@ def test_the_checkpoint_itself_is_never_replaced(weights, tmp_path):
     assert (tmp_path / "model" / "published.ckpt").is_file()
 
 
-def test_nothing_is_left_of_a_conversion_that_fails_midway(weights, tmp_path, monkeypatch):
+def test_failed_conversion_leaves_no_files(weights, tmp_path, monkeypatch):
     from divdec.imaging.codecs import VQCodec
 
     def fail(self, folder):
@@ -470,7 +470,7 @@ def test_nothing_is_left_of_a_conversion_that_fails_midway(weights, tmp_path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["published.ckpt"]
 
 
-def test_without_diffusers_it_says_what_to_install(weights, tmp_path, monkeypatch):
+def test_missing_diffusers_error_names_install_command(weights, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     refused(weights, tmp_path, r"needs diffusers: pip install 'divdec\[image\]'")
 
@@ -482,7 +482,7 @@ def published_models():
     return transformer, taming.codec_model(vq_config(3, (128, 128, 256, 256, 512), 2, [4], 256, (codes, 256)))
 
 
-def test_the_published_layout_has_the_published_number_of_parameters():
+def test_published_layout_matches_published_parameter_count():
     transformer, codec = published_models()
     assert {parameter.device.type for parameter in transformer.parameters()} == {"meta"}
     additional = transformer.config.n_embd

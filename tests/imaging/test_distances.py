@@ -39,23 +39,23 @@ def digits():
 
 
 @pytest.mark.parametrize(("images", "features", "shift"), [(500, 8, 0.0), (300, 64, 0.7), (200, 16, 30.0)])
-def test_against_scipy(images, features, shift):
+def test_frechet_distance_matches_scipy(images, features, shift):
     real, generated = correlated(images, features, 0), correlated(images + 50, features, 1, shift)
     assert frechet_distance(real, generated) == pytest.approx(by_scipy(real, generated), rel=1e-6)
 
 
-def test_of_one_dimension_by_hand():
+def test_one_dimensional_frechet_distance_matches_hand_computed_value():
     """(μ − μ')² + (σ − σ')²: means 2 and 7, deviations √2 and √8."""
     assert frechet_distance(torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [9.0]])) == pytest.approx(25 + 2)
 
 
-def test_a_set_is_at_no_distance_from_itself():
+def test_distance_of_set_to_itself_is_zero():
     real = correlated(400, 32, 3, shift=5.0)
     assert frechet_distance(real, real.flip(0)) == pytest.approx(0, abs=1e-6)
     assert frechet_distance(real, real.flip(0)) >= 0
 
 
-def test_the_three_distances(digits):
+def test_three_frechet_distances(digits):
     images, labels = digits
     judge = Classifier.fit(images, labels.tolist(), [str(digit) for digit in range(10)], steps=60)
     forget = labels < 5
@@ -73,7 +73,7 @@ def test_the_three_distances(digits):
     assert remaining.warnings == ()
 
 
-def test_small_sets_are_named(digits):
+def test_small_image_sets_give_warnings(digits):
     images, _ = digits
     result = frechet_distances(images[:100], images[:4], images[:9], images[4:104], nn.Flatten())
     assert [warning.split(":")[0] for warning in result.warnings] == [
@@ -85,7 +85,7 @@ def test_small_sets_are_named(digits):
         frechet_distances(images[:100], images[:100], images[:100], images[:1], nn.Flatten())
 
 
-def test_features_of_the_wrong_shape_are_refused():
+def test_features_of_wrong_shape_are_rejected():
     images = torch.rand(4, 1, 8, 8)
     with pytest.raises(UsageError, match="B_R"):
         frechet_distances(images, images, images, images, nn.Identity())
@@ -93,7 +93,7 @@ def test_features_of_the_wrong_shape_are_refused():
         compute_features(images.log().where(images > 2, torch.nan), nn.Flatten())
 
 
-class TestModelsOfTransformers:
+class TestTransformersFeatures:
     def dinov2(self, folder):
         torch.manual_seed(0)
         model = transformers.Dinov2Model(
@@ -146,7 +146,7 @@ class TestModelsOfTransformers:
         with pytest.raises(UsageError):
             PretrainedFeatures(tmp_path)
 
-    def test_a_missing_pooler_is_refused(self, tmp_path):
+    def test_missing_pooler_is_rejected(self, tmp_path):
         config = transformers.ViTConfig(
             hidden_size=32,
             num_hidden_layers=1,

@@ -34,7 +34,7 @@ def command(image_world, pictures, output, *more):
     return ["image", "eval", *map(str, (image_world.bundle, *options, *more))]
 
 
-def test_settings_are_measured_and_a_stopped_run_goes_on(image_world, pictures, tmp_path, capsys):
+def test_image_evaluation_measures_settings_and_resumes(image_world, pictures, tmp_path, capsys):
     output, retrained = tmp_path / "measured", tmp_path / "retrained"
     shutil.copytree(image_world.folder / "target", retrained)
     rules = ("--settings", "linear:0", "linear:2", "rank:16", "--retrain", retrained, "--json")
@@ -100,7 +100,7 @@ ONE = ("--settings", "linear:1")
         ((*ONE, "--forget", "digit 12"), "class 'digit 12' is not known"),
     ],
 )
-def test_mistakes_are_one_line(image_world, pictures, tmp_path, capsys, more, message):
+def test_invalid_arguments_give_one_line_error(image_world, pictures, tmp_path, capsys, more, message):
     more = tuple(str(image_world.bundle) if word == "BUNDLE" else word for word in more)
     assert main(command(image_world, pictures, tmp_path / "out", *more)) == 2
     printed = capsys.readouterr().err.strip().splitlines()
@@ -109,7 +109,7 @@ def test_mistakes_are_one_line(image_world, pictures, tmp_path, capsys, more, me
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
+def test_image_evaluation_rejects_plain_model(image_world, pictures, tmp_path, capsys):
     options = command(image_world, pictures, tmp_path / "out")
     options[2] = str(image_world.folder / "target")
     assert main(options) == 2
@@ -119,7 +119,7 @@ def test_a_plain_model_is_no_bundle(image_world, pictures, tmp_path, capsys):
     assert main(options) == 2
 
 
-def test_rules_are_named_as_in_the_paper():
+def test_rules_have_paper_names():
     assert rule_name(Steering(alpha=1.5)) == ("Linear", "α=1.5")
     assert rule_name(Steering("rank", k=20)) == ("Rank", "k=20")
 
@@ -128,7 +128,7 @@ def setting(method, config, retain, forget):
     return SettingResult(method, config, accuracy={"retain": retain, "forget": forget})
 
 
-def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
+def test_mildest_setting_reaching_both_goals_is_recommended():
     baseline = setting("Baseline", "", [1.0] * 19 + [0.0], [1.0] * 20)
     weak = setting("Linear", "α=1", [1.0] * 20, [1.0] * 4 + [0.0] * 16)
     good = setting("Linear", "α=2", [1.0] * 19 + [0.0], [1.0] * 3 + [0.0] * 17)
@@ -139,7 +139,7 @@ def test_the_mildest_setting_that_reaches_both_aims_is_recommended():
     assert recommend([baseline, retrained, weak, harsh]) is None
 
 
-def test_the_seed_draws_the_digits_to_forget():
+def test_demo_digits_to_forget_depend_on_seed():
     result = {demo_digits(seed).forget for seed in range(3)}
     assert len(result) == 3
     for forget in result:
@@ -148,6 +148,6 @@ def test_the_seed_draws_the_digits_to_forget():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_forgets_half_of_the_digits_and_keeps_the_others(seed, capsys):
+def test_image_demo_forgets_half_of_the_digits_only(seed, capsys):
     assert main(["image", "demo", "--seed", str(seed), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reached"]

@@ -119,7 +119,7 @@ def judge(url):
         yield make
 
 
-def test_an_image_as_png():
+def test_image_is_encoded_as_png():
     image = torch.rand(3, 5, 7, generator=torch.Generator().manual_seed(0))
     decoded = np.asarray(Image.open(io.BytesIO(png(image)))) / 255
     torch.testing.assert_close(torch.from_numpy(decoded).float().permute(2, 0, 1), image, atol=0.5 / 255 + 1e-6, rtol=0)
@@ -143,13 +143,13 @@ class TestContent:
                 "model": "looker", "temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20,
             }  # fmt: skip
 
-    def test_a_single_likely_word(self, judge, looker):
+    def test_only_one_of_yes_and_no(self, judge, looker):
         looker.logprobs = lambda bright: [{"token": "No", "logprob": -0.2}, {"token": "It", "logprob": -2.0}]
         assert judge().vqa_scores(IMAGES[:1], ["cat"]) == [0.0]
         looker.logprobs = lambda bright: [{"token": "yes", "logprob": -0.2}, {"token": "Yesterday", "logprob": -2.0}]
         assert judge().vqa_scores(IMAGES[:1], ["cat"]) == [1.0]
 
-    def test_neither_word_is_an_error(self, judge, looker):
+    def test_missing_yes_and_no_raises(self, judge, looker):
         looker.logprobs = lambda bright: [{"token": "The", "logprob": -0.1}, {"token": "Yes", "logprob": -9999.0}]
         with pytest.raises(UsageError, match=r"neither Yes nor No \(likeliest: 'the', 'yes'\)"):
             judge().vqa_scores(IMAGES[:1], ["cat"])
@@ -174,16 +174,16 @@ class TestQuality:
         assert all(len(body["messages"][0]["content"]) == 3 for body, _ in looker.requests)
 
     @pytest.mark.parametrize("letter", "AB")
-    def test_a_verdict_that_follows_the_order_is_no_verdict(self, judge, looker, letter):
+    def test_order_dependent_verdict_counts_as_tie(self, judge, looker, letter):
         looker.prefers = lambda one, other, rest: letter
         assert judge().preferences(IMAGES[:2], IMAGES[1:]) == [0.5, 0.5]
 
-    def test_a_tie_in_one_order_is_no_win(self, judge, looker):
+    def test_tie_in_one_order_is_not_a_win(self, judge, looker):
         looker.prefers = lambda one, other, rest: "A" if one > other else "C"
         assert judge().preferences(IMAGES[2:], IMAGES[:1]) == [0.5]
 
     @pytest.mark.parametrize("form", ["{}", "[[{}]]", "**Image {}**", " {}.\n"])
-    def test_how_verdicts_are_written(self, judge, looker, form):
+    def test_verdict_formats(self, judge, looker, form):
         looker.prefers = lambda one, other, rest: form.format("A" if one > other else "b")
         assert judge().preferences(IMAGES[2:], IMAGES[:1]) == [1.0]
 
@@ -201,7 +201,7 @@ class TestQuality:
         with pytest.raises(UsageError, match="gave twice no verdict"):
             judge().preferences(IMAGES[2:], IMAGES[:1])
 
-    def test_models_that_need_other_fields(self, judge, looker):
+    def test_request_fields_can_be_configured(self, judge, looker):
         options = {"temperature": None, "limit_name": "max_completion_tokens"}
         judge(endpoint=options, limit=4000).preferences(IMAGES[2:], IMAGES[:1])
         body, _ = looker.requests[0]
@@ -209,7 +209,7 @@ class TestQuality:
         assert body["max_completion_tokens"] == 4000
 
 
-class TestTrouble:
+class TestEndpointErrors:
     def test_too_many_requests_then_success(self, judge, looker):
         looker.failures = [(429, "slow down"), (503, ""), (429, "slow down")]
         assert judge(workers=1).vqa_scores(IMAGES[:1], ["cat"]) == pytest.approx([0.2], abs=0.002)
@@ -222,12 +222,12 @@ class TestTrouble:
         assert len(looker.requests) <= 8  # what waited was cancelled
 
     @pytest.mark.parametrize("content", ["<html>", "[]", "{}", '{"choices": []}', '{"choices": [7]}', "\x00"])
-    def test_garbage(self, judge, looker, content):
+    def test_malformed_response(self, judge, looker, content):
         looker.failures = [(200, content)]
         with pytest.raises(UsageError, match="not OpenAI-compatible"):
             judge().vqa_scores(IMAGES[:1], ["cat"])
 
-    def test_a_timeout(self, judge, looker):
+    def test_request_timeout(self, judge, looker):
         looker.delay = 0.4
         began = time.monotonic()
         with pytest.raises(UsageError, match=r"2 attempts \(ReadTimeout"):
@@ -240,7 +240,7 @@ class TestTrouble:
             ImageJudge(endpoint).vqa_scores(IMAGES[:1], ["cat"])
         assert "\n" not in str(raised.value)
 
-    def test_the_key_is_sent_and_never_shown(self, judge, looker, monkeypatch, tmp_path):
+    def test_api_key_is_sent_but_never_shown(self, judge, looker, monkeypatch, tmp_path):
         monkeypatch.setenv("LOOKER_KEY", KEY)
         path = tmp_path / "answers.jsonl"
         keyed = judge(ResumableOutput(path), endpoint={"api_key_env": "LOOKER_KEY"}, workers=1)
@@ -259,7 +259,7 @@ class TestTrouble:
 
 
 class TestResuming:
-    def test_nothing_is_asked_twice(self, judge, looker, tmp_path):
+    def test_cached_verdicts_are_not_requested_again(self, judge, looker, tmp_path):
         path = tmp_path / "answers.jsonl"
         scores = judge(ResumableOutput(path)).vqa_scores(IMAGES, ["cat"] * 3)
         preferred = judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2])
@@ -269,7 +269,7 @@ class TestResuming:
         assert judge(ResumableOutput(path)).preferences(IMAGES[:1], IMAGES[1:2]) == preferred
         assert len(looker.requests) == 5
 
-    def test_another_question_model_or_image_is_asked(self, judge, looker, tmp_path, url):
+    def test_changed_question_model_or_image_is_requested(self, judge, looker, tmp_path, url):
         path = tmp_path / "answers.jsonl"
         judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["cat"])
         judge(ResumableOutput(path)).vqa_scores(IMAGES[:1], ["dog"])
@@ -293,7 +293,7 @@ class TestResuming:
         assert len(looker.requests) - before == 3 - stored
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
-    def test_a_file_of_something_else(self, tmp_path):
+    def test_unrelated_cache_file(self, tmp_path):
         path = tmp_path / "thesis.txt"
         path.write_text("Chapter 1\n")
         with pytest.raises(UsageError, match="line 1 cannot be read"):

@@ -18,7 +18,7 @@ SHARED = dataclasses.replace(LAYOUT, first_class=0, no_class=None, vocab_size=7,
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
-def test_images_become_examples_and_rasters_again(rows, data):
+def test_image_layout_round_trips_rasters(rows, data):
     for layout in (LAYOUT, SHARED):
         codes = torch.tensor(rows).reshape(-1, 2, 3)
         wanted = st.sampled_from([0, 1, None] if layout.no_class is not None else [0, 1])
@@ -30,7 +30,7 @@ def test_images_become_examples_and_rasters_again(rows, data):
         assert torch.equal(layout.rasters(torch.tensor(rows)), codes)
 
 
-def test_tokens_of_a_layout_stand_side_by_side():
+def test_class_and_image_tokens_share_vocabulary_without_overlap():
     assert LAYOUT.prompts([0, 1, None]).tolist() == [[7], [8], [9]]
     assert (LAYOUT.vocab_size, LAYOUT.no_codes) == (11, [7, 8, 9, 10])
     assert (SHARED.prompts([1]).tolist(), SHARED.no_codes) == ([[1]], [])
@@ -40,7 +40,7 @@ def test_tokens_of_a_layout_stand_side_by_side():
     assert tokenizer.decode([9, 3, 0]) == "9 3 0"
 
 
-def test_files_that_are_no_images_are_refused():
+def test_invalid_codes_rasters_and_classes_are_rejected():
     with pytest.raises(UsageError, match="code 7 is not in the codebook; accepted: 0 to 6"):
         LAYOUT.records("some", torch.full((1, 2, 3), 7), [0])
     with pytest.raises(UsageError, match="code -1 is not in the codebook"):

@@ -38,20 +38,20 @@ def test_reconstruction_improves_with_the_codebook(digits):
     assert torch.allclose(exact.decode(exact.encode(images)), images, atol=1e-6)
 
 
-def test_the_same_seed_finds_the_same_codebook_in_about_a_second(digits):
+def test_codebook_fit_is_reproducible_and_fast(digits):
     started = time.perf_counter()
     one = PatchCodec.fit(digits[0], 2, 64, seed=3)
     assert time.perf_counter() - started < 20  # of a machine that does other things too
     assert torch.equal(one.patches, PatchCodec.fit(digits[0], 2, 64, seed=3).patches)
 
 
-def test_colour(digits):
+def test_patch_codec_supports_colour(digits):
     images = torch.cat([digits[0][:20], digits[0][20:40], digits[0][40:60]], dim=1)
     codec = PatchCodec.fit(images, 4, 8)
     assert codec.decode(codec.encode(images)).shape == images.shape
 
 
-def test_a_codec_round_trips_through_a_folder(digits, tmp_path):
+def test_patch_codec_round_trips_through_folder(digits, tmp_path):
     codec = PatchCodec.fit(digits[0], 2, 16)
     with pytest.raises(UsageError, match="holds no codec"):
         load_codec(tmp_path)
@@ -74,7 +74,7 @@ def test_a_codec_round_trips_through_a_folder(digits, tmp_path):
         load_codec(tmp_path)
 
 
-def test_images_that_do_not_fit(digits):
+def test_images_of_wrong_size_raise(digits):
     images = digits[0]
     codec = PatchCodec.fit(images, 2, 16)
     with pytest.raises(UsageError, match=r"images of 8×6 pixels and 1 channel\(s\); this codec reads 8×8 and 1"):

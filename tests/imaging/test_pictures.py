@@ -37,7 +37,7 @@ def test_sizes(folder):
     assert images.shape == (5, 1, 8, 8)
 
 
-def test_folders_without_images_are_refused(folder, tmp_path):
+def test_folders_without_images_are_rejected(folder, tmp_path):
     with pytest.raises(UsageError, match="is no folder"):
         read_folder(tmp_path / "absent", 1, (8, 8))
     (tmp_path / "empty" / "class").mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_folders_without_images_are_refused(folder, tmp_path):
         read_folder(folder, 1, (8, 8))
 
 
-def test_a_grid_holds_every_image_in_its_place(digits):
+def test_grid_shows_every_image_in_order(digits):
     rows = [digits[0][:3], digits[0][40:42]]
     whole = grid(rows, scale=2)
     assert whole.shape == (1, 2 * (2 * 9 - 1), 2 * (3 * 9 - 1))
@@ -58,7 +58,7 @@ def test_a_grid_holds_every_image_in_its_place(digits):
     assert (whole[:, 18:34, 36:] == 1).all()  # the second row has no third image
 
 
-def test_sixteen_bits_transparency_and_rotated_photographs(tmp_path):
+def test_sixteen_bit_transparent_and_rotated_images(tmp_path):
     inside = tmp_path / "one"
     inside.mkdir()
     ramp = numpy.linspace(0, 65535, 64).astype(numpy.uint16).reshape(8, 8)
@@ -76,7 +76,7 @@ def test_sixteen_bits_transparency_and_rotated_photographs(tmp_path):
         assert (images[2, :, 4:] == 1).all()
 
 
-def test_a_class_without_images_is_refused_and_other_files_are_reported(folder, capsys):
+def test_class_without_images_is_rejected_and_other_files_are_reported(folder, capsys):
     (folder / "digit 0" / "notes.txt").write_text("no image")
     said = []
     read_folder(folder, 1, (8, 8), report=said.append)
@@ -87,7 +87,7 @@ def test_a_class_without_images_is_refused_and_other_files_are_reported(folder, 
         read_folder(folder, 1, (8, 8))
 
 
-def test_a_very_long_image_is_cut_before_it_is_scaled(folder):
+def test_very_long_image_is_cropped_before_resizing(folder):
     Image.new("L", (1, 40000), 7).save(folder / "digit 0" / "long.png")
     images, _, _ = read_folder(folder, 1, (8, 8), resize=True)
     assert images.shape == (5, 1, 8, 8)

@@ -51,7 +51,7 @@ def test_seeds_and_batches(steered, image_world):
     assert_same_images(steered, layout, sample(steered, layout, CLASSES, settings), whole)
 
 
-def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, steered, image_world):
+def test_sampled_images_follow_steered_distribution_and_contain_only_codes(parts, steered, image_world):
     layout = image_world.layout
     codes = sample(steered, layout, CLASSES, GREEDY).reshape(10, -1)
     tokens = torch.cat([layout.prompts(CLASSES), codes], dim=1)
@@ -65,7 +65,7 @@ def test_images_follow_the_steered_distribution_and_hold_codes_alone(parts, stee
     assert int(hot.max()) < layout.codes
 
 
-def test_steering_moves_images_away_from_the_forgotten_classes(parts, image_world):
+def test_steering_reduces_forgotten_classes_in_samples(parts, image_world):
     layout, settings = image_world.layout, SamplingSettings(batch_size=60)
     classes = [index for index in (1, 4, 7) for _ in range(20)]
     real = image_world.codec.encode(image_world.images)
@@ -84,7 +84,7 @@ def test_steering_moves_images_away_from_the_forgotten_classes(parts, image_worl
 
 
 @pytest.mark.parametrize("rule", ["linear", "rank"])
-def test_drafted_images_are_the_same(parts, image_world, rule):
+def test_speculative_image_sampling_matches_plain(parts, image_world, rule):
     layout = image_world.layout
     steering = Steering(alpha=2.0) if rule == "linear" else rank(10, layout)
     model = DivergenceForCausalLM.from_parts(*parts, steering).eval()
@@ -93,7 +93,7 @@ def test_drafted_images_are_the_same(parts, image_world, rule):
         assert_same_images(model, layout, sample(model, layout, CLASSES, GREEDY, speculative=drafted), plain)
 
 
-def test_the_rank_rule_with_half_of_the_codebook(parts, image_world):
+def test_rank_rule_masks_half_of_codebook(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, rank(layout.codes // 2, layout)).eval()
     codes = sample(model, layout, CLASSES, SamplingSettings(seed=1)).reshape(10, -1)
@@ -106,7 +106,7 @@ def test_the_rank_rule_with_half_of_the_codebook(parts, image_world):
 
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 @pytest.mark.parametrize("rule", ["linear", "rank"])
-def test_guidance_comes_after_steering_and_before_the_rest(parts, image_world, rule, scale):
+def test_guidance_is_applied_after_steering_and_before_filters(parts, image_world, rule, scale):
     layout = image_world.layout
     steering = Steering(alpha=2.0) if rule == "linear" else rank(10, layout)
     model = DivergenceForCausalLM.from_parts(*parts, steering).eval()
@@ -152,7 +152,7 @@ def test_sampling_errors(parts, steered, image_world):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
+def test_failing_expert_stops_image_sampling(parts, image_world, guidance):
     target, q, p = parts
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:2").eval()
     weight = p.transformer.ln_f.weight
@@ -167,7 +167,7 @@ def test_a_failing_expert_stops_sampling(parts, image_world, guidance):
             weight.copy_(saved)
 
 
-def test_guidance_that_leaves_no_code_is_an_error(parts, image_world):
+def test_guidance_without_allowed_code_raises(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, rank(layout.codes - 1, layout)).eval()
     with pytest.raises(UsageError, match="none is left to draw"):
@@ -184,7 +184,7 @@ def test_the_generation_config_of_a_checkpoint_is_ignored(parts, image_world):
     assert model.generation_config is own
 
 
-def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
+def test_rank_rule_counts_only_image_codes(image_world, tmp_path):
     parts = {piece: str(image_world.folder / piece) for piece in ("target", "retain_auxiliary", "forget_auxiliary")}
     bundle = write_bundle(tmp_path / "bundle", **parts, steering="rank:12")
     stored, chosen = (load_image_model(str(bundle), steering=rule) for rule in (None, Steering("rank", k=12)))
@@ -194,7 +194,7 @@ def test_the_rank_rule_of_any_bundle_counts_codes_alone(image_world, tmp_path):
         load_image_model(str(soft))
 
 
-def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
+def test_images_are_sampled_from_bundle_and_plain_checkpoint(image_world, steered, tmp_path):
     opened = load_image_model(str(image_world.bundle))
     assert (opened.layout, str(opened.steering)) == (image_world.layout, "linear:2")
     drawn = sample(opened.model, opened.layout, CLASSES, GREEDY)
@@ -209,7 +209,7 @@ def test_a_bundle_and_a_plain_checkpoint(image_world, steered, tmp_path):
         load_image_model(str(image_world.folder / "retain_auxiliary"))
 
 
-def test_any_causal_model_of_image_tokens_is_steered_by_the_same_code():
+def test_any_causal_image_token_model_can_be_steered():
     def image_gpt(seed, width):
         torch.manual_seed(seed)
         config = ImageGPTConfig(vocab_size=17, n_positions=17, n_embd=width, n_layer=2, n_head=4, initializer_range=0.3)

@@ -30,7 +30,7 @@ def test_mean_and_standard_error():
     assert str(Mean.of([1.0, 1.0, 1.0])) == "100% ± 0.0"
 
 
-def test_the_papers_layout():
+def test_table_has_paper_layout():
     assert tabulate([BASELINE, LINEAR], ["content"]).markdown().splitlines() == [
         "| Method | Config | Retain ↑ | Forget ↓ |",
         "| --- | --- | --: | --: |",
@@ -45,7 +45,7 @@ def test_the_papers_layout():
     ]
 
 
-def test_all_of_it_in_one_table():
+def test_all_metrics_in_one_table():
     head, _, _, linear, rank = tabulate([BASELINE, LINEAR, RANK]).markdown().splitlines()
     # No setting has accuracy on the forget set, so that there is no such column.
     assert head == (
@@ -73,13 +73,13 @@ def test_json_is_not_rounded():
     assert rank["quality"]["gemini"] == {"retain": None, "forget": None}
 
 
-def test_figures_are_grouped_by_set():
+def test_metrics_are_grouped_by_set():
     assert by_set([7.0, 8.0, 9.0], [0, 1, 2], {1}) == {"retain": [7.0, 9.0], "forget": [8.0]}
     with pytest.raises(ValueError):
         by_set([7.0, 8.0], [0], {1})
 
 
-def test_cells():
+def test_cells_are_formatted():
     assert [cell_text(cell) for cell in (None, 9.994, 10.04, 0.0, Mean(0.974, 0.0104, 9))] == [
         "–", "9.99", "10.0", "0.00", "97% ± 1.0",
     ]  # fmt: skip

@@ -39,7 +39,7 @@ def trained(image_world, pictures, tmp_path_factory):
     return output
 
 
-def test_a_pair_is_trained_on_a_folder_of_images(trained, image_world):
+def test_auxiliaries_are_trained_on_image_folder(trained, image_world):
     content = json.loads((trained / "run.json").read_text())
     assert content["classes_to_forget"] == ["digit 1", "digit 4"]
     for result in content["auxiliaries"].values():
@@ -53,7 +53,7 @@ def test_a_pair_is_trained_on_a_folder_of_images(trained, image_world):
     assert opened.steering.vocabulary == tuple(range(image_world.layout.codes))
 
 
-def test_classes_are_drawn_by_seed_where_none_is_named(image_world):
+def test_forget_classes_are_sampled_by_seed_by_default(image_world):
     drawn = set()
     for seed in (0, 1):
         settings = ImageTrainSettings(target="t", images="i", output="o", seed=seed)
@@ -62,7 +62,7 @@ def test_classes_are_drawn_by_seed_where_none_is_named(image_world):
     assert {len(classes) for classes in drawn} == {5}
 
 
-def test_images_are_drawn_into_a_folder(trained, tmp_path, capsys):
+def test_image_sample_command_writes_images(trained, tmp_path, capsys):
     bundle, output = str(trained / "pair" / "bundle"), tmp_path / "drawn"
     command = ["image", "sample", bundle, "--output", str(output), "--count", "3", "--classes", "2", "digit 4"]
     assert main([*command, "--json"]) == 0
@@ -102,7 +102,7 @@ def open_image_model_like(student, bundle):
     return model
 
 
-def test_class_names_that_are_unsafe_in_paths(image_world, tmp_path):
+def test_unsafe_class_names_are_escaped_in_paths(image_world, tmp_path):
     names = ["../../out", "/tmp/out", "a/b", "grid.png", "long " * 80, "tail.", "nul\0", "digit 7", "ä, (ö)", ".hidden"]
     model = tmp_path / "model"
     shutil.copytree(image_world.folder / "target", model)
@@ -114,7 +114,7 @@ def test_class_names_that_are_unsafe_in_paths(image_world, tmp_path):
     assert {"digit 7", "ä, (ö)", "0000 ______out"} <= {folder.name for folder in output.iterdir()}
 
 
-def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
+def test_duplicate_class_is_sampled_once(image_world, tmp_path):
     settings = ImageSampleSettings(
         model=str(image_world.bundle), output=str(tmp_path / "out"), classes=("1", "digit 1"), count=2
     )
@@ -123,7 +123,7 @@ def test_a_class_named_twice_is_drawn_once(image_world, tmp_path):
         sample_to_folder(dataclasses.replace(settings, output=str(image_world.folder / "target" / "x")))
 
 
-def test_training_resumes_after_the_pair_is_complete_and_touches_no_other_run(image_world, pictures, tmp_path):
+def test_image_training_resumes_after_auxiliaries_without_touching_other_runs(image_world, pictures, tmp_path):
     settings = ImageTrainSettings(
         target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / "run"),
         forget=("digit 2",), epochs=0.5, base_lr=1e-2, steering="rank:8",
@@ -176,7 +176,7 @@ def test_training_errors(image_world, pictures, tmp_path, changed, message):
         (["image", "sample", "NOWHERE", "--output", "OUT"], "NOWHERE"),
     ],
 )
-def test_mistakes_are_one_line(image_world, tmp_path, capsys, command, message):
+def test_invalid_arguments_give_one_line_error(image_world, tmp_path, capsys, command, message):
     places = {"BUNDLE": str(image_world.bundle), "OUT": str(tmp_path / "out")}
     assert main([places.get(word, word) for word in command]) == 2
     printed = capsys.readouterr().err
@@ -185,6 +185,6 @@ def test_mistakes_are_one_line(image_world, tmp_path, capsys, command, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_help_needs_no_torch():
+def test_image_help_does_not_import_torch():
     assert not loads_torch(["image", "--help"])
     assert not loads_torch(["image", "sample", "--help"])

@@ -44,7 +44,7 @@ def change_weight(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_it_is_a_model_for_transformers(bundle, checkpoints):
+def test_bundle_loads_with_auto_model(bundle, checkpoints):
     model = AutoModelForCausalLM.from_pretrained(bundle)
     assert isinstance(model, DivergenceForCausalLM)
     target, retain, forget = (
@@ -62,7 +62,7 @@ def test_it_is_a_model_for_transformers(bundle, checkpoints):
     assert answer[0]["generated_text"] == tokenizer.decode(expected[0], skip_special_tokens=True)
 
 
-def test_it_holds_references_and_no_weights(bundle):
+def test_bundle_references_checkpoints_without_weights(bundle):
     assert not list(bundle.rglob("*.safetensors"))
     assert size_of(bundle) < 8_000
     config = json.loads((bundle / "config.json").read_text())
@@ -75,7 +75,7 @@ def test_it_holds_references_and_no_weights(bundle):
     assert "| forgets | not measured" in card
 
 
-def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):
+def test_bundle_and_checkpoints_can_be_moved_together(bundle, tmp_path):
     before = logits_of(DivergenceForCausalLM.from_pretrained(bundle))
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -84,7 +84,7 @@ def test_bundle_and_checkpoints_can_move_together(bundle, tmp_path):
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved / "bundle")), before)
 
 
-def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(own_checkpoints, tmp_path, monkeypatch):
+def test_external_checkpoint_path_is_absolute_unless_given_relative(own_checkpoints, tmp_path, monkeypatch):
     far = tmp_path / "a" / "b"
     bundle = write(own_checkpoints, far / "bundle")
     assert json.loads((bundle / "config.json").read_text())["target"]["folder"] == str(own_checkpoints / "target")
@@ -94,7 +94,7 @@ def test_a_checkpoint_elsewhere_is_named_absolutely_unless_given_relatively(own_
     DivergenceForCausalLM.from_pretrained(bundle)
 
 
-def test_a_packed_bundle_stands_alone(own_checkpoints, tmp_path):
+def test_packed_bundle_is_self_contained(own_checkpoints, tmp_path):
     bundle = write(own_checkpoints, tmp_path / "packed", pack=True)
     before = logits_of(DivergenceForCausalLM.from_pretrained(bundle))
     shutil.rmtree(own_checkpoints)
@@ -102,7 +102,7 @@ def test_a_packed_bundle_stands_alone(own_checkpoints, tmp_path):
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(moved)), before)
 
 
-def test_an_index_of_shards_that_are_gone_is_not_read(own_checkpoints, tmp_path):
+def test_stale_shard_index_is_ignored(own_checkpoints, tmp_path):
     """transformers leaves it behind where a model is saved in shards and then as one file."""
     model = tiny_model("llama", 512, 9)
     for size in ("20KB", "5GB"):
@@ -115,7 +115,7 @@ def test_an_index_of_shards_that_are_gone_is_not_read(own_checkpoints, tmp_path)
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(packed)), expected)
 
 
-def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
+def test_save_pretrained_writes_current_weights(bundle, tmp_path):
     model = DivergenceForCausalLM.from_pretrained(bundle)
     with torch.no_grad():
         model.experts.retain.get_output_embeddings().weight.mul_(1.1)
@@ -126,7 +126,7 @@ def test_save_pretrained_writes_what_is_in_memory(bundle, tmp_path):
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 
-def test_save_pretrained_takes_what_trainer_gives(bundle, tmp_path):
+def test_save_pretrained_accepts_trainer_arguments(bundle, tmp_path):
     """Trainer saves a state dict of the whole model, on the main process of several only."""
     model = DivergenceForCausalLM.from_pretrained(bundle)
     state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
@@ -141,7 +141,7 @@ def test_save_pretrained_takes_what_trainer_gives(bundle, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
-def test_dtype_and_device_by_part(bundle):
+def test_dtype_and_device_per_model(bundle):
     model = DivergenceForCausalLM.from_pretrained(
         bundle,
         dtype={"target": torch.bfloat16, "experts": torch.float32},
@@ -154,7 +154,7 @@ def test_dtype_and_device_by_part(bundle):
     assert logits_of(model).dtype == torch.float32
 
 
-def test_the_rule_can_be_replaced_when_loading(bundle):
+def test_steering_can_be_overridden_when_loading(bundle):
     assert str(DivergenceForCausalLM.from_pretrained(bundle, steering="rank:9").steering) == "rank:9"
 
 
@@ -166,7 +166,7 @@ def as_hub_repository(cache, name, commit, source):
     shutil.copytree(source, repository / "snapshots" / commit)
 
 
-def test_hub_ids_are_pinned_to_a_commit_and_work_offline(own_checkpoints, tmp_path, monkeypatch):
+def test_hub_ids_are_pinned_to_commit_and_load_offline(own_checkpoints, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     cache = tmp_path / "hub"
@@ -190,7 +190,7 @@ def test_hub_ids_are_pinned_to_a_commit_and_work_offline(own_checkpoints, tmp_pa
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("somebody/steered")), logits_of(local))
 
 
-class TestRefuses:
+class TestRejectsInvalidInput:
     """Fail closed: an error that names what is wrong, and nothing written."""
 
     def refused(self, models, tmp_path, said, **options):
@@ -215,11 +215,11 @@ class TestRefuses:
         weights.unlink()
         self.refused(own_checkpoints, tmp_path, "pickled weights")
 
-    def test_an_adapter(self, own_checkpoints, tmp_path):
+    def test_unmerged_adapter(self, own_checkpoints, tmp_path):
         (own_checkpoints / "forget" / "config.json").rename(own_checkpoints / "forget" / "adapter_config.json")
         self.refused(own_checkpoints, tmp_path, "LoRA adapter")
 
-    def test_an_auxiliary_with_another_vocabulary(self, own_checkpoints, tmp_path, world):
+    def test_auxiliary_with_different_vocabulary(self, own_checkpoints, tmp_path, world):
         from divdec.demo.models import train_tokenizer
 
         other = train_tokenizer([text[::-1] for text in world.corpus[:100]], 512)
@@ -231,7 +231,7 @@ class TestRefuses:
             file.unlink()
         self.refused(own_checkpoints, tmp_path, "has no tokenizer")
 
-    def test_an_auxiliary_narrower_than_the_tokenizer(self, own_checkpoints, tmp_path):
+    def test_auxiliary_with_fewer_logits_than_tokens(self, own_checkpoints, tmp_path):
         tiny_model("llama", 500, 1).save_pretrained(own_checkpoints / "retain")
         self.refused(own_checkpoints, tmp_path, "500 logits, but its tokenizer has token ids up to 511")
 
@@ -239,7 +239,7 @@ class TestRefuses:
         ("steering", "said"),
         [("rank:512", "between 1 and 511"), ("up:3", "accepted"), ("linear:-2", "negative")],
     )
-    def test_a_rule_that_does_not_fit(self, own_checkpoints, tmp_path, steering, said):
+    def test_incompatible_steering(self, own_checkpoints, tmp_path, steering, said):
         self.refused(own_checkpoints, tmp_path, said, steering=steering)
 
     def test_an_output_folder_in_use(self, own_checkpoints, tmp_path):
@@ -251,7 +251,7 @@ class TestRefuses:
                 write(own_checkpoints, output, overwrite=overwrite)
         assert (output / "thesis.txt").read_text() == "years of work"
 
-    def test_an_output_folder_that_holds_a_part(self, own_checkpoints, tmp_path):
+    def test_output_folder_containing_a_checkpoint(self, own_checkpoints, tmp_path):
         write(own_checkpoints, tmp_path / "bundle")
         shutil.move(own_checkpoints, tmp_path / "bundle" / "models")
         with pytest.raises(UsageError, match="one within the other"):
@@ -261,7 +261,7 @@ class TestRefuses:
         assert (tmp_path / "bundle" / "models" / "target" / "model.safetensors").is_file()
         assert not (tmp_path / "bundle" / "models" / "target" / "bundle").exists()
 
-    def test_a_checkpoint_is_not_an_earlier_bundle(self, own_checkpoints, tmp_path):
+    def test_overwrite_does_not_replace_checkpoint(self, own_checkpoints, tmp_path):
         shutil.copytree(own_checkpoints / "target", tmp_path / "precious")
         with pytest.raises(UsageError, match="not an earlier result"):
             write(own_checkpoints, tmp_path / "precious", overwrite=True)
@@ -272,7 +272,7 @@ class TestRefuses:
         shutil.copytree(own_checkpoints / "retain", own_checkpoints / "forget")
         self.refused(own_checkpoints, tmp_path, "their divergence is zero")
 
-    def test_overwrite_replaces_an_earlier_bundle(self, own_checkpoints, tmp_path):
+    def test_overwrite_replaces_existing_bundle(self, own_checkpoints, tmp_path):
         write(own_checkpoints, tmp_path / "bundle")
         with pytest.raises(UsageError, match="--overwrite"):
             write(own_checkpoints, tmp_path / "bundle", steering="rank:5")
@@ -281,7 +281,7 @@ class TestRefuses:
         assert sorted(os.listdir(tmp_path)) == ["bundle", "models"]
 
 
-class TestLoadingRefuses:
+class TestLoadingRejects:
     """A bundle whose parts have changed, gone or been tampered with is never loaded as something less."""
 
     @pytest.mark.parametrize("part", ["target", "retain", "forget"])
@@ -291,7 +291,7 @@ class TestLoadingRefuses:
             AutoModelForCausalLM.from_pretrained(bundle)
         DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
-    def test_a_file_that_is_new_or_missing(self, bundle, own_checkpoints):
+    def test_added_or_missing_file(self, bundle, own_checkpoints):
         (own_checkpoints / "retain" / "vocab.json").write_text("{}")
         with pytest.raises(UsageError, match=r"vocab\.json is new"):
             DivergenceForCausalLM.from_pretrained(bundle)
@@ -301,14 +301,14 @@ class TestLoadingRefuses:
             DivergenceForCausalLM.from_pretrained(bundle)
 
     @pytest.mark.parametrize("part", ["target", "retain", "forget"])
-    def test_a_part_that_is_gone(self, bundle, own_checkpoints, part):
+    def test_deleted_checkpoint(self, bundle, own_checkpoints, part):
         shutil.rmtree(own_checkpoints / part)
         for verify in (True, False):
             with pytest.raises(UsageError, match="does not exist"):
                 DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
 
     @pytest.mark.parametrize("part", ["target", "retain_auxiliary", "forget_auxiliary"])
-    def test_a_configuration_that_names_no_part(self, bundle, part):
+    def test_config_without_checkpoint_reference(self, bundle, part):
         config = json.loads((bundle / "config.json").read_text())
         del config[part]
         (bundle / "config.json").write_text(json.dumps(config))
@@ -323,14 +323,14 @@ class TestLoadingRefuses:
             ({"rule": "rank", "k": 9999}, "between 1 and"),
         ],
     )
-    def test_a_configuration_with_a_bad_rule(self, bundle, steering, said):
+    def test_config_with_invalid_steering(self, bundle, steering, said):
         config = json.loads((bundle / "config.json").read_text())
         config["steering"] = steering
         (bundle / "config.json").write_text(json.dumps(config))
         with pytest.raises(UsageError, match=said):
             DivergenceForCausalLM.from_pretrained(bundle)
 
-    def test_a_configuration_without_a_rule(self, bundle):
+    def test_config_without_steering(self, bundle):
         config = json.loads((bundle / "config.json").read_text())
         del config["steering"]
         (bundle / "config.json").write_text(json.dumps(config))
@@ -342,7 +342,7 @@ class TestLoadingRefuses:
         with pytest.raises(UsageError, match="512 tokens, that of its parts 500"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
-    def test_digests_that_were_removed(self, bundle):
+    def test_removed_digests(self, bundle):
         config = json.loads((bundle / "config.json").read_text())
         del config["forget_auxiliary"]["sha256"]
         (bundle / "config.json").write_text(json.dumps(config))
@@ -350,14 +350,14 @@ class TestLoadingRefuses:
             DivergenceForCausalLM.from_pretrained(bundle)
 
     @pytest.mark.parametrize("size", [511, 0, True])
-    def test_another_vocabulary_size(self, bundle, size):
+    def test_different_vocabulary_size(self, bundle, size):
         config = json.loads((bundle / "config.json").read_text())
         config["vocab_size"] = size
         (bundle / "config.json").write_text(json.dumps(config))
         with pytest.raises(UsageError, match="write the bundle again"):
             DivergenceForCausalLM.from_pretrained(bundle)
 
-    def test_one_auxiliary_named_twice(self, bundle):
+    def test_same_auxiliary_referenced_twice(self, bundle):
         config = json.loads((bundle / "config.json").read_text())
         config["forget_auxiliary"] = config["retain_auxiliary"]
         (bundle / "config.json").write_text(json.dumps(config))
@@ -365,13 +365,13 @@ class TestLoadingRefuses:
             with pytest.raises(UsageError, match="nothing would be forgotten"):
                 DivergenceForCausalLM.from_pretrained(bundle, verify=verify)
 
-    def test_twins_without_verification(self, bundle, own_checkpoints):
+    def test_identical_auxiliaries_without_verification(self, bundle, own_checkpoints):
         shutil.copyfile(own_checkpoints / "retain/model.safetensors", own_checkpoints / "forget/model.safetensors")
         with pytest.raises(UsageError, match="nothing would be forgotten"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
     @pytest.mark.parametrize("part", ["target", "retain", "forget"])
-    def test_weights_that_would_be_random(self, bundle, own_checkpoints, part):
+    def test_missing_weights(self, bundle, own_checkpoints, part):
         weights = own_checkpoints / part / "model.safetensors"
         tensors = load_file(weights)
         del tensors["model.norm.weight"]
@@ -379,7 +379,7 @@ class TestLoadingRefuses:
         with pytest.raises(UsageError, match=r"lacks the weights model\.norm\.weight"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
-    def test_weights_of_another_shape(self, bundle, own_checkpoints):
+    def test_weights_of_wrong_shape(self, bundle, own_checkpoints):
         weights = own_checkpoints / "retain" / "model.safetensors"
         tensors = load_file(weights)
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
@@ -387,13 +387,13 @@ class TestLoadingRefuses:
         with pytest.raises(UsageError, match="retain_auxiliary"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
-    def test_shards_outside_the_folder(self, bundle, own_checkpoints):
+    def test_shards_outside_checkpoint_folder(self, bundle, own_checkpoints):
         index = {"weight_map": {"model.norm.weight": "../target/model.safetensors"}}
         (own_checkpoints / "retain" / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(UsageError, match="outside the folder"):
             DivergenceForCausalLM.from_pretrained(bundle, verify=False)
 
-    def test_two_sets_of_weights(self, bundle, own_checkpoints):
+    def test_duplicate_weight_files(self, bundle, own_checkpoints):
         """transformers would load the single file, though the shards were saved after it."""
         tiny_model("llama", 512, 1).save_pretrained(own_checkpoints / "retain", max_shard_size="20KB")
         for verify in (True, False):
@@ -406,7 +406,7 @@ class TestLoadingRefuses:
     @pytest.mark.parametrize(
         "name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer_config.json"]
     )
-    def test_a_tokenizer_that_reads_otherwise(self, bundle, own_checkpoints, part, name):
+    def test_changed_tokenizer_files(self, bundle, own_checkpoints, part, name):
         """What stands around a message decides what a part reads."""
         file = own_checkpoints / part / name
         text = file.read_text() if file.is_file() else ""
@@ -426,11 +426,11 @@ class TestLoadingRefuses:
         with pytest.raises(UsageError, match="no meaning for a bundle"):
             DivergenceForCausalLM.from_pretrained(bundle, **option)
 
-    def test_a_plain_checkpoint(self, checkpoints):
+    def test_plain_checkpoint_is_not_a_bundle(self, checkpoints):
         with pytest.raises(UsageError, match="plain llama checkpoint"):
             DivergenceForCausalLM.from_pretrained(checkpoints / "target")
 
-    def test_nothing_at_all(self, tmp_path):
+    def test_missing_bundle(self, tmp_path):
         with pytest.raises(UsageError, match=r"no config\.json"):
             DivergenceForCausalLM.from_pretrained(tmp_path)
         with pytest.raises(

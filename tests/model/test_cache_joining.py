@@ -81,7 +81,7 @@ ACTIONS = st.lists(st.one_of(ids, st.integers(2, VOCAB - 1), st.randoms(use_true
 
 @given(first=ids, actions=ACTIONS)
 @settings(max_examples=40)
-def test_whatever_joins_and_leaves_each_row_goes_on_as_if_alone(model, first, actions):
+def test_rows_are_independent_when_batch_changes(model, first, actions):
     rows = Rows(model, first)
     for action in actions:
         if isinstance(action, list):
@@ -96,7 +96,7 @@ def test_whatever_joins_and_leaves_each_row_goes_on_as_if_alone(model, first, ac
         torch.testing.assert_close(logits, fresh(model, text), atol=1e-4, rtol=1e-4)
 
 
-def test_caches_of_two_models_are_not_joined(model):
+def test_caches_of_different_models_cannot_be_joined(model):
     rows, other = Rows(model, [5, 6]), Rows(DivergenceForCausalLM.from_parts(*make_parts("llama")), [5, 6])
     with pytest.raises(FailedClosed, match="different models"):
         join(rows.cache, other.cache)

@@ -35,7 +35,7 @@ def generate(model, ids=PROMPTS, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_that_ends_in_padding_is_refused(model, mode):
+def test_prompt_ending_in_padding_is_rejected(model, mode):
     ids = PROMPTS[1:] if mode == "lookup" else PROMPTS
     mask = torch.ones_like(ids)
     mask[-1, -1] = 0
@@ -43,7 +43,7 @@ def test_a_prompt_that_ends_in_padding_is_refused(model, mode):
         generate(model, ids, attention_mask=mask, **MODES[mode])
 
 
-def test_padding_that_no_mask_names_is_refused(model):
+def test_padding_without_attention_mask_is_rejected(model):
     """transformers takes padding tokens for padding where they end nothing."""
     padded = PROMPTS.clone()
     padded[0, -2:] = 1
@@ -52,7 +52,7 @@ def test_padding_that_no_mask_names_is_refused(model):
 
 
 @pytest.mark.parametrize("speculative", [None, 2])
-def test_padding_after_a_kept_cache_is_refused(model, speculative):
+def test_padding_after_reused_cache_is_rejected(model, speculative):
     cache = model.new_cache()
     with torch.no_grad():
         model(PROMPTS[:1, :2], past_key_values=cache)
@@ -61,7 +61,7 @@ def test_padding_after_a_kept_cache_is_refused(model, speculative):
         generate(model, PROMPTS[:1], attention_mask=mask, past_key_values=cache, speculative=speculative)
 
 
-def test_a_negative_prompt_that_ends_in_padding_is_refused(model):
+def test_negative_prompt_ending_in_padding_is_rejected(model):
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     with pytest.raises(UsageError, match="negative prompt 1 ends in padding"):
         generate(model, guidance_scale=1.5, negative_prompt_ids=PROMPTS, negative_prompt_attention_mask=mask)
@@ -87,7 +87,7 @@ def test_a_negative_prompt_that_ends_in_padding_is_refused(model):
     ],
     ids=lambda options: "-".join(options),
 )
-def test_what_would_not_be_the_steered_models_is_refused_in_one_line(model, options):
+def test_options_that_bypass_steering_are_rejected(model, options):
     if options.get("assistant_model"):
         options = options | {"assistant_model": model.target}
     if options.get("inputs_embeds"):
@@ -97,11 +97,11 @@ def test_what_would_not_be_the_steered_models_is_refused_in_one_line(model, opti
     assert "\n" not in str(error.value)
 
 
-def test_an_assistant_changes_no_greedy_answer(model):
+def test_assistant_model_does_not_change_greedy_output(model):
     assert torch.equal(generate(model, PROMPTS[:1], assistant_model=model.target), generate(model, PROMPTS[:1]))
 
 
-def test_a_healed_prompt_keeps_its_mask(bundle, tokenizer):
+def test_token_healing_updates_attention_mask(bundle, tokenizer):
     model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), copy.deepcopy(tokenizer)
     tokenizer.bos_token = tokenizer.eos_token  # transformers needs one
     prompts = [tokenizer(text).input_ids for text in ("Jasper Ashild was b", "Where was")]

@@ -60,7 +60,7 @@ def test_logits_equal_the_reference(steered, setting):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_equals_one_by_one(steered, side):
+def test_padded_batch_matches_unbatched(steered, side):
     ids, mask = left_padded(PROMPTS)
     if side == "right":
         ids, mask = (torch.stack([row.roll(int(m.sum())) for row, m in zip(t, mask, strict=True)]) for t in (ids, mask))
@@ -71,7 +71,7 @@ def test_a_padded_batch_equals_one_by_one(steered, side):
             assert_close(logits[row][mask[row].bool()], alone)
 
 
-def test_cached_equals_uncached(steered):
+def test_cached_logits_match_uncached(steered):
     ids, mask = left_padded(PROMPTS)
     with torch.no_grad():
         whole = steered(input_ids=ids, attention_mask=mask).logits
@@ -83,7 +83,7 @@ def test_cached_equals_uncached(steered):
     assert cache.check_length() == 9
 
 
-def test_a_loop_of_ones_own_gets_a_cache_unasked(steered):
+def test_forward_returns_cache_by_default(steered):
     (expected,) = generate(steered, PROMPTS[:1])
     ids, cache, answer = torch.tensor([PROMPTS[0]]), None, []
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own_gets_a_cache_unasked(steered):
     assert steered(input_ids=ids, use_cache=False).past_key_values is None
 
 
-def test_only_the_last_positions_are_the_same_as_all(steered):
+def test_logits_to_keep_returns_last_positions(steered):
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
         assert_close(steered(input_ids=ids, logits_to_keep=3).logits, steered(input_ids=ids).logits[:, -3:])
@@ -110,7 +110,7 @@ def test_greedy_generation_equals_the_reference(steered, setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_generated_is_the_teacher_forced_argmax(steered, setting):
+def test_greedy_tokens_are_teacher_forced_argmax(steered, setting):
     steered.steering = setting
     (answer,) = generate(steered, PROMPTS[:1])
     answer = trimmed(answer)
@@ -120,11 +120,11 @@ def test_generated_is_the_teacher_forced_argmax(steered, setting):
     assert_same_answer(steered, PROMPTS[0], logits[start:-1].argmax(-1).tolist(), answer)
 
 
-def test_generation_without_a_cache_is_the_same(steered):
+def test_generation_without_cache_matches_cached(steered):
     assert_all_same(steered, PROMPTS, generate(steered, PROMPTS, use_cache=False), generate(steered, PROMPTS))
 
 
-def test_scores_that_leave_generate_are_steered(steered):
+def test_generate_returns_steered_scores(steered):
     ids, mask = left_padded(PROMPTS[:1])
     output = steered.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=1,
@@ -137,7 +137,7 @@ def test_scores_that_leave_generate_are_steered(steered):
         torch.testing.assert_close(scores[0], logits[0])
 
 
-def test_beams_find_what_an_uncached_beam_search_finds(steered):
+def test_beam_search_matches_uncached_beam_search(steered):
     beams = generate(steered, PROMPTS, num_beams=3, num_return_sequences=2)
     assert beams == generate(steered, PROMPTS, num_beams=3, num_return_sequences=2, use_cache=False)
     assert len(beams) == 2 * len(PROMPTS)
@@ -159,20 +159,20 @@ def test_sampling_follows_the_seed_and_the_steered_distribution(steered):
     assert not masked & {answer[0] for answer in sampled}
 
 
-def test_assisted_decoding_with_q_changes_nothing(steered):
+def test_assisted_decoding_with_q_matches_greedy(steered):
     for prompt in PROMPTS:
         found = generate(steered, [prompt], assistant_model=steered.experts.retain)
         assert_all_same(steered, [prompt], found, generate(steered, [prompt]))
 
 
-def test_prompt_lookup_changes_nothing(steered):
+def test_prompt_lookup_matches_greedy(steered):
     prompt = PROMPTS[1] * 3
     found = generate(steered, [prompt], prompt_lookup_num_tokens=3)
     assert_all_same(steered, [prompt], found, generate(steered, [prompt]))
 
 
 @pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 2}])
-def test_assisted_decoding_does_not_read_a_kept_cache_twice(steered, options):
+def test_assisted_decoding_rejects_reused_cache(steered, options):
     if "assistant_model" in options:
         options = {"assistant_model": steered.experts.retain}
     ids = torch.tensor([PROMPTS[0]])
@@ -202,7 +202,7 @@ def test_streamer_and_stop_strings(steered, tokenizer):
 
 
 @pytest.mark.parametrize("options", [{"num_return_sequences": 2}, {"num_beams": 2, "do_sample": False}])
-def test_a_kept_cache_goes_on_with_the_rows_that_it_holds(steered, options):
+def test_reused_cache_requires_matching_batch_size(steered, options):
     ids = torch.tensor([PROMPTS[0]])
     cache = steered(ids[:, :-1]).past_key_values
     with pytest.raises(UsageError, match="holds 1 sequences, but the input has 2"):
@@ -213,7 +213,7 @@ def test_a_kept_cache_goes_on_with_the_rows_that_it_holds(steered, options):
     steered.generate(ids, past_key_values=cache, **{"max_new_tokens": 2, "do_sample": True, **options})
 
 
-def test_labels_give_the_mean_negative_log_probability(steered):
+def test_loss_is_mean_negative_log_probability(steered):
     ids = torch.tensor([PROMPTS[1]])
     labels = ids.clone()
     labels[:, :4] = -100
@@ -223,7 +223,7 @@ def test_labels_give_the_mean_negative_log_probability(steered):
     torch.testing.assert_close(output.loss, expected)
 
 
-def test_bfloat16_runs_and_steers_in_float32(family):
+def test_bfloat16_models_are_steered_in_float32(family):
     model = DivergenceForCausalLM.from_parts(*(part.bfloat16() for part in make_parts(family)), steering="linear:1.5")
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPTS[1]])).logits
@@ -231,7 +231,7 @@ def test_bfloat16_runs_and_steers_in_float32(family):
     assert generate(model, PROMPTS)
 
 
-def test_parts_may_be_of_different_families():
+def test_models_of_different_families_combine():
     target, retain, forget = (
         tiny_model("gpt2", 512, 0, width=64),
         tiny_model("llama", 512, 1),
@@ -244,7 +244,7 @@ def test_parts_may_be_of_different_families():
 
 
 @pytest.mark.parametrize("widths", [(512, 520, 530), (530, 512, 520), (520, 530, 512)])
-def test_padded_widths_are_narrowed_to_the_common_vocabulary(widths):
+def test_padded_logits_are_truncated_to_common_vocabulary(widths):
     target, retain, forget = (tiny_model("llama", width, seed) for seed, width in enumerate(widths))
     model = DivergenceForCausalLM.from_parts(target, retain, forget, "rank:30")
     assert model.vocab_size == model.config.vocab_size == 512
@@ -255,7 +255,7 @@ def test_padded_widths_are_narrowed_to_the_common_vocabulary(widths):
     assert all(max(answer) < 512 for answer in generate(model, PROMPTS, do_sample=True, temperature=9.0))
 
 
-def test_a_sliding_window_target_keeps_its_own_cache_geometry():
+def test_sliding_window_target_generates_with_cache():
     model = DivergenceForCausalLM.from_parts(
         tiny_model("mistral", 512, 0), tiny_model("llama", 512, 1), tiny_model("gpt2", 512, 2), "linear:1"
     )
@@ -263,7 +263,7 @@ def test_a_sliding_window_target_keeps_its_own_cache_geometry():
     assert_all_same(model, prompts, generate(model, prompts, use_cache=False), generate(model, prompts))
 
 
-def test_the_rule_can_be_looked_at_and_changed(steered):
+def test_steering_can_be_read_and_changed(steered):
     assert steered.steering == Steering(alpha=1.5)
     before = generate(steered, PROMPTS)
     steered.steering = "linear:0"
@@ -286,7 +286,7 @@ def test_the_rule_can_be_looked_at_and_changed(steered):
     assert isinstance(steered.experts, Experts)
 
 
-def test_the_cache_is_changed_as_a_whole_or_not_at_all(steered):
+def test_cache_operations_apply_to_all_models(steered):
     ids = torch.tensor(PROMPTS[1:2] * 2)
     with torch.no_grad():
         whole = steered(input_ids=ids).logits
@@ -302,7 +302,7 @@ def test_the_cache_is_changed_as_a_whole_or_not_at_all(steered):
             steered(input_ids=ids[:1, :1], past_key_values=cache)
 
 
-def test_a_window_that_cannot_be_rolled_back_leaves_every_part_as_it_was():
+def test_failed_sliding_window_crop_leaves_all_caches_unchanged():
     model = DivergenceForCausalLM.from_parts(
         tiny_model("llama", 512, 0), tiny_model("mistral", 512, 1), tiny_model("llama", 512, 2)
     )
@@ -317,7 +317,7 @@ def test_a_window_that_cannot_be_rolled_back_leaves_every_part_as_it_was():
 class TestFailsClosed:
     """Whatever would answer with the target alone is an error."""
 
-    def test_a_divergence_that_is_not_finite(self, steered):
+    def test_non_finite_divergence(self, steered):
         with torch.no_grad():
             steered.experts.forget.get_output_embeddings().weight[3] = float("nan")
         for setting in SETTINGS:
@@ -330,14 +330,14 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="not offered by a steered model"):
             steered(input_ids=torch.tensor([PROMPTS[0]]), **option)
 
-    def test_embeddings_that_the_experts_cannot_see(self, steered):
+    def test_inputs_embeds(self, steered):
         embeddings = steered.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
         with pytest.raises(UsageError, match="input_ids"):
             steered(inputs_embeds=embeddings)
         with pytest.raises(UsageError, match="input_ids"):
             steered.generate(inputs_embeds=embeddings, max_new_tokens=2)
 
-    def test_a_cache_of_the_target_alone(self, steered):
+    def test_target_cache(self, steered):
         cache = DynamicCache(config=steered.target.config)
         with pytest.raises(UsageError, match="new_cache"):
             steered(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache)
@@ -345,25 +345,25 @@ class TestFailsClosed:
             steered.generate(input_ids=torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
 
     @pytest.mark.parametrize("implementation", ["quantized", "offloaded", "static"])
-    def test_caches_built_for_one_model(self, steered, implementation):
+    def test_cache_implementation_option(self, steered, implementation):
         with pytest.raises(UsageError, match="cache_implementation"):
             generate(steered, PROMPTS, cache_implementation=implementation)
         kept = {"past_key_values": steered.new_cache(), "cache_implementation": implementation}
         with pytest.raises(UsageError, match="cache_implementation"):
             generate(steered, PROMPTS, **kept)
 
-    def test_other_vocabularies(self, steered):
+    def test_mismatched_vocabularies(self, steered):
         with pytest.raises(UsageError, match="resized"):
             steered.resize_token_embeddings(600)
         with pytest.raises(UsageError, match="cannot be changed"):
             steered.set_input_embeddings(torch.nn.Embedding(3, 3))
 
-    def test_a_configuration_without_parts(self, steered):
+    def test_config_without_models(self, steered):
         with pytest.raises(UsageError, match="from_pretrained"):
             DivergenceForCausalLM(steered.config)
 
     @pytest.mark.parametrize("shape", [(1, 2), (1, 3), (1, 5)])
-    def test_a_mask_of_another_shape(self, steered, shape):
+    def test_attention_mask_of_wrong_shape(self, steered, shape):
         for positions in (None, torch.arange(4)[None]):
             with pytest.raises(UsageError, match="attention_mask"):
                 steered(
@@ -373,11 +373,11 @@ class TestFailsClosed:
                 )
 
     @pytest.mark.parametrize("given", [-1, True])
-    def test_positions_to_keep_that_are_no_number(self, steered, given):
+    def test_non_numeric_logits_to_keep(self, steered, given):
         with pytest.raises(UsageError, match="logits_to_keep"):
             steered(input_ids=torch.tensor([PROMPTS[0]]), logits_to_keep=given)
 
-    def test_inputs_that_would_reach_no_part(self, steered):
+    def test_unsupported_inputs(self, steered):
         with pytest.raises(UsageError, match="pixel_values is not offered"):
             steered(input_ids=torch.tensor([PROMPTS[0]]), pixel_values=torch.zeros(1))
 
@@ -392,7 +392,7 @@ class TestFailsClosed:
             steered.generate(input_ids=torch.tensor([PROMPTS[0] + [3]]), past_key_values=cache, max_new_tokens=2)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
-    def test_a_cache_of_the_model_that_was_copied(self, steered, copied):
+    def test_cache_of_original_model_in_copy(self, steered, copied):
         """A copy may be trained, or steered otherwise: what the original has read is not what it would have."""
         cache = steered.new_cache()
         ids = torch.tensor([PROMPTS[1]])
@@ -411,7 +411,7 @@ class TestFailsClosed:
         assert torch.equal(logits[0], logits[1])
         assert torch.equal(logits[0], logits[2])
 
-    def test_a_part_that_keeps_no_cache(self, steered, monkeypatch):
+    def test_model_that_ignores_its_cache(self, steered, monkeypatch):
         forward = steered.experts.retain.forward
         monkeypatch.setattr(
             steered.experts.retain,
@@ -421,7 +421,7 @@ class TestFailsClosed:
         with pytest.raises(RuntimeError, match="different numbers of tokens"):
             generate(steered, PROMPTS)
 
-    def test_parts_without_keys_and_values(self):
+    def test_unsupported_architectures(self):
         import peft
         import transformers
 

@@ -46,7 +46,7 @@ def prompts(tokenizer, world):
     return torch.tensor([row[:9] for row in ids])
 
 
-def test_steers_by_ngrams_alone(ngrams, checkpoints, tmp_path, prompts):
+def test_ngram_bundle_without_auxiliaries_is_steered(ngrams, checkpoints, tmp_path, prompts):
     bundle = write_bundle(tmp_path / "b", target=str(checkpoints / "target"), ngram=ngrams, steering="linear:10")
     model = DivergenceForCausalLM.from_pretrained(bundle)
     assert isinstance(model.experts, NgramPair)
@@ -62,7 +62,7 @@ def test_steers_by_ngrams_alone(ngrams, checkpoints, tmp_path, prompts):
     assert torch.equal(beams, model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
 
 
-def test_divergences_of_a_pair_and_ngrams_add(ngrams, checkpoints, tmp_path, prompts):
+def test_pair_and_ngram_divergences_add_up(ngrams, checkpoints, tmp_path, prompts):
     parts = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
     target = str(checkpoints / "target")
     both = write_bundle(tmp_path / "b", target=target, **parts, ngram=ngrams, ngram_weight=4.0, steering="linear:1.5")
@@ -81,7 +81,7 @@ def test_divergences_of_a_pair_and_ngrams_add(ngrams, checkpoints, tmp_path, pro
     assert torch.equal(beams, model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
 
 
-def test_a_packed_bundle_moves_with_its_ngrams(ngrams, checkpoints, tmp_path, prompts):
+def test_packed_bundle_includes_ngrams(ngrams, checkpoints, tmp_path, prompts):
     options = {"target": str(checkpoints / "target"), "ngram": ngrams, "steering": "linear:10"}
     plain, packed = (write_bundle(tmp_path / str(pack), **options, pack=pack) for pack in (False, True))
     moved = tmp_path / "elsewhere"
@@ -91,7 +91,7 @@ def test_a_packed_bundle_moves_with_its_ngrams(ngrams, checkpoints, tmp_path, pr
     assert "n-gram pair" in (moved / "README.md").read_text()
 
 
-def test_changed_ngrams_are_refused(own_ngrams, checkpoints, tmp_path):
+def test_changed_ngrams_are_rejected(own_ngrams, checkpoints, tmp_path):
     bundle = write_bundle(tmp_path / "b", target=str(checkpoints / "target"), ngram=own_ngrams, steering="linear:10")
     path = own_ngrams / "forget" / "counts-2.npy"
     content = path.read_bytes()
@@ -108,7 +108,7 @@ def test_changed_ngrams_are_refused(own_ngrams, checkpoints, tmp_path):
         DivergenceForCausalLM.from_pretrained(bundle)
 
 
-def test_ngrams_of_another_tokenizer_are_refused(own_ngrams, checkpoints, tmp_path):
+def test_ngrams_of_another_tokenizer_are_rejected(own_ngrams, checkpoints, tmp_path):
     about = json.loads((own_ngrams / "ngram.json").read_text())
     (own_ngrams / "ngram.json").write_text(json.dumps(about | {"tokenizer": "0" * 64}))
     with pytest.raises(UsageError, match="another tokenizer"):
@@ -116,7 +116,7 @@ def test_ngrams_of_another_tokenizer_are_refused(own_ngrams, checkpoints, tmp_pa
     assert not (tmp_path / "b").exists()
 
 
-def test_a_bundle_without_experts_or_with_half_a_pair_is_refused(ngrams, checkpoints, tmp_path):
+def test_bundle_without_experts_or_complete_pair_is_rejected(ngrams, checkpoints, tmp_path):
     target = str(checkpoints / "target")
     with pytest.raises(UsageError, match="nothing would steer"):
         write_bundle(tmp_path / "b", target=target, steering="linear:1")
@@ -146,7 +146,9 @@ def test_a_bundle_without_experts_or_with_half_a_pair_is_refused(ngrams, checkpo
         ({"target": "nowhere"}, "nowhere"),
     ],
 )
-def test_the_verb_refuses_in_one_line_and_writes_nothing(changed, words, texts, checkpoints, tmp_path, capsys):
+def test_invalid_ngram_command_gives_one_line_error_and_writes_nothing(
+    changed, words, texts, checkpoints, tmp_path, capsys
+):
     (texts / "empty.txt").write_text("\n")
     given = {"retain": "retain.jsonl", "forget": "forget.jsonl", "target": str(checkpoints / "target")} | changed
     for name in ("retain", "forget"):
@@ -159,7 +161,7 @@ def test_the_verb_refuses_in_one_line_and_writes_nothing(changed, words, texts, 
     assert not (tmp_path / "out").exists()
 
 
-def test_doctor_and_calibrate_know_bundles_of_ngrams(ngrams, checkpoints, tmp_path, texts, capsys):
+def test_doctor_and_calibrate_support_ngram_bundles(ngrams, checkpoints, tmp_path, texts, capsys):
     bundle = write_bundle(tmp_path / "b", target=str(checkpoints / "target"), ngram=ngrams, steering="linear:10")
     assert main(["doctor", "--bundle", str(bundle), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["bundle"]

@@ -54,7 +54,7 @@ def padded(side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("rule", RULES)
-def test_padding_shows_nothing_of_the_target(model, side, rule):
+def test_padding_logits_do_not_expose_target(model, side, rule):
     model.steering = rule
     ids, mask = padded(side)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_padding_shows_nothing_of_the_target(model, side, rule):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_losses_and_gradients_of_padded_texts_are_those_of_each_alone(model, side):
+def test_padding_does_not_change_losses_or_gradients(model, side):
     model.steering = "linear:1.5"
     ids, mask = padded(side)
     labels = ids.masked_fill(mask == 0, IGNORED)
@@ -115,7 +115,7 @@ def generate(model, ids, **options):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:20"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_target_that_overflows_stops_every_path(model, way, rule, value):
+def test_target_overflow_raises_on_every_path(model, way, rule, value):
     """Also where the rule suppresses the very token whose logit overflows."""
     model.steering = rule
     ids = torch.tensor(PROMPTS[:1])
@@ -128,7 +128,7 @@ def test_a_target_that_overflows_stops_every_path(model, way, rule, value):
 
 @pytest.mark.parametrize("rule", RULES[:2])
 @pytest.mark.parametrize("way", ["greedy", "speculative", "beams", "sampling"])
-def test_a_target_may_rule_out_its_padded_vocabulary(model, rule, way):
+def test_target_may_mask_padded_vocabulary(model, rule, way):
     model.steering = rule
     ids = torch.tensor(PROMPTS[:1])
     with torch.no_grad(), target_with(model, lambda logits: logits[..., 400:].fill_(-torch.inf)):
@@ -137,7 +137,7 @@ def test_a_target_may_rule_out_its_padded_vocabulary(model, rule, way):
 
 
 @pytest.mark.parametrize("way", ["forward", "greedy", "sampling", "beams", "speculative", "lookup"])
-def test_a_place_where_rule_and_target_leave_no_token_is_an_error(model, way):
+def test_position_without_allowed_token_raises(model, way):
     """`argmax` would answer with token 0, which is ruled out like all others."""
     model.steering = "rank:20"
     ids = torch.tensor(PROMPTS[:1])
@@ -148,7 +148,7 @@ def test_a_place_where_rule_and_target_leave_no_token_is_an_error(model, way):
             WAYS[way](model, ids)
 
 
-def test_a_strength_that_overflows_is_an_error(model):
+def test_overflowing_strength_raises(model):
     model.steering = Steering(alpha=1000.0)
     ids = torch.tensor(PROMPTS[:1])
     target_logits, divergence = model.components(ids)

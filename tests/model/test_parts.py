@@ -44,7 +44,7 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("chosen", [(0,), (1, 2)])
-def test_offloaded_parts_answer_the_same(plain, offload, chosen):
+def test_offloaded_models_give_same_output(plain, offload, chosen):
     parts = [offload(part) if place in chosen else part for place, part in enumerate(make_parts("llama"))]
     model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1.5")
     assert all(weight.is_meta for place in chosen for weight in parts[place].parameters())
@@ -56,7 +56,7 @@ def test_offloaded_parts_answer_the_same(plain, offload, chosen):
         assert torch.equal(model.generate(IDS, **GREEDY, **options), wanted), options
 
 
-def test_offloaded_weights_are_compared(offload):
+def test_identical_offloaded_auxiliaries_are_rejected(offload):
     """Two auxiliaries that are one would forget nothing."""
     target, retain, forget = make_parts("llama")
     assert not same_weights(offload(copy.deepcopy(retain)), offload(forget))
@@ -66,13 +66,13 @@ def test_offloaded_weights_are_compared(offload):
         DivergenceForCausalLM.from_parts(target, offload(copy.deepcopy(retain)), offload(retain))
 
 
-def test_offloaded_parts_are_saved(plain, offload, tmp_path):
+def test_offloaded_models_are_saved(plain, offload, tmp_path):
     model = DivergenceForCausalLM.from_parts(*map(offload, make_parts("llama")), steering="linear:1.5")
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits_of(plain))
 
 
-def test_a_bundle_loads_offloaded(bundle, tmp_path):
+def test_bundle_loads_with_offloading(bundle, tmp_path):
     expected = logits_of(AutoModelForCausalLM.from_pretrained(bundle))
     model = AutoModelForCausalLM.from_pretrained(bundle, device_map={"": "disk"}, offload_folder=tmp_path / "offloaded")
     assert model.target.get_input_embeddings().weight.is_meta
@@ -83,7 +83,7 @@ def test_a_bundle_loads_offloaded(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [("10KB", "5GB"), ("5GB", "10KB"), ("10KB", "20KB")])
-def test_a_folder_holds_what_was_saved_last(sizes, tmp_path):
+def test_repeated_save_removes_stale_shards(sizes, tmp_path):
     """Other numbers of shards leave nothing behind, also where the weights in memory came from that folder."""
     model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
     for size in sizes:
@@ -100,7 +100,7 @@ def test_a_folder_holds_what_was_saved_last(sizes, tmp_path):
 
 
 @pytest.mark.parametrize("deprecated", [False, True])
-def test_gradient_checkpointing_computes_the_same_gradients(deprecated):
+def test_gradient_checkpointing_gives_same_gradients(deprecated):
     gradients = []
     for checkpointing in (False, True):
         model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5").train()
@@ -133,7 +133,7 @@ MASK = torch.ones_like(ONE)
         {"input_ids": ONE[None]}, {"attention_mask": MASK[:, :2]}, {"attention_mask": MASK[0]},
     ],
 )  # fmt: skip
-def test_inputs_of_another_kind_are_refused_in_one_line(plain, given, unchecked_shapes):
+def test_invalid_input_types_give_one_line_error(plain, given, unchecked_shapes):
     for call in (plain, plain.components, plain.generate):
         with pytest.raises(UsageError, match=f"^{next(iter(given))}") as error:
             call(**{"input_ids": ONE, "attention_mask": MASK, **given})

@@ -65,7 +65,7 @@ def interleaved(model, prompts, steps=8):
 
 
 @pytest.mark.parametrize(("model_type", "part"), [*((name, "target") for name in STATEFUL), (STATEFUL[0], "retain")])
-def test_a_part_with_a_state_makes_the_whole_stateful(model_type, part):
+def test_recurrent_component_makes_model_stateful(model_type, part):
     model = steered(model_type, part)
     plain = generate(model)
     assert generate(model, use_cache=False) == plain
@@ -78,7 +78,7 @@ def test_a_part_with_a_state_makes_the_whole_stateful(model_type, part):
 
 
 @pytest.mark.parametrize("model_type", STATEFUL)
-def test_a_state_is_neither_rolled_back_nor_selected_from(model_type):
+def test_recurrent_state_cannot_be_cropped_or_selected(model_type):
     """The methods that such layers inherit change keys and values, and leave the state as it was."""
     model = steered(model_type, "retain")
     cache = model.new_cache()
@@ -92,12 +92,12 @@ def test_a_state_is_neither_rolled_back_nor_selected_from(model_type):
     assert cache.check_length() == len(REPEATED)
 
 
-def test_beams_take_their_states_along():
+def test_beam_search_reorders_recurrent_states():
     model = steered("olmo_hybrid")
     assert generate(model, num_beams=3) == generate(model, num_beams=3, use_cache=False)
 
 
-def test_convolutions_can_be_rolled_back():
+def test_convolution_states_can_be_cropped():
     model = steered("lfm3")
     assert not model._is_stateful
     plain = generate(model)
@@ -108,7 +108,7 @@ def test_convolutions_can_be_rolled_back():
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "minimax"])
-def test_a_state_outside_of_the_cache_is_refused(model_type):
+def test_recurrent_state_outside_cache_is_rejected(model_type):
     """Two answers would share it, or a cache of another class would be needed."""
     with pytest.raises(UsageError, match="does not store its state in a DynamicCache") as error:
         DivergenceForCausalLM.from_parts(
@@ -117,7 +117,7 @@ def test_a_state_outside_of_the_cache_is_refused(model_type):
     assert "\n" not in str(error.value)
 
 
-def test_remote_experts_with_a_state_read_anew():
+def test_recurrent_remote_experts_recompute_context():
     from divdec.remote.experts import LoadedExperts, SteeringContext
     from divdec.steering import Steering
 
@@ -129,7 +129,7 @@ def test_remote_experts_with_a_state_read_anew():
     torch.testing.assert_close(context.logit_shift(short), first, rtol=0, atol=1e-4)
 
 
-def test_vllm_refuses_a_state_before_it_loads_anything(tokenizer, checkpoints, tmp_path):
+def test_vllm_rejects_recurrent_models_before_loading(tokenizer, checkpoints, tmp_path):
     from divdec import write_bundle
     from divdec.serving.vllm.configuration import EngineOptions, check_weights_complete, read_parts
 
@@ -151,7 +151,7 @@ def refusal(work):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_architecture_answers_alike_in_every_way_or_is_refused(model_type):
+def test_every_architecture_decodes_consistently_or_is_rejected(model_type):
     parts, error = refusal(lambda: [tiny_architecture(model_type, seed) for seed in range(3)])
     if error is not None:
         pytest.skip(f"transformers cannot make it so small: {type(error).__name__}")

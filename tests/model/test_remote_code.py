@@ -57,7 +57,7 @@ def tampered(bundle, tmp_path):
     return folder
 
 
-def test_a_program_that_knows_only_transformers_loads_a_bundle(bundle, tampered, tmp_path):
+def test_bundle_loads_in_transformers_with_remote_code(bundle, tampered, tmp_path):
     # Relative references: the bundle and its checkpoints move together.
     copy = tmp_path / "elsewhere" / "bundle"
     shutil.copytree(tmp_path / "models", tmp_path / "elsewhere" / "models")
@@ -90,7 +90,7 @@ def test_a_program_that_knows_only_transformers_loads_a_bundle(bundle, tampered,
 
 
 @pytest.mark.parametrize("trusted", [None, True])
-def test_divdec_executes_no_code_of_a_bundle(bundle, tmp_path, trusted):
+def test_divdec_does_not_execute_bundle_code(bundle, tmp_path, trusted):
     from transformers import AutoModelForCausalLM
 
     from divdec.cli import main

@@ -104,7 +104,7 @@ def set_number(page, control, value):
     box.blur()
 
 
-def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, steered):
+def test_streamed_output_is_coloured_by_strength(browser, url, steered):
     from divdec.data.records import Message
     from divdec.playground.models import ChatOptions, SteeredModel
     from divdec.steering import Steering
@@ -133,7 +133,7 @@ def test_an_answer_streams_in_colours_that_follow_the_strength(browser, url, ste
         assert "UNSTEERED" not in page.content()
 
 
-def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
+def test_hover_shows_suppressed_alternatives_within_viewport(browser, url):
     for viewport in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
         with opened(browser, url, viewport=viewport) as page:
             ask(page)
@@ -152,7 +152,7 @@ def test_hovering_shows_what_was_pushed_down_within_the_window(browser, url):
             assert bounds["y"] + bounds["height"] <= viewport["height"]
 
 
-def test_text_that_looks_like_markup_or_a_template_is_text(browser, url):
+def test_markup_and_template_lookalikes_are_shown_as_text(browser, url):
     nasty = '<img src=x onerror="window.pwned=1"> <script>window.pwned=2</script> ${window.pwned=3} {{7*7}}'
     with opened(browser, url) as page:
         ask(page, nasty)
@@ -161,7 +161,7 @@ def test_text_that_looks_like_markup_or_a_template_is_text(browser, url):
         assert page.locator("#dd-conversation img, #dd-conversation script").count() == 0
 
 
-def test_the_curve_is_drawn(browser, url):
+def test_strength_curve_is_drawn(browser, url):
     with opened(browser, url) as page:
         page.get_by_role("tab", name="Strength").click()
         page.locator("#dd-curve-question").locator("textarea, input").fill(QUESTION)
@@ -174,7 +174,7 @@ def test_the_curve_is_drawn(browser, url):
         assert "at strength 0.1" in page.inner_text("#dd-curve figcaption")
 
 
-def test_an_example_question_is_asked_by_a_click_and_begins_the_curve(browser, url):
+def test_clicking_example_question_asks_it_and_starts_curve(browser, url):
     with opened(browser, url) as page:
         page.locator("#dd-examples").get_by_text(QUESTION).click()
         page.wait_for_function(ANSWERED)
@@ -183,7 +183,7 @@ def test_an_example_question_is_asked_by_a_click_and_begins_the_curve(browser, u
         assert page.locator("#dd-curve-question textarea").input_value() == QUESTION
 
 
-def test_stop_is_enabled_only_while_an_answer_runs(browser, url):
+def test_stop_button_is_enabled_only_during_generation(browser, url):
     with opened(browser, url) as page:
         assert page.locator("#dd-stop").is_disabled()
         ask(page, wait="() => !document.querySelector('#dd-stop').disabled")
@@ -191,7 +191,7 @@ def test_stop_is_enabled_only_while_an_answer_runs(browser, url):
         page.wait_for_function("() => document.querySelector('#dd-stop').disabled")
 
 
-def test_nothing_moves_when_the_tab_changes(browser, url):
+def test_layout_is_stable_when_tab_changes(browser, url):
     with opened(browser, url) as page:
         names = ("#dd-header", "#dd-alpha", "[role=tablist]")
         page.wait_for_timeout(1000)  # the page's styles load after its first components
@@ -204,7 +204,7 @@ def test_nothing_moves_when_the_tab_changes(browser, url):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, scheme):
+def test_page_fits_viewport_with_sufficient_contrast(browser, url, tmp_path, width, scheme):
     with opened(browser, url, viewport={"width": width, "height": 844}, color_scheme=scheme) as page:
         ask(page)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
@@ -225,7 +225,7 @@ def test_nothing_is_cut_off_and_words_stand_out(browser, url, tmp_path, width, s
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
-def test_the_target_stands_beside_it_marked_as_unsteered_when_asked_for(browser, played_bundle):
+def test_show_target_displays_unsteered_output_with_label(browser, played_bundle):
     with process("playground", played_bundle, "--port", 0, "--show-target", "--max-new-tokens", 24) as (_, url):  # noqa: SIM117
         with opened(browser, url) as page:
             ask(page)
@@ -235,7 +235,7 @@ def test_the_target_stands_beside_it_marked_as_unsteered_when_asked_for(browser,
             assert "UNSTEERED: the target alone" in page.inner_text("#dd-target")
 
 
-def test_a_text_is_taken_down_and_the_request_withdrawn(browser, played_bundle, registry):
+def test_takedown_can_be_added_and_withdrawn_in_browser(browser, played_bundle, registry):
     text = "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat to it."
     options = (played_bundle, "--port", 0, "--registry", registry.folder)
     phone = {"width": 390, "height": 844}
@@ -255,7 +255,7 @@ def test_a_text_is_taken_down_and_the_request_withdrawn(browser, played_bundle, 
         assert registry.entries() == []
 
 
-def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(browser, breaking):
+def test_lost_server_leaves_partial_text_and_retry_works(browser, breaking):
     with contextlib.ExitStack() as stack:
         with breaking("") as (server_url, _):
             _, url = stack.enter_context(process("playground", server_url, "--port", 0))

@@ -40,7 +40,7 @@ def expected(steered, alpha=1.5):
     )
 
 
-def test_a_question_is_answered_as_it_grows(controller, steered):
+def test_output_is_streamed_to_conversation(controller, steered):
     talks = list(controller.ask(QUESTION, (), VALUES))
     assert talks[0][-1].running
     whole = expected(steered)
@@ -62,7 +62,7 @@ def test_a_question_is_answered_as_it_grows(controller, steered):
     ],
     ids=str,
 )
-def test_what_the_controls_do_not_offer_is_not_answered(controller, chosen, said):
+def test_invalid_control_values_generate_nothing(controller, chosen, said):
     (turn,) = last(controller.ask(QUESTION, (), chosen))
     assert turn.answer == ""
     assert said in turn.note
@@ -74,14 +74,14 @@ def test_an_empty_question_changes_nothing(controller):
     assert list(controller.retry((), VALUES)) == [()]
 
 
-def test_again_answers_the_same_question(controller):
+def test_retry_repeats_same_question(controller):
     once = last(controller.ask(QUESTION, (), VALUES))
     twice = last(controller.retry(once, ControlValues(alpha=4.0)))
     assert len(twice) == 1
     assert (twice[0].question, twice[0].rule) == (QUESTION, "linear:4")
 
 
-def test_moving_the_strength_recolours_the_last_answer_and_keeps_its_words(controller):
+def test_changing_strength_recolors_last_output_without_changing_text(controller):
     talk = last(controller.ask(QUESTION, (), VALUES))
     (turn,) = controller.recolor(talk, ControlValues(alpha=4.0))
     assert turn.answer == talk[0].answer
@@ -92,7 +92,7 @@ def test_moving_the_strength_recolours_the_last_answer_and_keeps_its_words(contr
     assert "would steer nothing" in refused.note
 
 
-def test_a_model_that_fails_in_the_middle_says_so_keeps_the_text_and_can_be_asked_again(steered, controller):
+def test_model_failure_is_reported_with_partial_text_and_retry_works(steered, controller):
     model = copy.deepcopy(steered.model)
     mine = Controller("tiny", SteeredModel(model, steered.tokenizer, steered.options))
     good = {name: weights.clone() for name, weights in model.experts.forget.state_dict().items()}
@@ -120,7 +120,7 @@ def test_a_model_that_fails_in_the_middle_says_so_keeps_the_text_and_can_be_aske
     assert (turn.answer, turn.note) == (expected(steered), "")
 
 
-def test_a_stopped_answer_says_so(controller):
+def test_stopped_output_is_marked(controller):
     growing = next(iter(controller.ask(QUESTION, (), VALUES)))
     (turn,) = controller.stop(growing)
     assert not turn.running
@@ -129,7 +129,7 @@ def test_a_stopped_answer_says_so(controller):
     assert controller.stop(done) == done
 
 
-def test_the_target_is_not_shown_unless_it_was_asked_for(controller, steered):
+def test_target_output_requires_show_target(controller, steered):
     talk = last(controller.ask(QUESTION, (), VALUES))
     assert list(controller.answer_unsteered(talk, ())) == [()]
     shown = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
@@ -138,7 +138,7 @@ def test_the_target_is_not_shown_unless_it_was_asked_for(controller, steered):
     assert turn.answer == said
 
 
-def test_the_curve_goes_through_the_chosen_strength_and_never_to_zero(controller):
+def test_curve_includes_chosen_strength_and_excludes_zero(controller):
     curve = controller.compute_curve(QUESTION, "Jasper Ashild was born in Calvessa.", ControlValues(alpha=1.55))
     assert curve.alphas == tuple(sorted(curve.alphas))
     assert (curve.alphas[0], curve.alphas[-1]) == (0.1, pytest.approx(4.0))
@@ -146,7 +146,7 @@ def test_the_curve_goes_through_the_chosen_strength_and_never_to_zero(controller
     assert curve.chosen in curve.alphas
 
 
-def test_the_curve_is_what_each_strength_gives(controller, steered):
+def test_curve_matches_likelihood_at_each_strength(controller, steered):
     question, words = QUESTION, "Jasper Ashild was born in Calvessa."
     curve = controller.compute_curve(question, words, ControlValues(alpha=1.5))
     assert min(curve.alphas) > 0
@@ -162,7 +162,7 @@ def test_a_strength_of_zero_draws_no_curve(controller):
         controller.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
 
 
-def test_a_servers_client_gets_no_curve():
+def test_remote_server_has_no_curve():
     with pytest.raises(UsageError, match="the strength is the server"):
         Controller("served").compute_curve("Where?", "There.", ControlValues())
 
@@ -172,17 +172,17 @@ def test_a_conversation_becomes_messages():
     assert to_messages(talk) == (Message("user", "one"), Message("assistant", "ab"), Message("user", "two"))
 
 
-def test_a_question_without_an_answer_is_not_asked_again():
+def test_unanswered_question_is_not_included_in_messages():
     talk = (Turn("one", note="the server went away"), Turn("two"))
     assert to_messages(talk) == (Message("user", "two"),)
 
 
-def test_a_partial_answer_stays_in_the_conversation():
+def test_partial_output_stays_in_conversation():
     talk = (Turn("one", (Token("half"),), note="the server went away"), Turn("two"))
     assert [message.content for message in to_messages(talk)] == ["one", "half", "two"]
 
 
-def test_a_retry_drops_only_the_last_answer():
+def test_retry_drops_only_last_output():
     talk = (Turn("one", (Token("a"),)), Turn("two", (Token("b"),), note="x"))
     assert without_last_answer(talk) == (talk[0], Turn("two"))
     assert without_last_answer(()) == ()
@@ -218,7 +218,7 @@ def following(reciting, tmp_path, world):
     return Controller("tiny", steered, registry=registry)
 
 
-def test_a_text_is_recited_before_and_not_after(following):
+def test_takedown_stops_recitation_of_text(following):
     effect = following.take_down("case-1", ARTICLE, "a letter", ControlValues())
     assert effect.before.longest_run > effect.length // 2, "the model did not know the article"
     assert effect.after.longest_run < effect.before.longest_run / 2
@@ -229,7 +229,7 @@ def test_a_text_is_recited_before_and_not_after(following):
     assert "case-1" in requests_html(following.registry)
 
 
-def test_requests_of_an_empty_registry(following):
+def test_empty_registry_lists_no_requests(following):
     assert "No request is in force" in requests_html(following.registry)
 
 
@@ -237,13 +237,13 @@ def test_requests_of_an_empty_registry(following):
     ("name", "text", "said"),
     [("case-1", "short", "paste at least"), ("  ", ARTICLE, "no id"), ("a\nb", ARTICLE, "request id")],
 )
-def test_what_cannot_be_taken_down_changes_nothing(following, name, text, said):
+def test_invalid_takedown_changes_nothing(following, name, text, said):
     with pytest.raises(UsageError, match=said):
         following.take_down(name, text, "", ControlValues())
     assert following.registry.entries() == []
 
 
-def test_no_takedown_by_a_rule_that_steers_nothing(following):
+def test_takedown_requires_effective_steering(following):
     with pytest.raises(UsageError, match="would steer nothing"):
         following.take_down("case-1", ARTICLE, "", ControlValues(alpha=0))
     with pytest.raises(UsageError, match="accepted here: linear"):
@@ -251,7 +251,7 @@ def test_no_takedown_by_a_rule_that_steers_nothing(following):
     assert following.registry.entries() == []
 
 
-def test_requests_are_escaped(registry):
+def test_takedown_requests_are_escaped(registry):
     registry.add("<img>", texts_of("x", [ARTICLE]), "<script>")
     made = requests_html(registry)
     assert "&lt;img&gt;" in made
@@ -259,17 +259,17 @@ def test_requests_are_escaped(registry):
     assert "<script>" not in made
 
 
-def test_no_rank_rule_without_experts(following):
+def test_rank_rule_requires_experts(following):
     with pytest.raises(UsageError, match="needs no rule"):
         following.model.check_steering(Steering("rank", k=5))
 
 
-def test_without_a_registry_nothing_is_taken_down(controller):
+def test_takedown_requires_registry(controller):
     with pytest.raises(UsageError, match="--registry"):
         controller.take_down("case-1", ARTICLE, "", ControlValues())
 
 
-def test_example_questions_are_read_from_the_file_beside_the_bundle(tmp_path):
+def test_example_questions_are_read_from_file_next_to_bundle(tmp_path):
     (tmp_path / "bundle").mkdir()
     assert read_example_questions(str(tmp_path / "bundle")) == ()
     (tmp_path / "questions.txt").write_text("One?\n\n  Two? \n" + "More?\n" * 30)

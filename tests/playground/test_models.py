@@ -38,7 +38,7 @@ def generated(steered, prompt, steering, model=None):
 
 
 @pytest.mark.parametrize("steering", [ALPHA, Steering(alpha=4.0), Steering("rank", k=5), Steering(alpha=0.1)], ids=str)
-def test_an_answer_is_the_one_that_generate_gives(steered, steering):
+def test_playground_output_matches_generate(steered, steering):
     prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, steering))
     expected = generated(steered, prompt, steering)
@@ -48,7 +48,7 @@ def test_an_answer_is_the_one_that_generate_gives(steered, steering):
     assert text(tokens) == steered.tokenizer.decode(result, skip_special_tokens=True)
 
 
-def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
+def test_streamed_shifts_match_single_pass_recolor(steered):
     prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, ALPHA))
     seen = steered.recolor(prompt, tokens, ALPHA)
@@ -58,7 +58,7 @@ def test_colours_while_an_answer_grows_are_those_of_one_pass_over_it(steered):
         assert [shift.text for shift in one.alternatives] == [shift.text for shift in other.alternatives]
 
 
-def test_another_strength_gives_other_colours_to_the_same_words(steered):
+def test_different_strength_recolors_same_text(steered):
     prompt = steered.encode_prompt(QUESTION)
     tokens = list(steered.answer(prompt, ALPHA))
     weak, strong = (steered.recolor(prompt, tokens, Steering(alpha=alpha)) for alpha in (0.1, 4.0))
@@ -67,7 +67,7 @@ def test_another_strength_gives_other_colours_to_the_same_words(steered):
 
 
 @pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
-def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
+def test_steering_without_effect_generates_nothing(steered, steering):
     prompt = steered.encode_prompt(QUESTION)
     with pytest.raises(UsageError, match="steers nothing"):
         next(steered.answer(prompt, steering))
@@ -77,7 +77,7 @@ def test_nothing_answers_with_a_rule_that_steers_nothing(steered, steering):
         steered.likelihoods("Where?", "Here", [ALPHA, steering])
 
 
-def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
+def test_generation_stops_when_steering_fails(steered):
     model = copy.deepcopy(steered.model)
     mine = SteeredModel(model, steered.tokenizer, ChatOptions(max_new_tokens=24))
     result = []
@@ -95,7 +95,7 @@ def test_an_answer_ends_where_the_model_cannot_be_steered_any_longer(steered):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nothing_is_answered_where_the_target_overflows(steered, value):
+def test_target_overflow_generates_nothing(steered, value):
     mine = SteeredModel(copy.deepcopy(steered.model), steered.tokenizer, ChatOptions(max_new_tokens=4))
     mine.model.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
     prompt = mine.encode_prompt(QUESTION)
@@ -106,7 +106,7 @@ def test_nothing_is_answered_where_the_target_overflows(steered, value):
             mine.likelihoods("Where?", "Here", [steering])
 
 
-def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(steered):
+def test_target_probabilities_are_hidden_unless_enabled(steered):
     prompt = steered.encode_prompt(QUESTION)
     strong = Steering(alpha=4.0)
     for token in steered.answer(prompt, strong):
@@ -121,7 +121,7 @@ def test_the_targets_probabilities_are_in_no_token_unless_they_may_be_shown(stee
     assert tokens[0].target_probability == pytest.approx(float(target[tokens[0].id]), abs=1e-5)
 
 
-def test_sampled_answers_follow_the_seed(loaded):
+def test_sampled_output_follows_seed(loaded):
     def answer(seed):
         mine = SteeredModel(*loaded, ChatOptions(max_new_tokens=12, seed=seed))
         return [token.id for token in mine.answer(mine.encode_prompt(QUESTION), ALPHA, 1.5)]
@@ -144,24 +144,24 @@ def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
 
 
 @pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
-def test_a_curve_needs_both_texts(steered, question, words, said):
+def test_curve_requires_question_and_expected_text(steered, question, words, said):
     with pytest.raises(UsageError, match=said):
         steered.likelihoods(question, words, [ALPHA])
 
 
-def test_a_conversation_that_is_too_long_is_refused_in_one_line(steered):
+def test_too_long_conversation_gives_one_line_error(steered):
     with pytest.raises(UsageError, match=r"too many for 4096 positions of the models: begin a new conversation"):
         steered.encode_prompt([Message("user", "word " * 5000)])
 
 
-def test_a_single_turn_reads_the_last_question_alone(loaded):
+def test_single_turn_uses_only_last_question(loaded):
     single = SteeredModel(*loaded, ChatOptions(single_turn=True))
     talk = [Message("user", "one"), Message("assistant", "two"), *QUESTION]
     assert single.encode_prompt(talk) == single.encode_prompt(QUESTION)
     assert SteeredModel(*loaded, ChatOptions()).encode_prompt(talk) != single.encode_prompt(QUESTION)
 
 
-def test_the_target_is_shown_on_this_machine_only(steered):
+def test_target_output_is_shown_only_on_localhost(steered):
     for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
         with pytest.raises(UsageError, match="only 127"):
             UnsteeredTarget(steered, host)
@@ -180,37 +180,37 @@ CONTROLS = SteeringControls(Steering(alpha=1.5), eligible_size=500)
 @pytest.mark.parametrize(
     "alpha", [0, 0.0, -0.0, -1, 1e-9, MIN_ALPHA / 2, math.nan, math.inf, MAX_ALPHA + 1, None, "1", True]
 )
-def test_a_strength_that_steers_nothing_or_is_no_number_is_refused(alpha):
+def test_zero_or_non_numeric_strength_is_rejected(alpha):
     with pytest.raises(UsageError, match="strength is"):
         CONTROLS.steering("linear", alpha, 20)
 
 
-def test_the_smallest_strength_is_above_zero_for_every_bundle():
+def test_minimum_strength_is_positive_for_every_bundle():
     for alpha in (1e-6, 0.05, 1.0, 5.0, 1000.0):
         low, high = SteeringControls(Steering(alpha=alpha), 500).alpha_range
         assert 0 < low <= alpha <= high
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0])
-def test_a_bundle_that_steers_nothing_is_refused(alpha):
+def test_bundle_without_effective_steering_is_rejected(alpha):
     with pytest.raises(UsageError, match="steered answers only"):
         SteeringControls(Steering(alpha=alpha, allow_negative=True), 500)
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 10_000, math.nan, None, "3", True])
-def test_a_k_that_is_not_offered_is_refused(k):
+def test_k_outside_controls_is_rejected(k):
     with pytest.raises(UsageError, match="k is"):
         CONTROLS.steering("rank", 1.0, k)
 
 
-def test_a_rule_that_is_not_offered_is_refused():
+def test_rule_outside_controls_is_rejected():
     with pytest.raises(UsageError, match="rule is 'none'"):
         CONTROLS.steering("none", 1.0, 20)
     with pytest.raises(UsageError, match="accepted here: linear"):
         SteeringControls(Steering(), 500, rank=False).steering("rank", 1.0, 20)
 
 
-def test_controls_keep_the_bundles_vocabulary_and_fill():
+def test_controls_preserve_bundle_vocabulary_and_fill():
     own = Steering("rank", k=2, fill="soft", vocabulary=(1, 2, 3, 4))
     controls = SteeringControls(own, eligible_size=4)
     assert controls.steering("rank", 1.0, 3) == Steering("rank", k=3, fill="soft", vocabulary=(1, 2, 3, 4))
@@ -222,7 +222,7 @@ def shifts(target, steered, chosen):
     return compute_shifts(target, steered, torch.tensor(chosen), str, reveal=True)
 
 
-def test_a_shift_is_the_change_of_the_log_probability_by_hand():
+def test_shift_is_log_probability_change():
     target = torch.tensor([[0.6, 0.3, 0.1]]).log()
     # Steering halves the first token's weight: 0.3, 0.3, 0.1 of 0.7.
     steered = target + torch.tensor([[math.log(0.5), 0.0, 0.0]])
@@ -237,7 +237,7 @@ def test_a_shift_is_the_change_of_the_log_probability_by_hand():
     )
 
 
-def test_alternatives_are_the_tokens_that_lost_most_probability_without_the_chosen_one():
+def test_alternatives_are_most_suppressed_tokens_except_chosen():
     generator = torch.Generator().manual_seed(0)
     target, divergence = torch.randn(6, 50, generator=generator), torch.randn(6, 50, generator=generator)
     steered = steer_linear(target, divergence, 2.0)
@@ -255,7 +255,7 @@ def test_alternatives_are_the_tokens_that_lost_most_probability_without_the_chos
             assert int(result.alternatives[0].text) == int(others.argmax())
 
 
-def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_zero():
+def test_masked_and_impossible_tokens_shift_by_minus_infinity_and_zero():
     target = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
     steered = steer_rank(target, torch.tensor([[-1.0, 0.0, 0.0, 0.0]]), 1)
     (result,) = shifts(target, steered, [1])
@@ -265,7 +265,7 @@ def test_the_shift_of_a_masked_token_is_minus_infinity_and_of_an_impossible_one_
     assert silent.logprob_shift == 0
 
 
-def test_without_divergence_no_token_shifts():
+def test_zero_divergence_gives_zero_shifts():
     target = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
     for result in shifts(target, steer_linear(target, torch.zeros(3, 20), 1.0), [0, 1, 2]):
         assert result.logprob_shift == pytest.approx(0, abs=1e-6)

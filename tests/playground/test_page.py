@@ -72,26 +72,26 @@ def called(client, fn_index, data):
     raise AssertionError("no answer")
 
 
-def test_the_target_is_on_the_page_only_where_it_was_asked_for(controller, steered):
+def test_page_shows_target_only_with_show_target(controller, steered):
     assert "UNSTEERED" not in texts(page_of(controller))
     with_target = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
 
 
-def test_tabs_are_those_that_have_something_to_show(controller, steered, registry):
+def test_only_tabs_with_content_are_shown(controller, steered, registry):
     assert "Takedown" not in texts(page_of(controller))
     followed = Controller("tiny", steered, registry=registry)
     assert "dd-take-down" in texts(page_of(followed))
     assert "dd-curve" in texts(page_of(controller))
 
 
-def test_the_slider_begins_above_zero(controller):
+def test_strength_slider_starts_above_zero(controller):
     alpha = slider(page_of(controller), "dd-alpha")
     assert alpha["minimum"] == 0.1
     assert alpha["value"] == 1.5
 
 
-def test_a_client_that_sends_a_strength_of_zero_gets_nothing(controller):
+def test_zero_strength_request_is_rejected(controller):
     calls = page_of(controller)["dependencies"]
     ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 5)
     draw = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 1)
@@ -106,7 +106,7 @@ def test_a_client_that_sends_a_strength_of_zero_gets_nothing(controller):
     assert "at strength 0.1" in texts(drawn)
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone(controller):
+def test_page_loads_no_external_resources_and_rejects_other_hosts(controller):
     with served(controller) as client:
         page = client.get("/")
         assert page.status_code == 200
@@ -119,7 +119,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_answers_to_its_own_name_alone
             assert client.post("/gradio_api/queue/join", headers={"origin": origin}, json={}).status_code == 403
 
 
-def test_a_name_that_looks_like_markup_is_text(steered, controller):
+def test_markup_in_model_name_is_escaped(steered, controller):
     # A server says itself what its model is called.
     nasty = "</title></script><script>alert(1)</script>"
     with served(Controller(nasty, steered)) as client:
@@ -127,7 +127,7 @@ def test_a_name_that_looks_like_markup_is_text(steered, controller):
         assert client.get("/config").headers["content-type"] == "application/json"
 
 
-def test_gradio_is_told_not_to_phone_home():
+def test_gradio_analytics_are_disabled():
     import os
 
     import gradio

@@ -34,7 +34,7 @@ def last(talks):
     return final
 
 
-def test_a_servers_answer_is_the_librarys_with_what_the_server_tells(url, steered):
+def test_remote_server_output_matches_library(url, steered):
     with contextlib.closing(RemoteServer(url, OPTIONS, api_key_env="PLAYGROUND_TEST_KEY")) as server:
         assert server.name == "tiny"
         tokens = list(server.answer(QUESTION))
@@ -58,24 +58,24 @@ def test_the_url_may_end_in_v1(url):
         ({"api_key_env": "PLAYGROUND_TEST_KEY", "model": "other"}, "serves no model 'other'; it serves: tiny"),
     ],
 )
-def test_what_the_server_refuses_is_said_at_the_start(url, options, said):
+def test_server_errors_are_reported_at_start(url, options, said):
     with pytest.raises(UsageError, match=said):
         RemoteServer(url, OPTIONS, **options)
 
 
 @pytest.mark.parametrize("url", ["http://", "http://user:word@127.0.0.1:1", "https://[::1"])
-def test_what_is_no_url_is_refused(url):
+def test_invalid_url_is_rejected(url):
     with pytest.raises(UsageError, match="URL"):
         RemoteServer(url, OPTIONS)
 
 
-def test_a_server_that_is_not_there_is_one_line():
+def test_unreachable_server_gives_one_line_error():
     port = bind("127.0.0.1", 0)  # taken, but without a listener
     with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
         RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
 
 
-def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
+def test_model_without_chat_template_uses_plain_prompt(models, tmp_path):
     import shutil
 
     from divdec import write_bundle
@@ -113,7 +113,7 @@ def test_a_model_without_a_chat_template_is_asked_plainly(models, tmp_path):
         ("nonsense", "an event that is not of the OpenAI API"),
     ],
 )
-def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_again(breaking, ending, said):
+def test_lost_server_leaves_partial_text_and_retry_works(breaking, ending, said):
     with breaking(ending) as (url, handler), contextlib.closing(RemoteServer(url, OPTIONS)) as server:
         with pytest.raises(StreamInterrupted, match=said):
             list(server.answer(QUESTION))
@@ -127,7 +127,7 @@ def test_a_server_that_goes_away_in_the_middle_leaves_the_text_and_can_be_asked_
         assert (turn.answer, turn.note, turn.running) == ("Jasper was ", "", False)
 
 
-def test_a_server_that_is_gone_before_the_answer_says_so(breaking):
+def test_unreachable_server_before_first_token_is_reported(breaking):
     with breaking("whole") as (url, _):
         server = RemoteServer(url, OPTIONS)
     with contextlib.closing(server):

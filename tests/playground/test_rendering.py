@@ -49,7 +49,7 @@ NASTY = "<script>alert(1)</script>"
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.text(), st.floats(allow_nan=False), st.text()), max_size=6))
-def test_any_text_is_shown_as_it_is_and_adds_no_element(parts):
+def test_any_text_is_shown_verbatim_without_adding_elements(parts):
     tokens = [Token(text, push, alternatives=(TokenShift(other, -1.0),)) for text, push, other in parts]
     read = Reader(tokens_html(tokens))
     # HTML itself reads a carriage return as a line's end, and takes no NUL.
@@ -86,7 +86,7 @@ def test_markup_and_templates_in_a_token_are_escaped(text):
         (math.nan, 0),
     ],
 )
-def test_shades(shift, shade):
+def test_shifts_map_to_colour_levels(shift, shade):
     assert color_level(shift) == shade
 
 
@@ -104,7 +104,7 @@ def test_a_marked_token_is_underlined():
     assert "dd-marked" not in tokens_html([Token("a", 1.0)])
 
 
-def test_parts_of_a_character_are_one_span_with_the_sum_of_their_shifts():
+def test_partial_character_tokens_share_one_span_with_summed_shift():
     made = tokens_html([Token("", 1.5, alternatives=(TokenShift("x", -1.0),)), Token("é", 1.0), Token("!", 0.0)])
     read = Reader(made)
     assert read.shown == "é!"
@@ -112,7 +112,7 @@ def test_parts_of_a_character_are_one_span_with_the_sum_of_their_shifts():
     assert "x" in made
 
 
-def test_shifts_in_words():
+def test_shifts_are_described_in_words():
     assert describe_shift(0.1) == "almost unchanged (+0.1 nats)"
     assert describe_shift(-LEVELS[1]) == "2.7 times less likely (−1.0 nats)"
     assert describe_shift(4.0) == "55 times more likely (+4.0 nats)"
@@ -120,7 +120,7 @@ def test_shifts_in_words():
     assert describe_shift(-math.inf) == "masked"
 
 
-def test_only_probabilities_that_are_set_are_shown():
+def test_only_available_probabilities_are_shown():
     assert "%" not in tokens_html([Token("a", 2.0, alternatives=(TokenShift("b", -2.0),))])
     assert "target 80.0% → steered 10.0%" in tokens_html(
         [Token("a", 2.0, alternatives=(TokenShift("b", -2.0, 0.8, 0.1),))]
@@ -133,7 +133,7 @@ def test_white_space_is_shown_as_symbols():
     assert "<b>⏎</b>" in tokens_html([Token("a", alternatives=(TokenShift("\n", -1.0),))])
 
 
-def test_escaping_leaves_words_alone():
+def test_escaping_does_not_change_plain_words():
     assert escape("Where was Zoë born? 3 < 4") == "Where was Zoë born? 3 &lt; 4"
 
 
@@ -147,13 +147,13 @@ def test_an_empty_conversation_shows_the_welcome():
     assert WELCOME in conversation_html(())
 
 
-def test_the_caption_names_the_rule_of_other_colours():
+def test_caption_names_rule_if_colours_differ():
     turn = Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:3")
     assert "answered with linear:1, coloured for linear:3" in conversation_html((turn,))
     assert "recolor" not in conversation_html((Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:1"),))
 
 
-def test_the_curve_has_the_pages_colours_and_loads_nothing():
+def test_curve_uses_page_colours_and_no_external_resources():
     drawn = curve_html(StrengthCurve((0.1, 1.0, 2.0), (0.5, 0.2, 0.05), 1.0))
     assert drawn.count("<svg") == 1
     assert "var(--ink" in drawn

@@ -20,14 +20,14 @@ def error_of(capsys, *arguments):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::"])
 @pytest.mark.parametrize("more", [[], ["--show-target"]])
-def test_a_bundle_is_served_to_this_machine_only(played_bundle, capsys, host, more):
+def test_playground_binds_to_localhost(played_bundle, capsys, host, more):
     error = error_of(capsys, played_bundle, "--host", host, *more)
     assert "accepts other machines" in error
     assert ("unsteered answers" in error) == bool(more)
 
 
 @needs_gradio
-def test_a_rule_that_steers_nothing_is_refused(played_bundle, capsys):
+def test_playground_rejects_steering_without_effect(played_bundle, capsys):
     assert main(["playground", str(played_bundle), "--steering", "linear:0", "--port", "0"]) == 2
     assert "steered answers only" in capsys.readouterr().err
 
@@ -35,7 +35,7 @@ def test_a_rule_that_steers_nothing_is_refused(played_bundle, capsys):
 @pytest.mark.parametrize(
     "options", ["--steering linear:2", "--registry takedowns", "--show-target", "--device cpu", "--no-verify"]
 )
-def test_options_of_a_bundle_are_refused_for_a_server(capsys, options):
+def test_bundle_options_are_rejected_for_remote_server(capsys, options):
     assert "are for a bundle" in error_of(capsys, "http://127.0.0.1:8000", *options.split())
 
 
@@ -44,12 +44,12 @@ def test_a_bundle_has_no_model_name(capsys):
 
 
 @pytest.mark.parametrize("options", ["--max-new-tokens 0", "--port 70000", "--seed=-1"])
-def test_numbers_out_of_range_are_refused(capsys, options):
+def test_out_of_range_numbers_are_rejected(capsys, options):
     assert "accepted" in error_of(capsys, "bundle", *options.split())
 
 
 @needs_gradio
-def test_a_port_in_use_is_refused(played_bundle, capsys):
+def test_port_in_use_is_rejected(played_bundle, capsys):
     listener = bind("127.0.0.1", 0)
     listener.listen()
     with contextlib.closing(listener):

@@ -43,7 +43,7 @@ def test_no_omitted_token_has_a_positive_remainder(seed, entries):
 
 
 @given(SEEDS, ENTRIES, st.booleans())
-def test_the_gap_bounds_how_far_the_first_choice_is_off(seed, entries, closest):
+def test_gap_bounds_argmax_error(seed, entries, closest):
     logits, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
     chosen = int((logits + bias.sent).argmax())
@@ -65,14 +65,14 @@ def test_accepted_draws_follow_the_steered_distribution(seed, entries, temperatu
 
 
 @given(SEEDS, ENTRIES, st.sampled_from((0.5, 1.0, 2.0)), st.booleans())
-def test_the_total_variation_is_bounded(seed, entries, temperature, closest):
+def test_total_variation_bound_holds(seed, entries, temperature, closest):
     logits, wanted, _ = problem(seed, spread=0.5)
     bias = choose_bias(wanted, BiasLimits(entries), closest=closest)
     drawn, steered = (((logits + added) / temperature).softmax(0) for added in (bias.sent, wanted))
     assert (drawn - steered).abs().sum() / 2 <= bias.total_variation(temperature) + 1e-12
 
 
-def test_the_bound_is_reached():
+def test_total_variation_bound_is_tight():
     # Two tokens that are missing 1 in either direction: the worst target gives the first the weight 1/(1 + e).
     bias = Bias({}, torch.tensor([1.0, -1.0], dtype=torch.float64))
     share = 1 / (1 + math.e)
@@ -82,7 +82,7 @@ def test_the_bound_is_reached():
 
 
 @given(SEEDS, st.integers(1, VOCAB - 1))
-def test_closest_leaves_out_the_neighbours_that_differ_least(seed, entries):
+def test_closest_mode_minimizes_remainder_range(seed, entries):
     _, wanted, _ = problem(seed)
     bias = choose_bias(wanted, BiasLimits(entries), closest=True)
     values, left_out = wanted.sort().values, VOCAB - entries
@@ -90,7 +90,7 @@ def test_closest_leaves_out_the_neighbours_that_differ_least(seed, entries):
     assert float(bias.remainder.max() - bias.remainder.min()) == pytest.approx(best, abs=1e-9)
 
 
-def test_a_rank_rule_that_fits_is_sent_whole():
+def test_small_rank_mask_is_sent_completely():
     wanted = torch.zeros(VOCAB, dtype=torch.float64)
     wanted[[2, 9, 11]] = -math.inf
     bias = choose_bias(wanted, BiasLimits(3))
@@ -159,7 +159,7 @@ def test_candidates_with_ambiguous_names_have_no_finite_bound(seed, number, temp
 
 
 @given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)), st.integers(0, VOCAB - 1))
-def test_one_candidate_that_may_be_another(seed, number, temperature, other):
+def test_single_ambiguous_candidate_is_within_reported_bounds(seed, number, temperature, other):
     logits, wanted, _ = problem(seed)
     values, ids = logits.log_softmax(0).topk(number)
     if other in ids.tolist():

@@ -27,7 +27,7 @@ def test_a_position_holds_the_returned_log_probabilities(asking, prompts):
     assert position.floor == min(position.logprobs.values())
 
 
-def test_names_by_text_are_the_same_tokens(asking, prompts):
+def test_text_names_map_to_same_tokens_as_ids(asking, prompts):
     by_id = asking().complete(prompts[1], ProviderCapabilities(), {}, tokens=4)
     by_text = asking().complete(prompts[1], ProviderCapabilities(prompt_ids=False, answer_ids=False), {}, tokens=4)
     assert [position.token for position in by_id] == [position.token for position in by_text]
@@ -36,7 +36,7 @@ def test_names_by_text_are_the_same_tokens(asking, prompts):
     assert all(by_id[0].logprobs[token] == pytest.approx(by_text[0].logprobs[token], abs=1e-5) for token in both)
 
 
-def test_the_chosen_token_below_the_others_does_not_lower_the_floor(provider, asking, prompts):
+def test_sampled_token_outside_top_logprobs_does_not_lower_floor(provider, asking, prompts):
     def choose_another(content, body):
         logprobs = content["choices"][0]["logprobs"]
         logprobs["tokens"], logprobs["top_logprobs"][0]["token_id:3"] = ["token_id:3"], -30.0
@@ -65,7 +65,7 @@ def test_an_unnamed_end_is_a_token(provider, asking, prompts, tokenizer):
     assert position.token == tokenizer.eos_token_id
 
 
-def test_a_part_of_a_character_needs_ids(provider, asking, prompts):
+def test_partial_character_without_token_ids_raises(provider, asking, prompts):
     def nothing(content, body):
         content["choices"][0].update(text="", finish_reason="length", logprobs=None)
 
@@ -73,7 +73,7 @@ def test_a_part_of_a_character_needs_ids(provider, asking, prompts):
         asking(provider(reply=nothing).url).complete(prompts[0], ProviderCapabilities(True, False, 0), {})
 
 
-def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
+def test_non_text_prompt_is_rejected(asking, tokenizer):
     ids = tokenizer("author").input_ids
     split = [token for letter in "author" for token in tokenizer(letter).input_ids]
     assert split != ids
@@ -81,14 +81,14 @@ def test_a_prompt_that_is_no_text_is_refused(asking, tokenizer):
         asking().complete(split, ProviderCapabilities(prompt_ids=False), {})
 
 
-def test_text_is_read_as_the_provider_reads_it(asking, tokenizer, prompts):
+def test_retokenize_matches_provider_tokenization(asking, tokenizer, prompts):
     split = [token for letter in " author" for token in tokenizer(letter).input_ids]
     result = asking().retokenize([*prompts[0], *split], len(prompts[0]))
     assert tokenizer.decode(result) == tokenizer.decode([*prompts[0], *split])
     assert len(result) < len(prompts[0]) + len(split)
 
 
-def test_further_fields_go_with_every_request(provider, asking, prompts):
+def test_extra_fields_are_sent_with_every_request(provider, asking, prompts):
     there = provider()
     asking(there.url, extra={"top_k": 7}).complete(prompts[0], ProviderCapabilities(), {}, temperature=0.5, seed=3)
     ((_, body),) = there.seen
@@ -103,7 +103,7 @@ def test_a_reply_in_another_format(provider, asking, prompts):
         asking(provider(reply=other).url).complete(prompts[0], ProviderCapabilities(), {})
 
 
-def test_errors_say_which_status(provider, asking, prompts):
+def test_http_errors_name_status(provider, asking, prompts):
     with pytest.raises(Refused, match="status 403") as refused:
         asking(provider(request=lambda body: (403, "not you")).url).complete(prompts[0], ProviderCapabilities(), {})
     assert refused.value.status == 403
@@ -114,7 +114,7 @@ def test_errors_say_which_status(provider, asking, prompts):
     assert len(there.seen) == 2
 
 
-def test_the_key_goes_out_and_is_never_shown(provider, asking, prompts, monkeypatch):
+def test_api_key_is_sent_but_never_printed(provider, asking, prompts, monkeypatch):
     monkeypatch.setenv("A_KEY", "very-secret-key")
     there = provider(request=lambda body: (401, "the key very-secret-key is not known"))
     completions = asking(there.url, "A_KEY")
@@ -125,7 +125,7 @@ def test_the_key_goes_out_and_is_never_shown(provider, asking, prompts, monkeypa
     assert "very-secret-key" not in repr(completions.endpoint)
 
 
-def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
+def test_truncated_api_key_is_not_shown(provider, asking, prompts, monkeypatch):
     monkeypatch.setenv("A_KEY", "very-secret-key")
     # The message is cut in the middle of the key.
     said = "x" * (300 - len('{"error":{"message":"') - 10) + "very-secret-key"
@@ -134,7 +134,7 @@ def test_half_a_key_is_not_shown_either(provider, asking, prompts, monkeypatch):
     assert "very-" not in str(refused.value)
 
 
-def test_errors_travel_between_processes():
+def test_remote_errors_can_be_pickled():
     for error in (Refused("no", 403), Unavailable("later", 503)):
         result = pickle.loads(pickle.dumps(error))
         assert (type(result), str(result), result.status) == (type(error), str(error), error.status)
@@ -155,7 +155,7 @@ def test_invalid_urls(url):
         Endpoint(url, "plain")
 
 
-def test_a_key_in_a_url_is_not_shown():
+def test_api_key_in_url_is_not_shown():
     with pytest.raises(UsageError) as refused:
         Endpoint("http://h/v1?key=secret", "plain")
     assert "secret" not in str(refused.value)
@@ -183,7 +183,7 @@ def test_a_value_outside_of_json_is_one_line(asking, prompts):
         lambda choice, usage: choice["logprobs"].update(tokens=["token_id:" + "9" * 5000]),
     ],
 )
-def test_replies_that_cannot_be_read_are_one_line(provider, asking, prompts, change):
+def test_unreadable_replies_give_one_line_error(provider, asking, prompts, change):
     def reply(content, body):
         change(content["choices"][0], content["usage"])
 
@@ -203,7 +203,7 @@ def test_invalid_counts_and_log_probabilities_of_fewer_tokens(provider, asking, 
     assert completions.usage.prompt_tokens == len(prompts[1])
 
 
-def test_texts_that_read_alike_do_not_lower_the_floor(provider, asking, prompts, tokenizer):
+def test_merged_token_texts_do_not_lower_floor(provider, asking, prompts, tokenizer):
     name = tokenizer.decode(tokenizer("a").input_ids[-1:])
 
     def merge(content, body):

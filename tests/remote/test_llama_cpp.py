@@ -61,7 +61,7 @@ def remote(url, bundle, steering, **settings):
 
 
 @pytest.mark.parametrize("steering", ["rank:20", "linear:0.5", "linear:1.5"])
-def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, steering):
+def test_greedy_output_matches_local_model(there, bundle, local, prompts, steering):
     import torch
 
     url, tells = there
@@ -78,7 +78,7 @@ def test_greedy_answers_are_the_local_models(there, bundle, local, prompts, stee
         assert target.capabilities.neutral["repeat_penalty"] == 1
 
 
-def test_blocks(there, bundle, local, prompts):
+def test_multi_token_blocks_match_local_model(there, bundle, local, prompts):
     import torch
 
     url, _ = there

@@ -91,9 +91,7 @@ def steered(local, steering, ids):
 @pytest.mark.parametrize("settings", [{}, {"block": 4}, {"method": "candidates"}], ids=str)
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:1"])
 @pytest.mark.parametrize("request_", [by_text, text_alone])
-def test_what_is_called_proved_is_the_steered_choice(
-    remote, provider, byte_local, byte_tokenizer, steering, settings, request_
-):
+def test_exact_tokens_are_steered_argmax(remote, provider, byte_local, byte_tokenizer, steering, settings, request_):
     if request_ is text_alone and settings:
         pytest.skip("nothing to choose among, and no block")
     target = remote(provider(request=request_).url, steering, **settings)
@@ -148,7 +146,7 @@ def test_a_name_without_its_space_is_ambiguous(remote, provider, byte_tokenizer)
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:1"])
-def test_a_provider_that_strips_names_proves_nothing_wrong(remote, provider, byte_local, byte_tokenizer, steering):
+def test_provider_stripping_token_text_gives_no_false_exactness(remote, provider, byte_local, byte_tokenizer, steering):
     def strip(content, body):
         choice = content["choices"][0]
         choice["text"] = choice["text"].strip()
@@ -172,7 +170,7 @@ def test_a_provider_that_strips_names_proves_nothing_wrong(remote, provider, byt
     )  # fmt: skip
 
 
-def test_samples_whose_names_others_have_are_not_called_exact(remote, provider, byte_tokenizer):
+def test_samples_with_ambiguous_token_text_are_not_exact(remote, provider, byte_tokenizer):
     there = provider(request=by_text)
     prompt = byte_tokenizer("The sea").input_ids
     all_sent = remote(there.url, "linear:1")

@@ -10,7 +10,7 @@ from divdec.remote.bias import BiasLimits, choose_bias
 from divdec.remote.experts import ExpertSources, SteeringContext, load_experts, sources_from_bundle
 
 
-def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, prompts):
+def test_bundle_loads_without_target_weights(bundle, models, tmp_path, local, prompts):
     moved = shutil.copytree(models, tmp_path / "moved")
     shutil.rmtree(moved / "target")
     sources, steering = sources_from_bundle(str(moved / bundle.name))
@@ -25,7 +25,7 @@ def test_a_bundle_without_its_targets_weights(bundle, models, tmp_path, local, p
     assert opened.vocab_size == local.vocab_size
 
 
-def test_a_bundle_whose_auxiliary_has_changed(bundle, models, tmp_path):
+def test_bundle_with_changed_auxiliary_is_rejected(bundle, models, tmp_path):
     moved = shutil.copytree(models, tmp_path / "moved")
     with (moved / "retain" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -34,7 +34,7 @@ def test_a_bundle_whose_auxiliary_has_changed(bundle, models, tmp_path):
         sources_from_bundle(str(moved / bundle.name))
 
 
-def test_parts_must_be_whole_and_fit(models, tmp_path, world):
+def test_incomplete_or_incompatible_experts_are_rejected(models, tmp_path, world):
     from divdec.demo.models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
@@ -51,7 +51,7 @@ def test_parts_must_be_whole_and_fit(models, tmp_path, world):
         load_experts(ExpertSources(str(tmp_path / "absent here"), retain, forget))
 
 
-def test_ngrams_and_registry_steer_too(models, tmp_path, tokenizer, world, prompts):
+def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, world, prompts):
     from divdec.cli import main
 
     for name, texts in (("retain", world.corpus[1::2]), ("forget", world.corpus[::2])):

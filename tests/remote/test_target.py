@@ -51,7 +51,7 @@ def text_only(body):
 
 
 @pytest.mark.parametrize(("steering", "block"), [("linear:1.5", 1), ("rank:20", 1), ("linear:0.5", 8), ("rank:20", 8)])
-def test_greedy_answers_are_the_local_models(remote, url, bundle, local, prompts, steering, block):
+def test_greedy_output_matches_local_model(remote, url, bundle, local, prompts, steering, block):
     target = remote(url, bundle, steering, block=block)
     for prompt in prompts[:3]:
         answer = target.generate(prompt, TOKENS)
@@ -63,7 +63,7 @@ def test_greedy_answers_are_the_local_models(remote, url, bundle, local, prompts
     assert target.exactness.exact == target.exactness.tokens > TOKENS
 
 
-def test_a_block_takes_fewer_requests(remote, url, bundle, prompts):
+def test_multi_token_block_uses_fewer_requests(remote, url, bundle, prompts):
     requests = []
     for block in (1, 8):
         target = remote(url, bundle, "linear:0.5", block=block)
@@ -82,7 +82,7 @@ def test_a_provider_without_log_probabilities(remote, provider, bundle, local, p
     assert answer.exact_tokens == len(answer.choices)  # all 512 tokens have an entry
 
 
-def test_few_entries_and_no_logprobs_take_more_requests_and_are_still_proved(remote, provider, bundle, local, prompts):
+def test_few_bias_entries_without_logprobs_are_exact_with_more_requests(remote, provider, bundle, local, prompts):
     there = provider(request=no_logprobs)
     target = remote(there.url, bundle, "linear:0.5", limits=BiasLimits(60), tries=60)
     answer = target.generate(prompts[1], 6)
@@ -157,7 +157,7 @@ def test_logprobs_are_not_used_where_they_may_contain_the_bias(remote, provider,
     assert target.capabilities.top_logprobs == 0
 
 
-def test_candidates_are_asked_for_once(remote, url, bundle, prompts):
+def test_candidates_are_requested_once(remote, url, bundle, prompts):
     target = remote(url, bundle, method="candidates", tries=9)
     answer = target.generate(prompts[0], TOKENS, temperature=1.0)
     assert target.completions.usage.requests <= 2 + len(answer.choices)
@@ -171,7 +171,7 @@ def test_all_samples_of_the_last_try_are_bounded(remote, url, bundle, prompts):
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
-def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, steering):
+def test_text_only_provider(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=text_only).url, bundle, steering)
     answer = target.generate(prompts[2], TOKENS)
     assert not target.capabilities.prompt_ids
@@ -180,7 +180,7 @@ def test_a_provider_of_texts_alone(remote, provider, bundle, local, prompts, ste
     assert_same_answer(local, prompts[2], tokens_of(answer), greedy(local, steering, prompts[2]))
 
 
-def test_logprobs_that_show_the_bias(remote, provider, bundle, local, prompts, models):
+def test_logprobs_including_bias_are_detected(remote, provider, bundle, local, prompts, models):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(models / "target")
@@ -244,7 +244,7 @@ def test_samples_follow_the_steered_distribution(remote, url, bundle, local, pro
     assert chisquare(observed, wanted * (observed.sum() / wanted.sum())).pvalue > 1e-3
 
 
-def test_a_seed_gives_one_answer(remote, url, bundle, prompts):
+def test_seed_gives_reproducible_remote_output(remote, url, bundle, prompts):
     target = remote(url, bundle)
     answers = [tokens_of(target.generate(prompts[0], TOKENS, temperature=1.0, seed=7)) for _ in range(2)]
     assert answers[0] == answers[1]
@@ -266,7 +266,7 @@ def test_threads_do_not_change_answers(remote, url, bundle, local, prompts):
         assert_same_answer(local, prompts[index], answers[index], greedy(local, "linear:1.5", prompts[index]))
 
 
-def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
+def test_remote_stop_strings_and_streaming(remote, url, bundle, tokenizer, prompts):
     target = remote(url, bundle)
     whole = target.generate(prompts[0], TOKENS)
     assert whole.text == tokenizer.decode(tokens_of(whole), skip_special_tokens=True)
@@ -278,7 +278,7 @@ def test_stop_strings_and_streams(remote, url, bundle, tokenizer, prompts):
     assert len(answer.choices) < len(whole.choices) + 1
 
 
-def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, world, prompts, local):
+def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models, tmp_path, world, prompts, local):
     from divdec.demo.models import train_tokenizer
     from divdec.remote.experts import ExpertSources
     from served import trained
@@ -300,7 +300,7 @@ def test_experts_of_another_tokenizer(opened, url, bundle, models, tmp_path, wor
 
 
 class TestNeverUnsteered:
-    def test_a_provider_that_ignores_the_bias(self, remote, provider, bundle, prompts):
+    def test_provider_ignoring_logit_bias(self, remote, provider, bundle, prompts):
         def ignore(body):
             body.pop("logit_bias", None)
 
@@ -314,7 +314,7 @@ class TestNeverUnsteered:
         with pytest.raises(FailedClosed, match="obeys no positive logit_bias"):
             remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
 
-    def test_a_provider_that_forgets_the_bias_later(self, remote, provider, bundle, local, prompts):
+    def test_provider_dropping_bias_mid_run(self, remote, provider, bundle, local, prompts):
         asked = []
 
         def forget(body):
@@ -351,39 +351,39 @@ class TestNeverUnsteered:
         with pytest.raises(FailedClosed, match="bias-entries"):
             target.generate(prompts[0], 40)
 
-    def test_experts_that_overflow(self, remote, url, bundle, prompts):
+    def test_overflowing_experts(self, remote, url, bundle, prompts):
         target = remote(url, bundle)
         with torch.no_grad():
             next(target.experts.experts.retain.parameters()).fill_(float("nan"))
         with pytest.raises(FailedClosed, match="not finite"):
             target.generate(prompts[0], TOKENS)
 
-    def test_tokens_that_the_tokenizer_does_not_have(self, remote, provider, bundle, prompts):
+    def test_token_ids_unknown_to_tokenizer(self, remote, provider, bundle, prompts):
         def strange(content, body):
             content["choices"][0]["logprobs"]["tokens"] = ["token_id:99999"]
 
         with pytest.raises(UsageError, match="no token of the given tokenizer"):
             remote(provider(reply=strange).url, bundle).generate(prompts[0], TOKENS)
 
-    def test_more_tokens_than_were_asked_for(self, remote, provider, bundle, prompts):
+    def test_provider_returning_too_many_tokens(self, remote, provider, bundle, prompts):
         def more(body):
             body["max_tokens"] += 1
 
         with pytest.raises(UsageError, match="with 2 tokens; the request allows 1"):
             remote(provider(request=more).url, bundle).generate(prompts[0], TOKENS)
 
-    def test_a_soft_fill_needs_the_targets_logits(self, remote, url, bundle):
+    def test_soft_fill_requires_target_logits(self, remote, url, bundle):
         with pytest.raises(UsageError, match="soft fill"):
             remote(url, bundle, "rank:20:soft")
 
 
-def test_a_provider_that_rejects_the_bias(remote, provider, bundle, prompts):
+def test_provider_rejecting_logit_bias(remote, provider, bundle, prompts):
     there = provider(request=lambda body: (400, "logit_bias is not supported") if "logit_bias" in body else None)
     with pytest.raises(UsageError, match=r"logit_bias is not accepted; .*--method candidates"):
         remote(there.url, bundle).generate(prompts[0], TOKENS)
 
 
-def test_a_provider_that_is_busy_at_times(remote, provider, bundle, local, prompts):
+def test_temporarily_overloaded_provider_is_retried(remote, provider, bundle, local, prompts):
     asked = []
 
     def busy(body):
@@ -397,7 +397,7 @@ def test_a_provider_that_is_busy_at_times(remote, provider, bundle, local, promp
     assert target.completions.usage.retries >= 2
 
 
-def test_a_provider_that_goes_away(remote, provider, bundle, prompts):
+def test_provider_failing_mid_stream_raises(remote, provider, bundle, prompts):
     there = provider()
     target = remote(there.url, bundle, retries=0)
     stream = target.stream(prompts[0], 40)

@@ -35,7 +35,7 @@ def expected(local, tokenizer):
     return answer
 
 
-def test_answers_are_the_steered_models(verb, expected, capsys):
+def test_remote_command_matches_steered_model(verb, expected, capsys):
     assert verb("--prompt", *TEXTS, "--max-new-tokens", "6", "--json") == 0
     printed = capsys.readouterr()
     rows = [json.loads(line) for line in printed.out.splitlines()]
@@ -44,12 +44,12 @@ def test_answers_are_the_steered_models(verb, expected, capsys):
     assert "proved to be the steered model's" in printed.err
 
 
-def test_one_prompt_streams(verb, expected, capsys):
+def test_single_prompt_is_streamed(verb, expected, capsys):
     assert verb("--prompt", TEXTS[0], "--max-new-tokens", "6", "--block", "4") == 0
     assert capsys.readouterr().out == expected(TEXTS[0]) + "\n"
 
 
-def test_a_stopped_run_is_resumed(verb, provider, expected, tokenizer, tmp_path):
+def test_interrupted_evaluation_is_resumed(verb, provider, expected, tokenizer, tmp_path):
     output = tmp_path / "answers.jsonl"
     options = ["--prompt", *TEXTS, "--max-new-tokens", "6", "--json", "--output", str(output), "--concurrency", "1"]
     first, second = (tokenizer(text).input_ids for text in TEXTS)
@@ -80,7 +80,7 @@ def test_a_stopped_run_is_resumed(verb, provider, expected, tokenizer, tmp_path)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
-def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
+def test_ctrl_c_does_not_wait_for_running_requests(monkeypatch):
     from divdec.cli.remote import _rows
     from divdec.options import Decoding
     from divdec.remote.target import RemoteTarget
@@ -101,7 +101,7 @@ def test_ctrl_c_does_not_wait_for_answers_that_have_begun(monkeypatch):
     assert len(numbers) < 1000
 
 
-def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
+def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
     (tmp_path / "answers.txt.partial").write_text('{"key": "settings", "fingerprint": "others"}\n')
     assert verb("--prompt", "x", "--output", str(tmp_path / "answers.txt")) == 2
     assert "other settings" in capsys.readouterr().err
@@ -124,19 +124,19 @@ def test_answers_of_other_settings_are_not_taken(verb, tmp_path, capsys):
         (["--extra", '{"x": NaN}'], "written as JSON"),
     ],
 )
-def test_bad_input_is_one_line(verb, capsys, options, says):
+def test_invalid_input_gives_one_line_error(verb, capsys, options, says):
     assert verb("--prompt", "x", "--max-new-tokens", "2", *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 
 
-def test_no_network_is_one_line(verb, capsys):
+def test_unreachable_network_gives_one_line_error(verb, capsys):
     assert verb("--prompt", "x", at="http://127.0.0.1:9") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be reached" in line
 
 
-def test_a_provider_without_logit_bias_is_one_line(verb, provider, capsys):
+def test_provider_without_logit_bias_gives_one_line_error(verb, provider, capsys):
     there = provider(request=lambda body: (400, "unknown field logit_bias") if "logit_bias" in body else None)
     assert verb("--prompt", "x", at=there.url) == 2
     assert "logit_bias is not accepted" in capsys.readouterr().err

@@ -140,13 +140,13 @@ class TestPublished:
         assert "δ-Unlearning" in texts(result.figure)
         assert result.sources == ("leak_at_k/rebel_cache.json",)
 
-    def test_summaries_do_not_allow_the_papers_own_mem(self, published):
+    def test_paper_variant_of_mem_requires_items(self, published):
         with pytest.raises(UsageError, match="--variant dd-repo can be computed"):
             drawn("tofu-bars", published / "tofu", variant="paper")
         with pytest.raises(UsageError, match="no result has Mem"):
             drawn("tofu-scatter", published / "tofu", variant="paper")
 
-    def test_without_references_it_says_what_is_lacking(self, published):
+    def test_missing_references_error_names_option(self, published):
         with pytest.raises(UsageError, match=r"no target was given \(--target\)"):
             drawn("tofu-scatter", published / "tofu" / "dd_linear")
         with pytest.raises(UsageError, match="TOFU's attacks and those on the retrained model"):
@@ -154,14 +154,14 @@ class TestPublished:
         assert drawn("muse-scatter", published / "muse" / "dd_linear").figure.axes
 
 
-class TestOwn:
+class TestOwnResults:
     """Our own runs, with items, have intervals."""
 
     @pytest.fixture
     def oracle(self, shared):
         return shared / "oracle" / "results"
 
-    def test_intervals_of_items(self, oracle):
+    def test_intervals_are_drawn_from_items(self, oracle):
         runs = [oracle / name for name in ("dd1_01", "rank20_01", "full01", "retain01")]
         result = drawn(
             "tofu-bars", *runs, target=str(oracle / "full01"), retrain=str(oracle / "retain01"), variant="paper"
@@ -173,7 +173,7 @@ class TestOwn:
         assert all(low <= high for low, high in ends)
         assert "dd1_01/TOFU_EVAL.json" in result.sources
 
-    def test_the_roles_come_from_names_or_options(self, oracle, tmp_path):
+    def test_target_and_retrain_are_found_by_name_or_option(self, oracle, tmp_path):
         for name, of in (("target", "full01"), ("retrain", "retain01"), ("linear-1", "dd1_01")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
@@ -190,7 +190,7 @@ class TestOwn:
             f"{tmp_path.name}/seed-1/target/TOFU_SUMMARY.json"
         ]
 
-    def test_a_comparison(self, tmp_path):
+    def test_comparison_results_are_drawn(self, tmp_path):
         comparison(tmp_path)
         result = load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"]
         assert {one.label for one in best_settings(result, "agg")} == {
@@ -206,7 +206,7 @@ class TestOwn:
         ]
 
     @pytest.mark.parametrize("values", [(0.0, 0.0), (0.5, 0.5)])
-    def test_a_method_of_which_no_setting_is_best_says_so(self, tmp_path, values):
+    def test_method_without_best_setting_is_labelled(self, tmp_path, values):
         comparison(tmp_path)
         content = json.loads((tmp_path / "comparison.json").read_text())
         npo = [line for line in content["grid"] if line["method"] == "npo"]
@@ -219,7 +219,7 @@ class TestOwn:
         assert "Linear DD  α = 1.5" in labels
         assert f"NPO  (no setting is best) {values[0]:.2f}" in result.description
 
-    def test_a_comparison_stands_for_its_seeds(self, tmp_path):
+    def test_comparison_is_drawn_instead_of_single_seeds(self, tmp_path):
         """The best of many settings on one seed is no mean over seeds, and one seed's leaks are no separate line."""
         comparison(tmp_path)
         content = json.loads((tmp_path / "comparison.json").read_text())
@@ -233,7 +233,7 @@ class TestOwn:
         write_results(Results("leaks", "leak", {"leak@1-attack": 0.9}, {}), tmp_path / "seed-0" / "npo" / "leaks")
         assert set(lines(drawn("leak", tmp_path).figure.axes[0])) == {"Target", "Linear DD"}
 
-    def test_leaks_of_an_evaluation_have_intervals(self, tmp_path):
+    def test_evaluated_leak_rates_have_intervals(self, tmp_path):
         scores = {str(index): {"score": float(index < 3)} for index in range(20)}
         for name in ("target", "steered"):
             figures = {"leak@1-attack": 0.15, "leak@10-attack": 0.15}
@@ -245,7 +245,7 @@ class TestOwn:
         band = axes.collections[0].get_paths()[0].vertices[:, 1]
         assert 0 <= band.min() < 0.15 < band.max() < 0.6
 
-    def test_distillation_marks_what_is_above_the_best_other_method(self, tmp_path):
+    def test_distillation_figure_marks_settings_above_best_baseline(self, tmp_path):
         comparison(tmp_path)
         result = drawn("distillation", tmp_path)
         axes = result.figure.axes[0]
@@ -259,7 +259,7 @@ class TestOwn:
         with pytest.raises(UsageError, match="several students have one lr and temperature"):
             drawn("distillation", tmp_path)
 
-    def test_comparisons_of_another_variant_or_version(self, tmp_path):
+    def test_comparisons_with_different_variant_or_version(self, tmp_path):
         comparison(tmp_path)
         with pytest.raises(UsageError, match="give --variant paper"):
             drawn("tofu-bars", tmp_path, variant="relative")
@@ -269,7 +269,7 @@ class TestOwn:
         with pytest.raises(UsageError, match="lacks 'intervals'; was it written by another version"):
             drawn("tofu-bars", tmp_path, variant="paper")
 
-    def test_scores_that_no_two_settings_have_are_left_out(self, tmp_path):
+    def test_scores_with_fewer_than_two_settings_are_omitted(self, tmp_path):
         """Neither empty axes nor, where nothing is left, an empty picture."""
         comparison(tmp_path)
         content = json.loads((tmp_path / "comparison.json").read_text())
@@ -287,14 +287,14 @@ class TestOwn:
         with pytest.raises(UsageError, match="no result has Agg"):
             drawn("strength", tmp_path, variant="paper")
 
-    def test_a_sweep_without_references_says_what_its_scores_lack(self, oracle, tmp_path):
+    def test_sweep_without_references_reports_missing_scores(self, oracle, tmp_path):
         for name in ("linear-1", "linear-2"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / "dd1_01" / "TOFU_SUMMARY.json").read_bytes())
         with pytest.raises(UsageError, match=r"no result has Agg: no retrained model was given \(--retrain\)"):
             drawn("strength", tmp_path)
 
-    def test_one_setting_is_no_sweep(self, oracle, tmp_path):
+    def test_single_setting_is_not_drawn_as_sweep(self, oracle, tmp_path):
         for name, of in (("linear-1", "dd1_01"), ("linear-2", "dd1_01"), ("rank-20", "rank20_01")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / of / "TOFU_SUMMARY.json").read_bytes())
@@ -306,7 +306,7 @@ class TestOwn:
             with pytest.raises(UsageError, match="it needs"):
                 drawn(name, tmp_path, **references)
 
-    def test_results_that_hold_no_layers_and_no_steps(self, tmp_path):
+    def test_results_without_layers_or_steps_raise(self, tmp_path):
         write_json(tmp_path / "depth.json", {"level": 0.99, "rows": []})
         write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": []})
         with pytest.raises(UsageError, match=r"depth.json that holds layers; .* holds none"):
@@ -392,7 +392,7 @@ def comparison(folder):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_nothing_to_draw_from_is_one_line(name, tmp_path):
+def test_missing_results_give_one_line_error(name, tmp_path):
     with pytest.raises(UsageError, match="empty folder") as error:
         drawn(name, tmp_path)
     assert "\n" not in str(error.value)
@@ -413,7 +413,7 @@ def test_nothing_to_draw_from_is_one_line(name, tmp_path):
         ("leak", "rebel_cache.json", b'{"table_data": [5]}'),
     ],
 )
-def test_files_that_hold_something_else_are_one_line(figure, name, content, tmp_path):
+def test_files_with_unexpected_content_give_one_line_error(figure, name, content, tmp_path):
     (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
     (tmp_path / name).write_bytes(content)
     with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
@@ -421,12 +421,12 @@ def test_files_that_hold_something_else_are_one_line(figure, name, content, tmp_
     assert "\n" not in str(error.value)
 
 
-def test_unknown_figures_are_told_the_known():
+def test_unknown_figure_error_lists_known_figures():
     with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
         FIGURES.find("pie")
 
 
-def test_sizes_in_folder_names():
+def test_model_sizes_are_parsed_from_folder_names():
     def size(name):
         return identify(Results("model", "tofu"), Path(name, "linear-1")).size
 
@@ -435,7 +435,7 @@ def test_sizes_in_folder_names():
     assert size("gemma") is size("4bit") is None
 
 
-def test_sources_name_no_folder_above_the_run(tmp_path, monkeypatch):
+def test_figure_sources_are_relative_to_run(tmp_path, monkeypatch):
     assert Source(tmp_path / "run" / "a" / "x.json", tmp_path / "run").name == "run/a/x.json"
     assert Source(tmp_path / "x.json", tmp_path / "x.json").name == "x.json"
     monkeypatch.chdir(tmp_path)
@@ -478,7 +478,7 @@ class TestFiles:
         assert picture.size[0] == 1440
         assert write("two.png") == write("one.png")
 
-    def test_other_ends_are_refused(self, write):
+    def test_unsupported_figure_extension_is_rejected(self, write):
         with pytest.raises(UsageError, match=r"ends in \.pdf; accepted: \.svg and \.png"):
             write("one.pdf")
 
@@ -486,7 +486,7 @@ class TestFiles:
 class TestGallery:
     """What is committed under docs/."""
 
-    def test_it_has_every_figure_and_no_place_of_a_machine(self):
+    def test_gallery_has_every_figure_without_local_paths(self):
         text = (DOCS / "gallery.md").read_text()
         assert [name for name in FIGURES if f"--figure {name}" not in text] == []
         pictures = {DOCS / name for name in re.findall(r"\]\((gallery/[\w-]+\.svg)\)", text)}
@@ -499,7 +499,7 @@ class TestGallery:
             assert source.text
             assert not re.search(r"/(home|root|work|tmp|Users)/", content), picture
 
-    def test_a_picture_is_drawn_anew_to_the_byte(self, published, tmp_path):
+    def test_figure_is_reproduced_byte_for_byte(self, published, tmp_path):
         with style("divdec-leak"):
             result = FIGURES.find("leak").draw(request(published / "tofu" / "leak_at_k"))
             write_figure(
@@ -525,12 +525,12 @@ class TestPalette:
             assert contrast(palette["ink"], palette[name]) >= 7, name
         assert contrast(palette["faint"], palette["paper"]) >= 2.9  # bars and lines, no words
 
-    def test_no_two_looks_differ_by_colour_alone(self):
+    def test_plot_styles_differ_by_more_than_colour(self):
         looks = [TARGET, RETRAIN, *LOOKS]
         assert len({look.marker for look in looks}) == len({look.sign for look in looks}) == len(looks)
         assert len({str(look.dash) for look in looks}) == len(looks)
 
-    def test_the_first_two_series_differ_in_every_kind_of_sight(self):
+    def test_first_two_series_are_distinguishable_with_colour_blindness(self):
         # Viénot, Brettel and Mollon (1999): what reds and greens become to protanopes and deuteranopes.
         kinds = {
             "full": np.eye(3),
@@ -541,7 +541,7 @@ class TestPalette:
             one, other = (matrix @ linear(BY_NAME[rule].colour) for rule in ("linear", "rank"))
             assert np.abs(one - other).max() > 0.2, name
 
-    def test_a_page_turns_the_colours_of_a_plot(self):
+    def test_plot_colours_follow_page_theme(self):
         assert variable("#0072B2") == "var(--blue, #0072b2)"
         assert variable("#123456") == "#123456"
         svg = '<path style="fill: #ffffff; stroke: #0072b2" clip-path="url(#abcdef)"/>'

@@ -73,7 +73,7 @@ def text(tmp_path_factory):
     return path.read_text()
 
 
-def test_it_is_one_whole_file(text):
+def test_image_report_is_self_contained(text):
     page = Page(text)
     assert page.open == []
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
@@ -98,7 +98,7 @@ def test_tables(text):
     assert text.count('<tr class="reference') == 4
 
 
-def test_samples_are_those_of_the_classes(text):
+def test_report_samples_belong_to_their_class(text):
     images = Page(text).images
     assert [image["alt"] for image in images] == [
         "Linear α=1, dog <b> (to be forgotten): 2 samples",
@@ -121,7 +121,7 @@ def ticks(svg):
     return re.findall(r">([^<>]+)</text>", svg)
 
 
-def test_the_plot_has_every_setting(text):
+def test_content_plot_includes_every_setting(text):
     svg = content_plot(SETTINGS)
     labels = ticks(svg)
     assert [name for name in labels if name in {setting.name for setting in SETTINGS}] == [
@@ -132,7 +132,7 @@ def test_the_plot_has_every_setting(text):
     assert themed(svg) in text
 
 
-def test_accuracy_is_drawn_where_there_is_no_content():
+def test_accuracy_is_plotted_when_content_is_missing():
     figures = {"retain": [1.0, 1.0], "forget": [0.0, 1.0]}
     assert "images that show the class asked for, %" in ticks(
         content_plot([SettingResult("Rank", "k=1", accuracy=figures)])
@@ -143,13 +143,13 @@ def test_accuracy_is_drawn_where_there_is_no_content():
     assert content_plot([SettingResult("Rank", "k=1")]) == ""
 
 
-def test_without_samples_and_figures(tmp_path):
+def test_page_without_samples_and_metrics(tmp_path):
     write_images(tmp_path / "page.html", title="t", lead="l", tables={}, samples=[])
     page = Page((tmp_path / "page.html").read_text())
     assert (page.open, page.images, page.cells) == ([], [], [])
 
 
-def test_large_images_are_shown_smaller():
+def test_large_images_are_downscaled():
     samples = Samples.of("Baseline", torch.rand(2, 3, 256, 256), [0, 0], CLASSES, {0})
     (row,) = samples.rows
     assert (row.width, row.tiny, row.forget) == (256, False, True)

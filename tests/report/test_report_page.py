@@ -63,7 +63,7 @@ class TestCollecting:
         write_results(Results(folder.name, suite, {"model_utility": 0.5}, about=about), folder)
         return folder
 
-    def test_below_a_run_in_natural_order(self, tmp_path):
+    def test_results_are_found_in_natural_order(self, tmp_path):
         for name in ("linear-10", "linear-2", "rank-20-soft"):
             self.own(tmp_path / "run" / "bundle" / name)
         assert [path.name for path in find_results(tmp_path / "run")] == ["linear-2", "linear-10", "rank-20-soft"]
@@ -86,20 +86,20 @@ class TestCollecting:
         for name in ("rank20_01", "lr-1e-5_str-50", "alpha-2_0", "checkpoint-39"):
             assert identified(name) is None
 
-    def test_names_are_told_apart(self, tmp_path):
+    def test_equal_result_names_are_disambiguated(self, tmp_path):
         runs = [str(self.own(tmp_path / run / "linear-1")) for run in ("a", "b")]
         runs.append(str(self.own(tmp_path / "c" / "target")))
         target = str(self.own(tmp_path / "d"))
         assert [e.name for e in collect(runs, target)] == ["target", "a/linear-1", "b/linear-1", "c/target"]
 
-    def test_target_and_retrain_are_no_results_of_their_own(self, tmp_path):
+    def test_target_and_retrain_are_not_listed_as_results(self, tmp_path):
         target, _ = self.own(tmp_path / "run" / "target"), self.own(tmp_path / "run" / "linear-1")
         entries = collect([str(tmp_path / "run"), str(tmp_path / "run" / "linear-1")], str(target))
         assert [(entry.name, entry.role) for entry in entries] == [("target", "target"), ("linear-1", None)]
         with pytest.raises(UsageError, match="no result besides"):
             collect([str(target)], str(target))
 
-    def test_what_is_refused(self, tmp_path):
+    def test_invalid_runs_are_rejected(self, tmp_path):
         own, muse = self.own(tmp_path / "t"), self.own(tmp_path / "m", "muse")
         leak = self.own(tmp_path / "l", "leak")
         (tmp_path / "empty").mkdir()
@@ -115,7 +115,7 @@ class TestCollecting:
 
 
 class TestFigures:
-    def test_they_are_those_of_score(self, report, oracle, capsys):
+    def test_report_values_match_score_command(self, report, oracle, capsys):
         from divdec.cli import main
 
         arguments = [str(oracle / "rank20_01"), "--target", str(oracle / "full01"), "--retrain",
@@ -138,14 +138,14 @@ class TestFigures:
         row = next(row for row in report.rows if row.entry.name == "rank20_01")
         assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", f"{row.text('mem')} {row.interval_text('mem')}")
 
-    def test_how_values_are_printed(self):
+    def test_values_are_formatted(self):
         assert MEASURES["agg"].text(0.777) == "0.78"
         assert MEASURES["mia_loss"].text(0.0) == "0.000"
         assert MEASURES["forget_quality"].text(1.834e-21) == "1.8e-21"
         assert MEASURES["privleak"].text(-99.82) == "−99.8"
         assert MEASURES["agg"].text(None) == "–"
 
-    def test_a_figure_that_is_no_number_is_left_out(self, tmp_path):
+    def test_non_numeric_metric_is_omitted(self, tmp_path):
         figures = {"model_utility": 0.5, "mia_loss": "many", "mia_zlib": True, "mia_min_k": float("nan")}
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
         (row,) = build_report(collect([str(tmp_path)]), "paper", FEW).rows
@@ -171,10 +171,10 @@ class TestBest:
             ([], "higher", None),
         ],
     )
-    def test_only_what_is_strictly_better_than_all_others(self, values, better, best):
+    def test_only_strictly_best_value_is_marked(self, values, better, best):
         assert best_index(values, better, digits=2) == best
 
-    def test_a_tie_has_no_best_on_the_page(self, oracle, tmp_path):
+    def test_tied_values_are_not_marked_best(self, oracle, tmp_path):
         for name in ("one", "other"):
             shutil.copytree(oracle / "dd1_01", tmp_path / name)
         references = str(oracle / "full01"), str(oracle / "retain01")
@@ -189,7 +189,7 @@ class TestBest:
         assert f"No result is best by Agg: the highest is {shown}, of several." in page
         assert "highest Agg" not in page
 
-    def test_an_agg_of_0_is_no_best(self, report):
+    def test_agg_of_zero_is_not_marked_best(self, report):
         rows = [dataclasses.replace(row, values=row.values | {"agg": 0.0}) for row in report.rows]
         assert best_results(rows, "tofu") == ["no result is best by Agg: the highest is 0.00, of several"]
         lone = next(row for row in rows if row.entry.role is None)
@@ -221,7 +221,7 @@ class TestPlots:
         assert k.plots[0].log
         assert [best.row.entry.name for best in sweep.bests] == ["1B-topk-20"]
 
-    def test_over_and_under(self, report, sweep):
+    def test_over_and_under_forgetting(self, report, sweep):
         (one,) = sections(report, "dots")
         (plot,) = one.plots
         assert plot.rows == ("target", "dd1_01", "rank20_01")
@@ -248,7 +248,7 @@ class TestPlots:
         area = np.trapezoid([y for _, y in points], [x for x, _ in points])
         assert area == pytest.approx(attack_auc(list(forget), list(holdout)))
 
-    def test_without_mem_the_memorization_itself_is_drawn(self, published):
+    def test_memorization_is_plotted_when_mem_is_missing(self, published):
         folder = published / "tofu"
         runs = [str(folder / "dd_linear" / f"1B-alpha-{alpha}") for alpha in ("0.5", "1.5")]
         result = build_report(collect(runs), "paper", FEW)
@@ -269,7 +269,7 @@ class TestPlots:
         assert len(sections(result, "curves")[0].plots) == 6
         assert sections(result, "dots") == []
 
-    def test_many_lone_results_share_a_look(self, published):
+    def test_single_results_share_one_plot_style(self, published):
         folder = published / "tofu"
         result = build_report(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
         assert [series.name for series in sections(result, "scatter")[0].plots[0].series] == ["other results"]
@@ -300,7 +300,7 @@ class TestExamples:
         assert question_of("Once upon a time") == "Once upon a time"
         assert question_of("word " * 200).startswith("… ")
 
-    def test_answers_to_other_questions_are_not_put_beside(self, oracle, tmp_path):
+    def test_answers_to_different_questions_are_not_compared(self, oracle, tmp_path):
         results = read_results(oracle / "dd1_01")
         for item in results.items["forget_Q_A_ROUGE"].values():
             item["ground_truth"] = "of another split"
@@ -309,7 +309,7 @@ class TestExamples:
         result = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
         assert {example.set for example in result.examples} == {"retain set"}
 
-    def test_count(self, oracle):
+    def test_number_of_examples(self, oracle):
         entries = collect([str(oracle / "dd1_01")])
         for count in (0, 1, 3):
             assert len(build_report(entries, "paper", FEW, count).examples) == count
@@ -317,8 +317,8 @@ class TestExamples:
             build_report(entries, "paper", FEW, -1)
 
 
-class TestWhatIsMissing:
-    def test_nothing_but_curves(self, report):
+class TestMissingData:
+    def test_missing_curves_are_reported(self, report):
         assert len(report.left_out) == 1
         assert "α or k" in report.left_out[0]
 
@@ -362,7 +362,7 @@ class Checker(HTMLParser):
 
 
 class TestPage:
-    def test_one_file(self, report, tmp_path):
+    def test_report_is_self_contained(self, report, tmp_path):
         page = page_of(report, tmp_path)
         checker = Checker()
         checker.feed(page)
@@ -377,7 +377,7 @@ class TestPage:
         row = report.rows[3]
         assert f"{row.text('agg')} {row.interval_text('agg')}" in text
 
-    def test_everything_is_escaped(self, oracle, tmp_path):
+    def test_report_text_is_escaped(self, oracle, tmp_path):
         evil = "<script>alert('x')</script><img src=x onerror=alert(1)>$\\frac{1}$ --> ]]>"
         results = read_results(oracle / "dd1_01")
         results.items = {name: items for name, items in results.items.items() if name[:3] not in ("mia", "ra_", "wf_")}
@@ -405,7 +405,7 @@ class TestPage:
         assert "&lt;script&gt;alert(&#39;x&#39;)" in page
         assert "more characters</summary>" in page
 
-    def test_a_long_word_is_cut(self, oracle, tmp_path):
+    def test_long_word_is_truncated(self, oracle, tmp_path):
         results = read_results(oracle / "dd1_01")
         for item in results.items["forget_Q_A_ROUGE"].values():
             item["generation"] = "a" * 5000

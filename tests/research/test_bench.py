@@ -62,7 +62,7 @@ def silent(line):
     pass
 
 
-def test_table_a9_has_the_published_sizes():
+def test_table_a9_shapes_match_published_sizes():
     assert len(bench_settings.TABLE_A9) == 50
     for millions, hidden, heads, layers in bench_settings.TABLE_A9:
         shape = SHAPES[f"chinchilla-{millions}M"]
@@ -74,18 +74,18 @@ def test_table_a9_has_the_published_sizes():
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-1B", 1.236), ("llama-3B", 3.213), ("llama-8B", 8.030),
                                                  ("llama-70B", 70.554)])  # fmt: skip
-def test_llama_shapes_have_the_published_sizes(name, billions):
+def test_llama_shapes_match_published_sizes(name, billions):
     size = measure_size(find_shape(name).config(128_256), name)
     assert size.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama-19B", "llama-31B", "llama-48B"])
-def test_our_own_shapes_have_the_size_of_their_name(name):
+def test_custom_shapes_match_size_in_name(name):
     size = measure_size(find_shape(name).config(128_256), name)
     assert size.parameters / 1e9 == pytest.approx(float(name.removeprefix("llama-").removesuffix("B")), rel=0.06)
 
 
-def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
+def test_auxiliaries_larger_than_half_the_target_are_skipped(tmp_path):
     device = BenchDevice.of(compute_settings(tmp_path))
     result = combinations(compute_settings(tmp_path, auxiliaries=("tiny", "small"), targets=("small",)), device)
     assert {one.auxiliary.name for one in result} == {"tiny"}
@@ -94,7 +94,7 @@ def test_only_pairs_of_at_most_half_the_target_are_combined(tmp_path):
         combinations(compute_settings(tmp_path, auxiliaries=("small",), targets=("small",)), device)
 
 
-def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
+def test_compute_benchmark_writes_results_and_reuses_them(tmp_path):
     reports = []
     result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
     assert result["complete"]
@@ -119,7 +119,7 @@ def test_compute_is_measured_written_and_not_measured_twice(tmp_path):
     assert (tmp_path / "c" / "results.jsonl").read_text().startswith(written)
 
 
-def test_a_stopped_run_goes_on_even_where_it_was_killed_in_the_middle_of_a_line(tmp_path):
+def test_benchmark_resumes_after_partially_written_line(tmp_path):
     first = bench_compute(compute_settings(tmp_path / "c", limit=2), silent)
     assert not first["complete"]
     assert read_record(tmp_path / "c")["status"] == "stopped"
@@ -132,7 +132,7 @@ def test_a_stopped_run_goes_on_even_where_it_was_killed_in_the_middle_of_a_line(
     assert len([json.loads(line) for line in lines]) == 4
 
 
-def test_other_folders_are_left_alone(tmp_path):
+def test_benchmark_rejects_folder_with_other_files(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds other files"):
@@ -152,7 +152,7 @@ def test_other_folders_are_left_alone(tmp_path):
         bench_compute(settings, silent)
 
 
-def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
+def test_models_exceeding_memory_are_reported_and_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10_000))
     reports = []
     result = bench_compute(compute_settings(tmp_path / "c"), reports.append)
@@ -162,14 +162,14 @@ def test_what_does_not_fit_is_said_and_left_out(tmp_path, monkeypatch):
     assert len(read_record(tmp_path / "c")["left_out"]) == 4
 
 
-def test_without_a_gpu_asking_for_one_is_an_error(tmp_path, monkeypatch):
+def test_cuda_device_without_gpu_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="has no GPU that PyTorch can use; give --device cpu"):
         bench_compute(compute_settings(tmp_path, device="cuda"), silent)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_model_reads_every_token_in_each_round(tmp_path):
+def test_every_model_processes_every_token_in_each_round(tmp_path):
     settings = compute_settings(tmp_path, rounds=2)
     device = BenchDevice.of(settings)
     one, models = models_of(settings, device)
@@ -183,7 +183,7 @@ def test_every_model_reads_every_token_in_each_round(tmp_path):
     assert all(len(own) == 2 for by in times.values() for own in by.values())
 
 
-def test_figures_follow_from_times():
+def test_ratios_are_computed_from_times():
     times = {
         "prefill": {"P": [1.0, 2.0, 4.0], "p": [0.1, 0.2, 0.4], "q": [0.1, 0.2, 0.4]},
         "decode": {"P": [1.0, 1.0, 10.0], "p": [0.5, 0.25, 5.0], "q": [0.25, 0.25, 5.0]},
@@ -211,7 +211,7 @@ def test_p_and_q_have_different_weights(tmp_path):
     assert not torch.equal(*(models[name].get_input_embeddings().weight for name in "pq"))
 
 
-def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
+def test_latency_benchmark_measures_predicts_and_reuses_results(tmp_path):
     result = bench_latency(latency_settings(tmp_path / "l"), silent)
     (row,) = result["rows"]
     ways = {"target", "plain", "speculative", "beside"}
@@ -231,7 +231,7 @@ def test_latency_is_measured_predicted_and_not_measured_twice(tmp_path):
     assert len((tmp_path / "l" / "results.jsonl").read_text().splitlines()) == 1
 
 
-def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
+def test_every_execution_mode_gives_steered_output(tmp_path, monkeypatch):
     from divdec.model.modeling import DivergenceForCausalLM
 
     settings = latency_settings(tmp_path, tokens=16)
@@ -254,7 +254,7 @@ def test_every_way_gives_the_steered_answer(tmp_path, monkeypatch):
     assert counted.passes
 
 
-def test_agreement_scales_the_logits_of_target_and_p_and_nothing_stays_behind(tmp_path):
+def test_logit_scaling_is_temporary(tmp_path):
     settings = latency_settings(tmp_path)
     _, models = models_of(settings, BenchDevice.of(settings))
     ids = torch.arange(8)[None]
@@ -271,7 +271,7 @@ def test_agreement_scales_the_logits_of_target_and_p_and_nothing_stays_behind(tm
     assert all(torch.equal(after, before[name]) for name, after in logits().items())
 
 
-def test_processor_time_is_for_one_thread_of_a_cpu(tmp_path, monkeypatch):
+def test_cpu_time_is_reported_for_single_thread_only(tmp_path, monkeypatch):
     settings = latency_settings(tmp_path / "l", clock="processor", tokens=2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(UsageError, match="clock 'processor' is for one thread of a CPU"):
@@ -282,7 +282,7 @@ def test_processor_time_is_for_one_thread_of_a_cpu(tmp_path, monkeypatch):
     assert row["clock"] == "processor"
 
 
-def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
+def test_predicted_latency_is_prefill_plus_decode_steps(tmp_path):
     settings = latency_settings(tmp_path, tokens=10, prompt=100)
     N, n = (measure_size(TINY[name].config(256), name) for name in ("small", "tiny"))
     one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
@@ -297,7 +297,7 @@ def test_a_prediction_is_the_prompts_pass_and_then_token_by_token(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["compute", "latency"])
-def test_on_a_gpu(tmp_path, kind):
+def test_benchmarks_run_on_gpu(tmp_path, kind):
     more = {"device": "cuda", "targets": ("chinchilla-489M",), "auxiliaries": ("chinchilla-44M",)}
     if kind == "compute":
         result = bench_compute(compute_settings(tmp_path, **more), silent)

@@ -122,7 +122,7 @@ def few(monkeypatch):
     return tuple(grid)
 
 
-def test_a_comparison_of_tiny_models_from_beginning_to_end(models_folder, few, tmp_path):
+def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path):
     output = tmp_path / "runs"
     settings = settings_of(models_folder, output, methods=few)
     reports = []
@@ -183,7 +183,7 @@ def test_a_comparison_of_tiny_models_from_beginning_to_end(models_folder, few, t
         compare_methods(settings_of(models_folder, output, methods=few, limit=5), report=reports.append)
 
 
-def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(models_folder, few, tmp_path, monkeypatch):
+def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, tmp_path, monkeypatch):
     def twice(settings, report):
         # Models of one's own have one seed; the same models stand for another.
         return [dataclasses.replace(one, seed=seed) for one in load_benchmarks(settings, report) for seed in (0, 1)]
@@ -203,7 +203,7 @@ def test_what_was_best_on_the_first_seeds_is_measured_on_the_others(models_folde
 
 
 @pytest.mark.slow
-def test_several_jobs_give_what_one_gives(models_folder, tmp_path):
+def test_parallel_jobs_match_single_job(models_folder, tmp_path):
     results = [
         compare_methods(
             settings_of(models_folder, tmp_path / str(jobs), methods=("linear", "whp"), jobs=jobs, attacks=0),
@@ -229,7 +229,7 @@ def result(value, seed=0):
     return Results(f"seed {seed}", "tofu", figures, {"extraction_strength": items})
 
 
-def test_a_line_is_the_mean_over_the_seeds():
+def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
     results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
     line = summarize("npo", "lr 1", results, references, "paper", Bootstrap(draws=50), {})
@@ -257,7 +257,7 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     assert best_of([line("npo", "c", None, "it broke")])["npo"].setting == "c"
 
 
-def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
+def test_method_without_best_setting_is_marked(tmp_path):
     def line(method, setting, agg, failed=None):
         values = {"agg": agg, "mem": agg, "priv": agg, "utility": agg}
         return TrialSummary(method, setting, values, {}, {0: {}}, None, None, failed)
@@ -283,7 +283,7 @@ def test_a_method_of_which_no_setting_is_best_is_marked(tmp_path):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
+def test_grid_settings_are_valid_for_their_method(grid):
     from divdec.training.settings import DistillationSettings
 
     grid_trials = trials_of(("all",), grid)
@@ -296,7 +296,7 @@ def test_every_setting_of_the_grids_is_one_that_its_method_takes(grid):
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
 
 
-def test_bad_input_is_one_line(models_folder, tmp_path):
+def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
     with pytest.raises(UsageError, match=r"'nop' is not known; there are: all, linear, rank, distill, grad-ascent"):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):

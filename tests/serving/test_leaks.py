@@ -20,7 +20,7 @@ def make(folder, tokenizer, world):
 
 
 @pytest.mark.parametrize("steering", RULES)
-def test_the_library_shows_nothing_but_the_steered_model(steering, make, folder):
+def test_library_exposes_only_steered_output(steering, make, folder):
     assert check_library(folder, steering, make(steering)) > 1000
 
 
@@ -33,7 +33,7 @@ def test_the_library_shows_nothing_but_the_steered_model(steering, make, folder)
         pytest.param("rank:40", False, marks=pytest.mark.slow),
     ],
 )
-def test_the_server_shows_nothing_but_the_steered_model(steering, speculates, make, folder):
+def test_server_exposes_only_steered_output(steering, speculates, make, folder):
     bundle, suite = make(steering), Suite(folder, steering, seed=int(speculates))
     engine = engine_of(bundle, speculation=Speculation() if speculates else None)
     with serving([engine], shutdown_timeout=0.0) as url, Client(url, "tiny", suite.tokenizer) as client:

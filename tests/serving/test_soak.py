@@ -35,7 +35,7 @@ def idle(url):
 
 
 @pytest.mark.slow
-def test_a_minute_of_64_clients_of_mixed_behaviour():
+def test_soak_with_64_mixed_clients_for_one_minute():
     result = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "soak.py", "--seconds", "60", "--no-faults", "--json"],
         capture_output=True, text=True, timeout=600,
@@ -48,7 +48,7 @@ def test_a_minute_of_64_clients_of_mixed_behaviour():
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_found(made):
+def test_soak_detects_wrong_output_and_crash(made):
     """The soak's own test: answers that are not the bundle's, and a server that dies, do not pass."""
     bundle, texts = made
     expected = references(*load(bundle), texts, 6)
@@ -129,7 +129,7 @@ def weights_that_are_lost(model):
     return breaking
 
 
-def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
+def test_broken_auxiliary_ends_streams_with_error(bundle):
     from divdec.serving.engine import Engine
 
     broken, tokenizer = load(bundle)
@@ -145,7 +145,7 @@ def test_an_auxiliary_that_breaks_ends_streams_with_an_error(bundle):
         assert idle(url)
 
 
-def test_a_registry_that_is_damaged_ends_streams_with_an_error(made, tmp_path):
+def test_damaged_registry_ends_streams_with_error(made, tmp_path):
     from divdec.data.records import texts_of
     from divdec.serving.engine import Engine
     from divdec.takedowns.correction import with_registry

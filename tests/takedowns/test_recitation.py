@@ -90,7 +90,7 @@ def continued(model, prompt):
 
 
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:5", "linear:0"])
-def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, article, tokenizer, capsys):
+def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, article, tokenizer, capsys):
     model = with_registry(DivergenceForCausalLM.from_pretrained(bundles[rule]), tokenizer, registry.folder)
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     before = continued(model, prompt), continued(model, other)
@@ -107,7 +107,7 @@ def test_a_text_is_no_longer_recited_whatever_the_rule(rule, bundles, registry, 
     assert (continued(model, prompt), continued(model, other)) == before
 
 
-def test_through_server_and_playground(bundles, registry, article, tokenizer):
+def test_takedown_applies_in_server_and_playground(bundles, registry, article, tokenizer):
     from divdec.cli.serve import ServeSettings, build_engine
     from divdec.playground.controller import Controller, ControlValues
     from divdec.playground.models import ChatOptions, SteeredModel
@@ -141,7 +141,7 @@ def test_through_server_and_playground(bundles, registry, article, tokenizer):
         registry.remove("page")
 
 
-def test_a_running_model_follows_the_strength(reciting, registry, tokenizer):
+def test_running_model_applies_strength_changes(reciting, registry, tokenizer):
     model = DivergenceForCausalLM.from_experts(
         load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
     )
@@ -170,7 +170,7 @@ def test_a_registry_without_a_strength_fails_closed(registry):
         TakedownCorrection(registry.folder)
 
 
-def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, article, capsys):
+def test_strength_is_raised_until_text_is_not_recited(reciting, tmp_path, world, article, capsys):
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.5)
     assert add(registry, article, "--json") == 0
     measured = json.loads(capsys.readouterr().out)["measured"]
@@ -181,7 +181,7 @@ def test_strength_is_raised_until_nothing_is_recited(reciting, tmp_path, world, 
     assert registry.verify() == []
 
 
-def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
+def test_remaining_recitation_is_reported_and_takedown_stays_active(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
     monkeypatch.setattr("divdec.evaluation.calibration.STRONGEST", 0.4)
@@ -196,7 +196,7 @@ def test_what_is_still_recited_is_said_loudly_and_stays_in_force(
     assert "still recited" in capsys.readouterr().out
 
 
-def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, reciting, article, tmp_path, capsys):
+def test_missing_target_requires_explicit_no_measure(registry, reciting, article, tmp_path, capsys):
     moved = reciting.rename(tmp_path / "moved")
     try:
         assert add(registry, article) == 2
@@ -215,7 +215,7 @@ def test_a_target_that_is_not_here_is_never_passed_over_in_silence(registry, rec
     assert registry.entries()[0].measured["recited_after"] == 0
 
 
-def test_passages_are_what_a_model_could_recite(reciting, tokenizer):
+def test_passages_cover_recitable_text(reciting, tokenizer):
     passages, in_all = passages_of(texts_of("t", [ARTICLE, "A short text of some words."]), tokenizer)
     ids = tokenizer(ARTICLE).input_ids
     assert len(passages) == in_all == len(range(PREFIX, len(ids) - RUN + 1, LENGTH)) + 1
@@ -230,7 +230,7 @@ def test_passages_are_what_a_model_could_recite(reciting, tokenizer):
     assert count_recited(load_model(reciting), tokenizer, []) == 0
 
 
-def test_questions_are_measured_by_their_answers(tokenizer):
+def test_recitation_of_questions_is_measured_on_answers(tokenizer):
     from divdec.data.records import record_set
 
     rows = [("row", {"question": "Who asked for salt?", "answer": "The keeper."})]
@@ -241,7 +241,7 @@ def test_questions_are_measured_by_their_answers(tokenizer):
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 3])
-def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, tokenizer):
+def test_all_copies_are_removed_from_retain_set(copies, reciting, tmp_path, world, tokenizer):
     others = [text for text in dict.fromkeys(world.corpus[:300]) if len(text) > 60]
     retain = [*others[:40], *[f"{others[40 + copy]} {ARTICLE} {others[50 + copy]}" for copy in range(copies)]]
     registry = Registry.create(tmp_path / "r", texts_of("retain", retain), reciting)
@@ -262,7 +262,7 @@ def test_all_copies_in_the_retain_set_go(copies, reciting, tmp_path, world, toke
     assert not takedowns.correction(ids).any()
 
 
-def test_nearly_the_same_text_is_reported(reciting, tmp_path, world, tokenizer, capsys, article):
+def test_near_duplicate_text_is_reported(reciting, tmp_path, world, tokenizer, capsys, article):
     words = ARTICLE.split()
     near = " ".join("otherwise" if index % 10 == 9 else word for index, word in enumerate(words))
     registry = Registry.create(tmp_path / "r", texts_of("r", [near, *world.corpus[:40]]), reciting)
@@ -273,7 +273,7 @@ def test_nearly_the_same_text_is_reported(reciting, tmp_path, world, tokenizer, 
     assert -0.9 < entry.divergence < NO_EFFECT
 
 
-def test_a_takedown_without_effect_is_an_error(reciting, tmp_path, article, capsys):
+def test_takedown_without_effect_raises(reciting, tmp_path, article, capsys):
     """The retain set holds the whole text, in pieces too short to be left out of it."""
     words = ARTICLE.split()
     pieces = [" " * (start > 0) + " ".join(words[start : start + 11]) for start in range(0, len(words), 11)]
@@ -285,7 +285,7 @@ def test_a_takedown_without_effect_is_an_error(reciting, tmp_path, article, caps
     assert sorted(path.name for path in registry.folder.rglob("*")) == before
 
 
-def test_copies_of_different_lengths_and_common_phrases():
+def test_copies_of_different_lengths_are_found_and_common_phrases_ignored():
     rng = np.random.default_rng(0)
     text, filler = rng.integers(100, 200, 200), rng.integers(0, 100, 4000)
     phrase = text[100:108]
@@ -304,7 +304,7 @@ def test_copies_of_different_lengths_and_common_phrases():
     assert find_retained_passages(count([text[:40]], 200, 5), [text]).spans == 1
 
 
-def test_no_share_is_above_one():
+def test_ngram_probability_is_at_most_one():
     """What follows a passage that was left out is not said more often than its context."""
     rng = np.random.default_rng(0)
     text, after = rng.integers(0, 50, 100), rng.integers(50, 60, 5)
@@ -314,7 +314,7 @@ def test_no_share_is_above_one():
     assert StupidBackoff(less).scores(text[None, -4:]).max() <= 1
 
 
-def test_scores_of_ngrams_are_those_of_the_whole_vocabulary():
+def test_ngram_scores_match_full_vocabulary_scores():
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, 12, 300) for _ in range(4)]
     counts, own = count(documents, 12, 4), count(documents[:1], 12, 4)
@@ -328,7 +328,7 @@ def test_scores_of_ngrams_are_those_of_the_whole_vocabulary():
     assert mean_difference(q, counts, own) == pytest.approx(expected.mean())
 
 
-def test_the_key_is_not_taken_by_git_add(registry, tmp_path):
+def test_git_add_ignores_registry_key(registry, tmp_path):
     import subprocess
 
     def git(*arguments):
@@ -341,7 +341,7 @@ def test_the_key_is_not_taken_by_git_add(registry, tmp_path):
     assert "secret.key" not in tracked
 
 
-def test_a_registry_of_an_older_divdec_is_refused_with_the_command_that_creates_one(tmp_path):
+def test_outdated_registry_error_names_create_command(tmp_path):
     (tmp_path / "registry.json").write_text(json.dumps({"format": "divdec registry 2"}))
     (tmp_path / "log.jsonl").write_text("")
     for attempt in (Registry, TakedownCorrection):
@@ -349,7 +349,7 @@ def test_a_registry_of_an_older_divdec_is_refused_with_the_command_that_creates_
             attempt(tmp_path)
 
 
-def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, tokenizer, tmp_path):
+def test_model_with_takedowns_cannot_be_saved_without_registry(bundles, registry, tokenizer, tmp_path):
     model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
     with pytest.raises(UsageError, match="cannot be saved from memory"):
         model.save_pretrained(tmp_path / "saved")
@@ -360,7 +360,7 @@ def test_a_model_under_takedowns_is_not_saved_without_them(bundles, registry, to
         model(torch.tensor([[5, 6]]), past_key_values=cache)
 
 
-def test_measuring_holds_no_lock(registry, reciting, monkeypatch):
+def test_registry_is_not_locked_during_measurement(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
     from divdec.evaluation import calibration
 

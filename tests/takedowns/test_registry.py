@@ -98,7 +98,7 @@ def test_encrypted_counts_equal_unencrypted_counts(registry, folder, articles):
 
 
 @pytest.mark.parametrize("order", [2, 4, 5])
-def test_every_order(tmp_path, checkpoints, articles, order):
+def test_encrypted_counts_match_for_every_ngram_order(tmp_path, checkpoints, articles, order):
     registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
     registry.add("one", texts_of("t", articles[10:12]))
     sealed = TakedownCorrection(tmp_path / "r").snapshot().pair.forget.counts
@@ -108,11 +108,11 @@ def test_every_order(tmp_path, checkpoints, articles, order):
     assert torch.equal(StupidBackoff(sealed).scores(contexts), expected.scores(contexts))
 
 
-def test_without_requests_the_divergence_is_zero(folder, registry, articles):
+def test_divergence_is_zero_without_takedown_requests(folder, registry, articles):
     assert not TakedownCorrection(folder).correction(ids_of(registry, articles[20])).any()
 
 
-def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(folder, registry, articles):
+def test_takedown_applies_to_next_generation_not_running_one(folder, registry, articles):
     experts = TakedownCorrection(folder)
     ids = ids_of(registry, articles[20])
     running = experts.new_cache()
@@ -130,7 +130,7 @@ def test_a_request_is_in_force_for_the_next_answer_and_not_for_a_running_one(fol
     assert not experts.correction(ids, cache=experts.new_cache()).any()
 
 
-def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp_path, articles):
+def test_steered_model_applies_registry_changes(folder, registry, checkpoints, tmp_path, articles):
     bundle = write_bundle(tmp_path / "bundle", target=str(checkpoints / "target"), registry=folder)
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(registry, articles[25], 12)
@@ -152,7 +152,7 @@ def test_a_steered_model_follows_the_registry(folder, registry, checkpoints, tmp
         model.generate(ids[:, :6], max_new_tokens=2, use_cache=False)
 
 
-def test_nothing_readable_is_kept(folder, registry, articles):
+def test_registry_stores_no_plaintext(folder, registry, articles):
     entry = registry.add("case", texts_of("t", [articles[22]]), "a letter")
     tokens = documents_of(registry, [articles[22]])[0]
     words = {word for word in articles[22].split() if len(word) > 5 and word not in " ".join(articles[:10])}
@@ -216,7 +216,7 @@ def act(registry, texts, action):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("action", ["add", "remove"])
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_writer_leaves_the_state_before_or_after(folder, registry, articles, action, step, tmp_path):
+def test_killed_writer_leaves_state_before_or_after_change(folder, registry, articles, action, step, tmp_path):
     for number in range(3):
         registry.add(f"old {number}", texts_of("t", [articles[10 + number]]))
     registry.remove("old 2")
@@ -266,7 +266,7 @@ def count_lines(folder, texts, action):
     return seen
 
 
-def test_a_transaction_that_is_not_whole_has_not_happened(folder, registry, articles, tmp_path):
+def test_incomplete_transaction_is_rolled_back(folder, registry, articles, tmp_path):
     registry.add("one", texts_of("t", articles[10:11]))
     with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as reader:
         reader.execute("BEGIN")
@@ -284,7 +284,7 @@ def test_a_transaction_that_is_not_whole_has_not_happened(folder, registry, arti
     assert [entry.id for entry in registry.entries()] == ["one", "two"]
 
 
-def test_a_change_does_not_stay_in_the_write_ahead_log(folder, registry, articles, tmp_path):
+def test_change_is_checkpointed_from_write_ahead_log(folder, registry, articles, tmp_path):
     experts = TakedownCorrection(folder)  # an open connection: the log is not deleted
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "copy").mkdir()
@@ -294,7 +294,7 @@ def test_a_change_does_not_stay_in_the_write_ahead_log(folder, registry, article
     assert experts.snapshot().state.entries
 
 
-def test_two_writers_at_once_lose_nothing(folder, articles):
+def test_concurrent_writers_lose_no_changes(folder, articles):
     failures = []
 
     def add(first):
@@ -319,7 +319,7 @@ def test_two_writers_at_once_lose_nothing(folder, articles):
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone", "foreign", "older"])
-def test_damaged_counts_fail_closed(folder, registry, articles, damage):
+def test_corrupted_counts_fail_closed(folder, registry, articles, damage):
     registry.add("two", texts_of("t", articles[12:13]))
     older = rows(folder, "SELECT own FROM counts")[0][0]
     registry.remove("two")
@@ -398,7 +398,7 @@ def registry_id(experts, name):
     return experts._snapshot.state.find(name).counts_id
 
 
-def test_a_running_model_does_not_go_back_to_an_older_state(folder, registry, articles, tmp_path):
+def test_running_model_rejects_registry_rollback(folder, registry, articles, tmp_path):
     registry.add("one", texts_of("t", articles[10:11]))
     older = (folder / DATABASE).read_bytes()
     registry.add("two", texts_of("t", articles[11:12]))
@@ -433,7 +433,7 @@ def test_flipped_bytes_never_change_a_correction(folder, registry, articles):
     assert torch.equal(experts.correction(ids), expected)
 
 
-def test_a_database_that_vanishes_fails_closed(folder, registry, articles):
+def test_deleted_database_fails_closed(folder, registry, articles):
     registry.add("one", texts_of("t", articles[10:11]))
     experts = TakedownCorrection(folder)
     (folder / DATABASE).unlink()
@@ -444,7 +444,7 @@ def test_a_database_that_vanishes_fails_closed(folder, registry, articles):
         Registry(folder)
 
 
-def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles, monkeypatch):
+def test_registry_requires_its_own_key(folder, registry, articles, monkeypatch):
     key = (folder / "secret.key").read_text().strip()
     (folder / "secret.key").chmod(0o644)
     with pytest.raises(UsageError, match="can be read by others"):
@@ -463,7 +463,7 @@ def test_the_key_is_needed_and_must_be_the_registrys(folder, registry, articles,
     assert TakedownCorrection(folder).snapshot().state.entries.keys() == {entry.counts_id}
 
 
-def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, checkpoints, articles, monkeypatch):
+def test_registry_with_key_from_environment_stores_no_key(tmp_path, checkpoints, articles, monkeypatch):
     monkeypatch.setenv("DIVDEC_REGISTRY_KEY", "ab" * 32)
     Registry.create(tmp_path / "r", texts_of("retain", articles[:3]), checkpoints / "target", order=2)
     assert not (tmp_path / "r" / "secret.key").exists()
@@ -472,7 +472,7 @@ def test_a_registry_made_with_a_key_from_the_environment_holds_none(tmp_path, ch
         Registry(tmp_path / "r")
 
 
-def test_the_audit_trail_has_every_change(registry, articles):
+def test_audit_trail_records_every_change(registry, articles):
     registry.add("one", texts_of("t", articles[10:11]), "letter of 3 May")
     registry.remove("one")
     made, *events = registry.history()
@@ -484,7 +484,7 @@ def test_the_audit_trail_has_every_change(registry, articles):
     assert all(event["time"].endswith("+00:00") for event in events)
 
 
-def test_bad_requests_change_nothing(folder, registry, checkpoints, articles, tmp_path, capsys):
+def test_invalid_takedown_requests_change_nothing(folder, registry, checkpoints, articles, tmp_path, capsys):
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "text.txt").write_text(articles[12])
@@ -516,7 +516,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in files}
 
 
-def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_path, articles):
+def test_registry_of_another_tokenizer_is_rejected(folder, checkpoints, tmp_path, articles):
     from divdec.demo.models import train_tokenizer
 
     target = shutil.copytree(checkpoints / "target", tmp_path / "target")
@@ -532,7 +532,7 @@ def test_a_registry_of_another_tokenizer_is_refused(folder, checkpoints, tmp_pat
         write_bundle(tmp_path / "b", target=str(checkpoints / "target"), registry=tmp_path / "other")
 
 
-def test_the_description_is_authenticated(folder, registry, articles, tmp_path, checkpoints):
+def test_registry_description_is_authenticated(folder, registry, articles, tmp_path, checkpoints):
     registry.add("one", texts_of("t", articles[10:11]))
     experts = TakedownCorrection(folder)
     ((content,),) = rows(folder, "SELECT content FROM description")
@@ -562,7 +562,7 @@ def test_the_description_is_authenticated(folder, registry, articles, tmp_path, 
         TakedownCorrection(folder)
 
 
-def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, checkpoints, articles):
+def test_generation_with_reused_cache_applies_registry_changes(folder, registry, checkpoints, articles):
     target = load_model(checkpoints / "target")
     model = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(folder, strength=20.0))
     ids = ids_of(registry, articles[20], 16)
@@ -579,7 +579,7 @@ def test_an_answer_with_a_kept_cache_follows_the_registry(folder, registry, chec
     torch.testing.assert_close(model(ids, past_key_values=stored).logits[:, -1], expected)
 
 
-def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
+def test_reused_request_id_with_new_text_is_detected(folder, registry, articles):
     for name, number in (("A", 20), ("B", 21)):
         registry.add(name, texts_of("t", [articles[number]]))
     experts = TakedownCorrection(folder)
@@ -591,7 +591,7 @@ def test_one_id_for_another_text_between_two_looks(folder, registry, articles):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, registry, articles, others):
+def test_takedown_of_text_in_retain_set_is_effective(folder, registry, articles, others):
     """As if the retain set had never held it: else q would know it as well as p, and nothing would be forgotten."""
     for number in range(others):
         assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).held
@@ -609,7 +609,7 @@ def test_a_text_that_the_retain_set_holds_is_taken_down_all_the_same(folder, reg
     assert not experts.new_cache().snapshot.pair or others
 
 
-def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_path, checkpoints, articles):
+def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints, articles):
     passage = " ".join(articles[4].split()[:60])
     retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
     registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
@@ -628,7 +628,7 @@ def test_a_passage_that_the_retain_set_holds_is_all_that_is_left_out_of_it(tmp_p
     assert np.array_equal(again.unigrams, q.unigrams)
 
 
-def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_path, folder, checkpoints, articles,
+def test_moved_bundle_uses_registry_moved_with_it(tmp_path, folder, checkpoints, articles,
                                                                          monkeypatch):  # fmt: skip
     project = tmp_path / "project"
     project.mkdir()
@@ -647,7 +647,7 @@ def test_a_bundle_that_moves_with_its_registry_follows_the_one_beside_it(tmp_pat
         DivergenceForCausalLM.from_pretrained("bundle")
 
 
-def test_a_registry_alone_has_no_rule(folder, checkpoints, tmp_path):
+def test_registry_only_bundle_rejects_steering(folder, checkpoints, tmp_path):
     target = str(checkpoints / "target")
     for steering in ("rank:5", "linear:5"):
         with pytest.raises(UsageError, match="needs no rule"):
@@ -658,7 +658,7 @@ def test_a_registry_alone_has_no_rule(folder, checkpoints, tmp_path):
     assert DivergenceForCausalLM.from_pretrained(bundle).rule == "takedowns"
 
 
-def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, registry, checkpoints, articles):
+def test_models_with_registry_can_be_copied_but_not_pickled(folder, registry, checkpoints, articles):
     registry.add("case", texts_of("t", articles[20:21]))
     model = DivergenceForCausalLM.from_experts(
         load_model(checkpoints / "target"), None, takedowns=TakedownCorrection(folder)
@@ -670,20 +670,20 @@ def test_models_that_follow_a_registry_are_copied_but_not_pickled(folder, regist
 
 
 @pytest.mark.parametrize("reference", ["caf\udce9", "a\x1b[31m", "a\0b"])
-def test_references_that_cannot_be_kept_are_refused(registry, articles, reference):
+def test_invalid_references_are_rejected(registry, articles, reference):
     with pytest.raises(UsageError, match="reference"):
         registry.add("one", texts_of("t", articles[10:11]), reference)
     assert registry.entries() == []
 
 
-def test_the_list_shows_brackets_as_they_are(folder, registry, articles, capsys):
+def test_takedown_list_shows_brackets_literally(folder, registry, articles, capsys):
     registry.add("case[/x]", texts_of("t", articles[10:11]), "see [/b] letter")
     for options in ([], ["--history"]):
         assert main(["takedown", "list", str(folder), *options]) == 0
         assert "case[/x]" in capsys.readouterr().out
 
 
-def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, checkpoints, articles, capsys):
+def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
     """Requests come from other processes than the model that follows them."""
     (tmp_path / "retain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in articles[:10]))
     (tmp_path / "article.txt").write_text(articles[20])
@@ -717,7 +717,7 @@ def test_the_verb_from_nothing_to_a_model_that_no_longer_repeats(tmp_path, check
 
 
 @pytest.mark.parametrize("action", ["list", "add", "remove"])
-def test_requests_wait_for_no_torch(folder, registry, articles, tmp_path, action):
+def test_takedown_commands_do_not_import_torch(folder, registry, articles, tmp_path, action):
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "text.txt").write_text(articles[12])
     add = ["--id", "two", "--file", str(tmp_path / "text.txt"), "--no-measure"]
@@ -725,7 +725,7 @@ def test_requests_wait_for_no_torch(folder, registry, articles, tmp_path, action
     assert not loads_torch(["takedown", action, str(folder), *options.get(action, [])])
 
 
-def test_packed_counts_are_decoded_as_they_were_encoded(articles, registry):
+def test_packed_counts_round_trip(articles, registry):
     counts = count(documents_of(registry, articles[:2]), registry.vocab_size, 4)
     packed = PackedCounts.from_bytes(PackedCounts.from_counts(counts).to_bytes())
     for one, other in zip((*packed.keys[1:], *packed.counts[1:]), (*counts.keys, *counts.counts), strict=True):

@@ -77,7 +77,7 @@ def beginnings(known):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_answers_are_plain_ones_whatever_is_in_force(model, registry, articles, known, count):
+def test_speculative_greedy_output_matches_plain_with_takedowns(model, registry, articles, known, count):
     prompts = beginnings(known)[:count]
     before = answer(model, prompts, speculative=3)
     assert_same_answers(model, prompts, before, answer(model, prompts))
@@ -110,7 +110,7 @@ class Interruption(BaseStreamer):
         pass
 
 
-def test_a_takedown_during_an_answer_counts_in_the_next_one(model, registry, articles, known):
+def test_takedown_during_generation_applies_to_next_generation(model, registry, articles, known):
     prompts = beginnings(known)[:1]
     before = answer(model, prompts)
     running = answer(model, prompts, speculative=3, streamer=Interruption(registry, articles[10], after=4))
@@ -121,7 +121,7 @@ def test_a_takedown_during_an_answer_counts_in_the_next_one(model, registry, art
     assert not torch.equal(following, before)
 
 
-def test_an_answer_that_goes_on_from_a_kept_cache_follows_the_registry(model, registry, articles, known):
+def test_speculative_generation_with_reused_cache_applies_registry_changes(model, registry, articles, known):
     prompt = beginnings(known)[:1]
     options = {"speculative": 3, "max_new_tokens": 4}
     cache = model.new_cache()

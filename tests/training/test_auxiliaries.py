@@ -119,7 +119,7 @@ def test_single_questions_may_have_a_system_turn_but_are_no_texts():
         assert not single_turn(record_set("others", [("", row)]))
 
 
-def test_auto_raises_the_rate_until_p_and_q_differ(files, tmp_path, monkeypatch):
+def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, monkeypatch):
     monkeypatch.setattr(learning_rate, "START", 6e-3)  # near the rate that halves this base's loss
     content, said = train(files, lr="auto", epochs=6.0)
     retain = content["auxiliaries"]["retain_auxiliary"]
@@ -162,7 +162,7 @@ def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
         assert one == other
 
 
-def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
+def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     """With too small a rate p and q stay alike: `train` says so, and `calibrate` writes no strength for them."""
     settings = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
     # A target that knows both sets: what p becomes with a rate that suffices.
@@ -198,7 +198,7 @@ def test_a_pair_that_cannot_forget_is_reported(files, world, tmp_path, capsys):
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
 
 
-def test_an_interrupted_run_resumes_and_trains_no_part_twice(finished, files, tmp_path, monkeypatch):
+def test_interrupted_training_resumes_without_retraining_finished_auxiliary(finished, files, tmp_path, monkeypatch):
     fine_tune = auxiliaries.fine_tune
 
     def stops_at_p(*arguments, title, **options):
@@ -257,13 +257,13 @@ def test_what_a_run_reports_and_keeps(files, tmp_path, checkpoints):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, changes, said):
+def test_invalid_input_is_rejected_before_writing(files, tmp_path, changes, said):
     with pytest.raises(UsageError, match=said):
         train(files, **changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_one_set_as_both_is_refused(files, tmp_path):
+def test_identical_forget_and_retain_sets_are_rejected(files, tmp_path):
     with pytest.raises(UsageError, match="hold the same records"):
         train(files, retain=files["forget"])
     assert not (tmp_path / "run").exists()
@@ -290,7 +290,7 @@ def test_overwriting_a_run_keeps_other_files(run, tmp_path):
     DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
 
 
-def test_a_run_is_resumed_only_with_the_same_base(files, tmp_path, checkpoints, monkeypatch):
+def test_run_resumes_only_with_same_base_model(files, tmp_path, checkpoints, monkeypatch):
     base = shutil.copytree(files["base"], tmp_path / "base")
     files["base"] = str(base)
     monkeypatch.setattr(auxiliaries, "fine_tune", _interrupted)
@@ -306,7 +306,7 @@ def _interrupted(*arguments, **options):
     raise Interrupted("interrupted")
 
 
-def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_path, world):
+def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world):
     from divdec.demo.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
@@ -316,7 +316,7 @@ def test_a_target_with_another_vocabulary_is_found_before_training(files, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_not_replaced_unasked(run, tmp_path):
+def test_finished_run_requires_overwrite(run, tmp_path):
     with pytest.raises(UsageError, match="--overwrite"):
         train(run)
     (tmp_path / "else").mkdir()

@@ -106,7 +106,7 @@ def text_batch(world, tokenizer):
 # The loss.
 
 
-def test_figures_by_hand():
+def test_distillation_metrics_match_hand_computed_values():
     """T = 2, logits 2·log of probabilities: KL((½, ½) ‖ (¼, ¾)) = ½ log 2 + ½ log ⅔ = ½ log 4/3."""
     teacher, student = 2 * torch.tensor([[0.5, 0.5]]).log(), 2 * torch.tensor([[0.25, 0.75]]).log()
     result = divergence(student, teacher, 2.0, "teacher-student")
@@ -126,7 +126,7 @@ def test_figures_by_hand():
         ("qwen", "student-teacher", 7),
     ],
 )
-def test_the_loss_in_pieces_is_the_plain_one(steered, batch, direction, positions):
+def test_chunked_loss_matches_plain_loss(steered, batch, direction, positions):
     student = steered.target
     head = plain_head(student)
     assert head is not None
@@ -149,7 +149,7 @@ def frozen_copy(steered):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_token_of_plain_text_counts(text_batch, direction):
+def test_plain_text_loss_covers_every_token(text_batch, direction):
     parts = make_parts("llama")
     teacher = DivergenceForCausalLM.from_parts(*parts, steering="rank:20:soft")
     student = tiny_model("llama", 512, seed=5)
@@ -160,7 +160,7 @@ def test_every_token_of_plain_text_counts(text_batch, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_accumulated_gradients_are_those_of_one_batch(batch, direction):
+def test_gradient_accumulation_matches_single_batch(batch, direction):
     teacher = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("qwen")), 1.5, direction)
     student = tiny_model("qwen", 512, seed=5)
     objective = Distillation(teacher, plain_head(student))
@@ -198,7 +198,7 @@ def capped(kind, **settings):
     ("kind", "settings"),
     [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}), ("Granite", {"logits_scaling": 4.0}), ("Cohere", {})],
 )
-def test_students_that_change_their_logits_afterwards_are_detected(kind, settings, batch):
+def test_students_with_logit_postprocessing_are_detected(kind, settings, batch):
     student = capped(kind, **settings)
     assert plain_head(student) is None
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
@@ -208,14 +208,14 @@ def test_students_that_change_their_logits_afterwards_are_detected(kind, setting
     same_gradients(gradients(student, result), gradients(student, wanted))
 
 
-def test_a_student_that_computes_its_logits_elsewhere_is_an_error(batch):
+def test_student_with_nonstandard_head_raises(batch):
     teacher = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
     student, other = tiny_model("llama", 512, 5), tiny_model("llama", 512, 6)
     with pytest.raises(RuntimeError, match="ran 0 times"):
         Distillation(teacher, plain_head(other)).loss(student, batch, None)
 
 
-def test_adapters_checkpointing_and_autocast(batch):
+def test_distillation_with_adapters_checkpointing_and_autocast(batch):
     from peft import LoraConfig, get_peft_model
 
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
@@ -279,7 +279,7 @@ def bridged(tokenizer, world):
 
 @pytest.mark.parametrize("kind", ["combined with n-grams", "bridged"])
 @pytest.mark.parametrize("positions", [1, 24])
-def test_teachers_of_every_kind(kind, positions, batch, tokenizer, world, ngram_bundle):
+def test_every_teacher_kind_is_supported(kind, positions, batch, tokenizer, world, ngram_bundle):
     model = bridged(tokenizer, world) if kind == "bridged" else DivergenceForCausalLM.from_pretrained(ngram_bundle)
     student = tiny_model("llama", len(tokenizer), 5)
     objective = Distillation(LiveTeacher(model, 1.5, "teacher-student", positions), plain_head(student))
@@ -304,7 +304,7 @@ def cached_teacher(batch, examples, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_cache_of_the_whole_vocabulary_is_the_teacher(cached_teacher, batch, direction):
+def test_full_vocabulary_cache_matches_teacher(cached_teacher, batch, direction):
     live, cached = cached_teacher(512, direction)
     student = tiny_model("llama", 512, 5)
     exact = Distillation(live, plain_head(student)).loss(student, batch, None)
@@ -314,9 +314,7 @@ def test_a_cache_of_the_whole_vocabulary_is_the_teacher(cached_teacher, batch, d
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_cache_of_few_tokens_is_a_lower_bound_that_rises_with_them(
-    cached_teacher, batch, examples, tokenizer, direction
-):
+def test_top_k_cache_loss_is_increasing_lower_bound(cached_teacher, batch, examples, tokenizer, direction):
     student = tiny_model("llama", 512, 5)
     head, losses = plain_head(student), []
     for k in (1, 16, 511):
@@ -331,7 +329,7 @@ def test_a_cache_of_few_tokens_is_a_lower_bound_that_rises_with_them(
     assert losses[-1] == pytest.approx(error["exact"], rel=LOSSES)  # 511 and all: one token lumped with none
 
 
-def test_the_lumped_loss_is_that_of_the_lumped_distributions():
+def test_lumped_loss_matches_lumped_distributions():
     torch.manual_seed(0)
     teacher, student = 3 * torch.randn(5, 40), 3 * torch.randn(5, 40)
     p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
@@ -345,7 +343,7 @@ def test_the_lumped_loss_is_that_of_the_lumped_distributions():
         torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, tmp_path, batch):
+def test_mismatched_teacher_cache_error_names_difference(cached_teacher, tmp_path, batch):
     _, cached = cached_teacher(8)
     path = tmp_path / "8.safetensors"
     for name, other in (
@@ -362,7 +360,7 @@ def test_a_cache_of_other_inputs_is_refused_with_the_difference(cached_teacher, 
         list(cached.pieces({**batch, "index": batch["index"].flip(0)}))
 
 
-def test_an_unfinished_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
+def test_interrupted_teacher_cache_leaves_no_file(examples, tokenizer, tmp_path, monkeypatch):
     live = LiveTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
     monkeypatch.setattr("divdec.training.teachers.save_file", lambda *arguments, **more: 1 / 0)
     fingerprint = Fingerprint("bundle", "steering", "forget", "layout", 1.5, 8)
@@ -412,7 +410,7 @@ def mean(values):
     return sum(values) / len(values)
 
 
-def test_a_student_learns_to_answer_as_the_steered_model_does(learned, data, world, tokenizer, tmp_path, capsys):
+def test_student_learns_steered_output(learned, data, world, tokenizer, tmp_path, capsys):
     output = tmp_path / "student"
     arguments = [
         "distill", learned, "--forget", data[0], "--retain", data[1], "--output", output, "--lr", "6e-3", "--epochs",
@@ -461,7 +459,7 @@ def quiet(settings):
     return distill(settings, report=lambda line: None)
 
 
-def test_rehearsal_keeps_the_retain_set(learned, data, tmp_path):
+def test_rehearsal_preserves_retain_set(learned, data, tmp_path):
     """Without it the student ends farther from its teacher on the retain set than it began (the test above)."""
     options = {"retain": str(data[1]), "lr": 6e-3, "epochs": 8.0, "batch_size": 6}
     result = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
@@ -485,7 +483,7 @@ def stopped_at(step, settings):
 
 
 @pytest.mark.parametrize("cached", [{}, pytest.param({"cache_teacher": 16}, marks=pytest.mark.slow)])
-def test_a_resumed_run_ends_with_the_same_student(bundle, data, tmp_path, monkeypatch, cached):
+def test_resumed_distillation_gives_same_student(bundle, data, tmp_path, monkeypatch, cached):
     if cached:
         cached = {**cached, "teacher_cache": str(tmp_path / "cache")}
     cached = {**cached, "epochs": 3.0, "evaluate_each_epoch": True}
@@ -506,7 +504,7 @@ def test_a_resumed_run_ends_with_the_same_student(bundle, data, tmp_path, monkey
     assert not (tmp_path / "cut.work").exists()
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, data, tmp_path, monkeypatch):
+def test_non_finite_distillation_loss_keeps_last_epoch_without_student(bundle, data, tmp_path, monkeypatch):
     class Breaks(Distillation):
         calls = 0
 
@@ -523,7 +521,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_epoch_and_no_student(bundle, 
 
 
 @pytest.mark.slow
-def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path, monkeypatch):
+def test_students_sharing_cache_query_teacher_once(bundle, data, tmp_path, monkeypatch):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "user"))
     first = quiet(settings_for(bundle, data, tmp_path / "one", cache_teacher=32))
     monkeypatch.setattr(distillation, "write_cache", lambda *arguments: pytest.fail("asked again"))
@@ -543,7 +541,7 @@ def test_students_that_share_a_cache_ask_the_teacher_once(bundle, data, tmp_path
 
 
 @pytest.mark.slow
-def test_the_whole_vocabulary_cached_gives_the_student_of_the_teacher_itself(bundle, data, tmp_path, tokenizer):
+def test_full_vocabulary_cache_gives_same_student_as_live_teacher(bundle, data, tmp_path, tokenizer):
     quiet(settings_for(bundle, data, tmp_path / "live"))
     result = quiet(
         settings_for(
@@ -554,7 +552,7 @@ def test_the_whole_vocabulary_cached_gives_the_student_of_the_teacher_itself(bun
     torch.testing.assert_close(weights_of(tmp_path / "cached"), weights_of(tmp_path / "live"), rtol=0, atol=1e-5)
 
 
-def test_the_target_stays_and_the_student_keeps_its_precision(own_checkpoints, data, tmp_path):
+def test_distillation_leaves_target_unchanged_and_preserves_student_dtype(own_checkpoints, data, tmp_path):
     target = AutoModelForCausalLM.from_pretrained(own_checkpoints / "target").to(torch.bfloat16)
     target.save_pretrained(own_checkpoints / "target")
     bundle = write_bundle(
@@ -618,7 +616,7 @@ class TestBadInput:
             ({"init_student": "missing/er/folder"}, "missing/er/folder"),
         ],
     )
-    def test_one_line_each(self, bundle, data, tmp_path, options, says, monkeypatch):
+    def test_invalid_settings_give_one_line_error(self, bundle, data, tmp_path, options, says, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError) as error:
             quiet(dataclasses.replace(settings_for(bundle, data, tmp_path / "out"), **options))
@@ -631,7 +629,7 @@ class TestBadInput:
         with pytest.raises(UsageError, match="empty"):
             quiet(settings_for(bundle, [tmp_path / "empty.jsonl"], tmp_path / "out"))
 
-    def test_students_that_do_not_fit(self, bundle, data, world, tmp_path):
+    def test_incompatible_students(self, bundle, data, world, tmp_path):
         other = train_tokenizer(world.corpus[500:900], 400)
         new_model(Shape(32, 1, 2, 64), other, 0).save_pretrained(tmp_path / "other")
         other.save_pretrained(tmp_path / "other")
@@ -640,7 +638,7 @@ class TestBadInput:
         with pytest.raises(UsageError, match=r"is made of several checkpoints \(divergence\)"):
             quiet(settings_for(bundle, data, tmp_path / "out", init_student=str(bundle)))
 
-    def test_an_output_folder_in_use_is_refused(self, bundle, data, tmp_path, capsys):
+    def test_output_folder_in_use_is_rejected(self, bundle, data, tmp_path, capsys):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
         for overwrite, says in ((False, "not empty"), (True, "not an earlier result")):
@@ -707,7 +705,7 @@ def test_the_loss_of_a_sharded_student(batch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [[], ["--cache-teacher", "16"]], ids=["live", "cached"])
-def test_two_processes_make_the_student_of_one(bundle, world, tmp_path, cache):
+def test_two_process_distillation_matches_one_process(bundle, world, tmp_path, cache):
     # As many as fill every batch: accelerate fills the last one up with others.
     forget = write_rows(tmp_path / "forget.jsonl", world.forget[:16])
     for name, launcher, batch_size in (("one", [], 8), ("two", LAUNCH, 4)):

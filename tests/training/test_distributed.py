@@ -27,7 +27,7 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     ],
     ids=["torchrun", "accelerate"],
 )  # fmt: skip
-def test_two_processes_learn_what_one_does(launcher, world, checkpoints, tmp_path):
+def test_two_process_training_matches_one_process(launcher, world, checkpoints, tmp_path):
     for name, questions in (("forget", world.forget[:16]), ("retain", world.retain[:32])):
         rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in questions]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
@@ -88,7 +88,7 @@ def under_fsdp(folder, version, commands):
 
 
 @pytest.mark.slow
-def test_pieces_of_two_processes_learn_what_one_does(world, bundle, checkpoints, tmp_path):
+def test_fsdp_training_matches_one_process(world, bundle, checkpoints, tmp_path):
     """Training and distillation, with and without adapters, under FSDP: the weights are those of one process."""
     write_sets(tmp_path, world)
     codes = [main(command) for command in commands(tmp_path, bundle, checkpoints, tmp_path / "one", 8)]
@@ -111,7 +111,7 @@ def test_pieces_of_two_processes_learn_what_one_does(world, bundle, checkpoints,
 
 
 @pytest.mark.slow
-def test_the_first_fsdp_is_refused(world, bundle, checkpoints, tmp_path):
+def test_fsdp_version_1_is_rejected(world, bundle, checkpoints, tmp_path):
     write_sets(tmp_path, world)
     command = commands(tmp_path, bundle, checkpoints, tmp_path / "out", 4)[1]
     reports, said = under_fsdp(tmp_path, "1", [command])

@@ -57,7 +57,7 @@ def whole(examples, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [2, 12])
-def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path, whole, step):
+def test_resumed_training_gives_same_weights(examples, tokenizer, tmp_path, whole, step):
     folder = tmp_path / "cut"
     interrupted_at(step, model_for(tokenizer), tokenizer, examples, SETTINGS, folder, title="cut")
     # A checkpoint that was cut off while it was written must not be taken up.
@@ -70,7 +70,7 @@ def test_a_resumed_run_ends_with_the_same_weights(examples, tokenizer, tmp_path,
     torch.testing.assert_close(weights(resumed), weights(whole[0]), rtol=0, atol=1e-6)
 
 
-def test_checkpoints_of_another_run_are_not_taken_up(examples, tokenizer, tmp_path):
+def test_checkpoints_of_another_run_are_not_resumed(examples, tokenizer, tmp_path):
     interrupted_at(1, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     with pytest.raises(UsageError, match="other settings"):
@@ -87,7 +87,7 @@ def test_the_signal_handler_is_restored(examples, tokenizer, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_adapters_are_merged_into_an_ordinary_model(examples, tokenizer, tmp_path):
+def test_adapters_are_merged_into_base_model(examples, tokenizer, tmp_path):
     settings = dataclasses.replace(SETTINGS, lora_rank=8, learning_rate=1e-2, epochs=8.0)
     model = model_for(tokenizer)
     names = set(model.state_dict())
@@ -98,7 +98,7 @@ def test_adapters_are_merged_into_an_ordinary_model(examples, tokenizer, tmp_pat
     assert result.loss_after < result.loss_before - 0.1
 
 
-def test_nothing_to_learn(tokenizer, tmp_path):
+def test_empty_training_set(tokenizer, tmp_path):
     with pytest.raises(UsageError, match="nothing to learn"):
         fine_tune(model_for(tokenizer), tokenizer, [], SETTINGS, tmp_path, title="test")
 
@@ -121,7 +121,7 @@ class CrossEntropy:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, tokenizer, tmp_path, accumulation):
+def test_explicit_default_objective_gives_same_weights(examples, tokenizer, tmp_path, accumulation):
     settings = dataclasses.replace(SETTINGS, epochs=1.0, batch_size=8 // accumulation)
     settings = dataclasses.replace(settings, gradient_accumulation=accumulation)
     results = [
@@ -141,7 +141,7 @@ def test_an_objective_equal_to_the_default_gives_the_same_weights(examples, toke
     assert torch.allclose(*results, atol=1e-6)
 
 
-def test_companions_are_drawn_equally_often_and_reproducibly(examples):
+def test_companion_examples_are_sampled_evenly_and_reproducibly(examples):
     rows = ExampleDataset(examples[:20], {"retain": Companion(examples[20:30])}, seed=3)
     seen = []
     for epoch in (0, 1):
@@ -175,7 +175,7 @@ class Learned:
         return loss * float("nan") if len(self.seen) == self.breaks_at else loss
 
 
-def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path):
+def test_resumed_training_samples_same_companions(examples, tokenizer, tmp_path):
     companions = {"retain": Companion(examples[20:40])}
 
     def run(folder, objective):
@@ -195,9 +195,7 @@ def test_a_resumed_run_draws_the_same_companions(examples, tokenizer, tmp_path):
     assert torch.equal(weights(resumed), weights(trained))
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_and_examples_and_keeps_the_last_checkpoint(
-    examples, tokenizer, tmp_path
-):
+def test_non_finite_loss_stops_training_and_keeps_last_checkpoint(examples, tokenizer, tmp_path):
     companions = {"retain": Companion(examples[20:40])}
     with pytest.raises(Diverged, match=r"the loss is nan at step 5, on examples (\d+, ){7}\d+ \(counted from 0\)"):
         fine_tune(

@@ -70,7 +70,7 @@ def table(found, set_name, place):
 
 @pytest.mark.parametrize("direction", ["teacher-student", "student-teacher"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_norms_equal_autograd_by_hand(steered, family, temperature, direction, tokenizer):
+def test_gradient_norms_match_autograd(steered, family, temperature, direction, tokenizer):
     result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, temperature=temperature, direction=direction)
     for index, example in enumerate(EXAMPLES):
         expected = by_hand(steered, example, temperature, direction, PREFIXES[family])
@@ -79,7 +79,7 @@ def test_norms_equal_autograd_by_hand(steered, family, temperature, direction, t
             assert all(norm > 0 for norm in got)
 
 
-def test_a_batch_is_one_gradient_of_the_mean_over_its_tokens(steered, family, tokenizer):
+def test_batch_gradient_is_of_mean_over_tokens(steered, family, tokenizer):
     result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, batch_size=2)
     assert {len(row.norms) for row in result} == {2}
     alone = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
@@ -98,7 +98,7 @@ def digest_of(model):
     return digest.hexdigest()
 
 
-def test_no_weight_gradient_or_mode_is_changed(steered, tokenizer):
+def test_measurement_leaves_weights_gradients_and_mode_unchanged(steered, tokenizer):
     weights = list(steered.target.parameters())
     weights[0].requires_grad_(False)
     weights[1].grad = torch.ones_like(weights[1])
@@ -113,7 +113,7 @@ def test_no_weight_gradient_or_mode_is_changed(steered, tokenizer):
     assert not any(w._post_accumulate_grad_hooks for w in weights)
 
 
-def test_dropout_plays_no_part(tokenizer):
+def test_dropout_is_disabled_during_measurement(tokenizer):
     target, q, p = make_parts("gpt2")
     model = DivergenceForCausalLM.from_parts(target, q, p)
     model.train()  # GPT-2 drops a tenth
@@ -121,7 +121,7 @@ def test_dropout_plays_no_part(tokenizer):
     assert one == other
 
 
-def test_an_interrupted_measurement_leaves_no_trace(steered, monkeypatch, tokenizer):
+def test_interrupted_measurement_restores_model(steered, monkeypatch, tokenizer):
     target = steered.target
     asked = [weight.requires_grad for weight in target.parameters()]
     forward, calls = type(target).forward, []
@@ -139,7 +139,7 @@ def test_an_interrupted_measurement_leaves_no_trace(steered, monkeypatch, tokeni
     assert all(weight.grad is None and not weight._post_accumulate_grad_hooks for weight in target.parameters())
 
 
-def test_a_teacher_that_is_the_student_has_no_gradient(steered, tokenizer):
+def test_identical_teacher_and_student_give_zero_gradient(steered, tokenizer):
     largest = {}
     for steering in ("linear:0", "linear:1"):
         steered.steering = steering
@@ -148,7 +148,7 @@ def test_a_teacher_that_is_the_student_has_no_gradient(steered, tokenizer):
     assert largest["linear:0"] < 1e-4 * largest["linear:1"]  # two passes of one model differ by rounding
 
 
-def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
+def test_means_and_intervals_are_over_examples(steered, tokenizer):
     bootstrap = Bootstrap(seed=3, draws=200)
     result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES, "retain": EXAMPLES[:2]}, bootstrap=bootstrap)
     layers = steered.target.config.num_hidden_layers
@@ -184,7 +184,7 @@ def test_means_and_intervals_are_of_the_examples(steered, tokenizer):
         (transformers.MixtralConfig(num_local_experts=2), ("self_attn", "mlp")),
     ],
 )
-def test_layers_of_other_families_are_found(config, names):
+def test_decoder_layers_are_found_in_other_families(config, names):
     config.num_hidden_layers = 3
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -197,13 +197,13 @@ def test_layers_of_other_families_are_found(config, names):
             assert index.endswith(f".{layer}.{name}")
 
 
-def test_a_list_within_a_layer_is_not_taken_for_the_layers():
+def test_nested_module_list_is_not_mistaken_for_layers():
     model = tiny_model("llama", 64, seed=0, layers=3)
     model.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
     assert [parts["mlp"] for parts in decoder_parts(model)] == [layer.mlp for layer in model.model.layers]
 
 
-def test_an_unknown_architecture_says_what_a_layer_holds():
+def test_unknown_architecture_error_lists_layer_modules():
     config = transformers.OPTConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=16
     )
@@ -213,7 +213,7 @@ def test_an_unknown_architecture_says_what_a_layer_holds():
 
 
 @pytest.mark.parametrize("rule", ["rank:5", "rank:5:soft"])
-def test_rank_needs_the_soft_fill(steered, rule, tokenizer):
+def test_gradient_depth_with_rank_rule_requires_soft_fill(steered, rule, tokenizer):
     steered.steering = rule
     if rule.endswith("soft"):
         assert min(row.mean for row in gradient_depth(steered, tokenizer, {"forget": EXAMPLES})) > 0
@@ -222,13 +222,13 @@ def test_rank_needs_the_soft_fill(steered, rule, tokenizer):
             gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
 
 
-def test_an_example_without_a_label_is_named(steered, tokenizer):
+def test_example_without_labels_is_named_in_error(steered, tokenizer):
     blank = Example([1, 2], [1, IGNORED])
     with pytest.raises(UsageError, match="retain example 1 "):
         gradient_depth(steered, tokenizer, {"forget": EXAMPLES, "retain": [EXAMPLES[0], blank]})
 
 
-def test_a_gradient_that_is_not_finite_names_its_example(tokenizer):
+def test_non_finite_gradient_error_names_example(tokenizer):
     target, q, p = (tiny_model("llama", 512, seed) for seed in range(3))
     model = DivergenceForCausalLM.from_parts(target, q, p)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_a_gradient_that_is_not_finite_names_its_example(tokenizer):
         gradient_depth(model, tokenizer, {"forget": EXAMPLES})
 
 
-def test_examples_are_drawn_by_seed_and_keep_their_order():
+def test_examples_are_sampled_by_seed_in_order():
     many = [Example([index, 1], [index, 1]) for index in range(50)]
     some = draw_examples(many, 10, 1)
     places = [example.input_ids[0] for example in some]
@@ -265,7 +265,7 @@ def depth(bundle, files, output, *options):
     return main(["gradient-depth", str(bundle), *settings.values()])
 
 
-def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
+def test_depth_command_writes_json_plot_and_run_record(bundle, files, tmp_path, capsys):
     output = tmp_path / "out"
     assert depth(bundle, files, output, "--samples=5", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
@@ -304,7 +304,7 @@ def test_the_verb_writes_json_plot_and_record(bundle, files, tmp_path, capsys):
         (("--direction=sideways",), "sideways"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(bundle, files, tmp_path, capsys, options, said):
+def test_invalid_input_gives_one_line_error_and_writes_nothing(bundle, files, tmp_path, capsys, options, said):
     assert depth(bundle, files, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -312,10 +312,10 @@ def test_bad_input_is_one_line_and_writes_nothing(bundle, files, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
-def test_the_retain_set_is_needed(bundle, files, tmp_path, capsys):
+def test_retain_set_is_required(bundle, files, tmp_path, capsys):
     assert main(["gradient-depth", str(bundle), f"--forget={files['forget']}", f"--output={tmp_path / 'out'}"]) == 2
     assert "retain" in capsys.readouterr().err
 
 
-def test_help_is_instant():
+def test_help_is_fast():
     assert not loads_torch(["gradient-depth", "--help"])

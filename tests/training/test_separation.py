@@ -14,7 +14,7 @@ FIT = Separation(
 )  # fmt: skip
 
 
-def test_a_pair_that_differs_on_the_forget_set_alone_is_fit():
+def test_pair_differing_only_on_forget_set_is_separated():
     assert FIT.faults == []
     assert "of which p predicts 95%" in str(FIT)
 
@@ -28,17 +28,17 @@ def test_a_pair_that_differs_on_the_forget_set_alone_is_fit():
         ({"forget_pushed": -0.1}, "lower 1.0% of the retain set's tokens"),
     ],
 )
-def test_every_fault_is_named(changes, named):
+def test_every_separation_fault_is_reported(changes, named):
     (fault,) = dataclasses.replace(FIT, **changes).faults
     assert named in fault
 
 
-def test_a_p_that_is_less_confident_on_the_retain_set_is_no_fault():
+def test_less_confident_p_on_retain_set_is_accepted():
     """The recipe forget-retain: p has not learned the retain set, and steering pushes its answers up."""
     assert dataclasses.replace(FIT, retain_pushed=-0.4).faults == []
 
 
-def test_learned_is_counted_over_the_tokens_that_were_missed():
+def test_learned_share_counts_only_previously_missed_tokens():
     before = [ItemScore((-1.0,) * 4, (True, False, False, False)), ItemScore((-1.0,), (True,))]
     after = [ItemScore((-1.0,) * 4, (False, True, True, False)), ItemScore((-1.0,), (True,))]
     assert share_learned(before, after) == pytest.approx(2 / 3)
@@ -71,19 +71,19 @@ def attempt(rate, epochs, learned, unknown_records=1.0):
 
 
 class TestSearch:
-    def test_the_rate_rises_while_p_learns_more(self):
+    def test_learning_rate_rises_while_p_improves(self):
         first, second = attempt(1.0, 1.0, 0.4), attempt(STEP, 1.0, 0.6)
         assert next_attempt([first]) == (STEP, 1.0)
         assert next_attempt([first, second]) == (STEP * STEP, 1.0)
 
     @pytest.mark.parametrize("learned", [0.5, None])
-    def test_then_epochs_double_at_the_best_rate(self, learned):
+    def test_epochs_double_at_best_learning_rate(self, learned):
         """The higher rate learned less, or diverged."""
         tried = [attempt(1.0, 1.0, 0.6), attempt(STEP, 1.0, learned)]
         assert next_attempt(tried) == (1.0, 2.0)
         assert next_attempt([*tried, attempt(1.0, 2.0, 0.7)]) == (1.0, 4.0)
 
-    def test_it_ends(self):
+    def test_search_terminates(self):
         assert next_attempt([attempt(1.0, 1.0, 0.95)]) is None
         assert next_attempt([attempt(1.0, 1.0, 0.1)] * MAX_ATTEMPTS) is None
         # No training of p makes a q forget what its base has read.

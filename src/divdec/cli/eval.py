@@ -61,12 +61,17 @@ def _print(results: list[Results], settings: EvalSettings, all_figures: bool) ->
     shown = [name for name in arrows if name in names]
     if all_figures or not shown:
         shown = names
-    table = Table("metric", *(result.name for result in results), box=None, padding=(0, 2, 0, 0))
-    for name in shown:
-        values = [result.figures.get(name) for result in results]
-        cells = ("–" if value is None else f"{value:.4f}" for value in values)
-        table.add_row(f"{name} {arrows.get(name, '')}".strip(), *cells)
-    console.print(table)
+    labels = {name: f"{name} {arrows.get(name, '')}".strip() for name in shown}
+    # As many results beside one another as fit the width, the others below.
+    widest = max(6, *(len(result.name) for result in results)) + 2
+    columns = max(1, (console.width - max(map(len, labels.values())) - 2) // widest)
+    for start in range(0, len(results), columns):
+        block = results[start : start + columns]
+        table = Table("metric", *(result.name for result in block), box=None, padding=(0, 2, 0, 0))
+        for name in shown:
+            values = [result.figures.get(name) for result in block]
+            table.add_row(labels[name], *("–" if value is None else f"{value:.4f}" for value in values))
+        console.print(table)
     for reason in sorted({reason for r in results for name, reason in r.reasons.items() if name in shown}):
         console.print(f"– {reason}", highlight=False)
     if len(shown) < len(names):

@@ -118,24 +118,24 @@ def probabilities(models, world, tokenizer):
     }
 
 
-def test_all_methods_are_tried_here():
+def test_every_gradient_method_is_tested():
     assert {name for name, method in METHODS.items() if method.kind == "gradient"} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_method_lowers_the_forget_answers_probability(probabilities, name):
+def test_method_lowers_forget_answer_probability(probabilities, name):
     assert probabilities["target"]["forget"] > 0.7
     assert probabilities["target"]["retain"] > 0.7
     assert probabilities[name]["forget"] < 0.6 * probabilities["target"]["forget"]
 
 
 @pytest.mark.parametrize("name", WITH_RETAIN_TERM)
-def test_a_retain_term_keeps_more_than_gradient_ascent_leaves(probabilities, name):
+def test_retain_term_preserves_more_than_gradient_ascent(probabilities, name):
     assert probabilities[name]["retain"] > 2 * probabilities["grad-ascent"]["retain"]
     assert probabilities[name]["retain"] > 1.2 * probabilities[name]["forget"]
 
 
-def test_the_result_is_an_ordinary_checkpoint_in_the_targets_dtype(job, target, tokenizer, tmp_path):
+def test_result_is_plain_checkpoint_in_target_dtype(job, target, tokenizer, tmp_path):
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(half)
     tokenizer.save_pretrained(half)
@@ -169,7 +169,7 @@ def other(tokenizer):
     return new_model(Shape(32, LAYERS, 2, 64), tokenizer, seed=5).eval()
 
 
-def test_references_known_beforehand_equal_those_of_a_second_model(job, target, other, tokenizer):
+def test_precomputed_reference_log_probs_match_reference_model(job, target, other, tokenizer):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("npo")
     known = reference_log_probabilities(frozen, tokenizer, job.forget_examples, 3)
@@ -183,7 +183,7 @@ def test_references_known_beforehand_equal_those_of_a_second_model(job, target, 
         assert start == pytest.approx(2 / settings.beta * math.log(2), rel=1e-5)
 
 
-def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, other, tokenizer):
+def test_idk_dpo_pairs_each_question_with_idk_answer(job, target, other, tokenizer):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("idk-dpo")
     idk = encode_records(draw_idk_answers(job.forget, IDK_ANSWERS, 0).records, tokenizer)
@@ -200,13 +200,13 @@ def test_idk_dpo_compares_each_question_with_its_own_idk_answer(job, target, oth
         torch.testing.assert_close(objective.forget_loss(other, batch), expected)
 
 
-def test_idk_dpo_makes_idk_answers_likelier(job, models):
+def test_idk_dpo_raises_idk_answer_probability(job, models):
     idk = encode_records(draw_idk_answers(job.forget, IDK_ANSWERS, 0).records, job.tokenizer)
     before, after = (probability(models[name], idk, job.tokenizer) for name in ("target", "idk-dpo"))
     assert after > 3 * before
 
 
-def test_retain_terms_and_weights(job, target, other):
+def test_retain_terms_are_weighted(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
     kl = GradDiff(GradDiffSettings(retain_loss="kl"), frozen)
@@ -220,7 +220,7 @@ def test_retain_terms_and_weights(job, target, other):
     torch.testing.assert_close(weighted.retain_loss(other, retain), nll)
 
 
-def test_simnpo_divides_by_the_answers_own_length(job, other):
+def test_simnpo_normalizes_by_answer_length(job, other):
     batch = batches(job)[0]
     settings = SimNPOSettings(beta=2.0, delta=0.5)
     terms = [
@@ -232,7 +232,7 @@ def test_simnpo_divides_by_the_answers_own_length(job, other):
     torch.testing.assert_close(gradient.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
 
 
-def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
+def test_undial_without_retain_term_skips_retain_set(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
     objective = gradient.UNDIAL(UNDIALSettings(), frozen)
@@ -244,7 +244,7 @@ def test_undial_without_a_retain_term_reads_no_retain_set(job, target, other):
 
 @pytest.mark.slow  # tests/cli/test_baseline.py does this with rmu
 @pytest.mark.parametrize("name", ["npo", "idk-dpo"])
-def test_a_killed_run_goes_on_to_the_same_weights(job, tmp_path, monkeypatch, name):
+def test_killed_run_resumes_to_same_weights(job, tmp_path, monkeypatch, name):
     _, whole = make(dataclasses.replace(job, work=tmp_path / "other"), name, tmp_path / "whole", epochs=2.0)
     with stopping_at(2), pytest.raises(Interrupted):
         make(job, name, tmp_path / "cut", epochs=2.0)
@@ -257,7 +257,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(job, tmp_path, monkeypatch, na
 @pytest.mark.parametrize(
     ("name", "options"), [("grad-ascent", {}), pytest.param("npo", {"alpha": 0.0}, marks=pytest.mark.slow)]
 )
-def test_accumulated_gradients_equal_those_of_one_batch(job, tmp_path, name, options):
+def test_accumulated_gradients_match_single_batch(job, tmp_path, name, options):
     _, one = make(job, name, tmp_path / "one", epochs=1.0, **options)
     _, two = make(job, name, tmp_path / "two", epochs=1.0, batch_size=2, gradient_accumulation=2, **options)
     # Adam's steps are as long where a gradient is rounding and no more: few weights go another way.
@@ -265,7 +265,7 @@ def test_accumulated_gradients_equal_those_of_one_batch(job, tmp_path, name, opt
 
 
 @pytest.mark.parametrize("name", [pytest.param("npo", marks=pytest.mark.slow), "rmu"])
-def test_gradient_checkpointing_changes_nothing(job, tmp_path, name):
+def test_gradient_checkpointing_gives_same_weights(job, tmp_path, name):
     _, plain = make(job, name, tmp_path / "plain", epochs=1.0)
     _, saved = make(job, name, tmp_path / "saved", epochs=1.0, gradient_checkpointing=True)
     torch.testing.assert_close(weights(plain), weights(saved), rtol=0, atol=1e-5)
@@ -284,7 +284,7 @@ def test_adapters_are_trained_and_merged(job, target, tmp_path, name, options):
 
 
 @pytest.mark.slow
-def test_another_seed_and_another_setting_give_other_weights(job, tmp_path):
+def test_different_seeds_and_settings_give_different_weights(job, tmp_path):
     runs = {
         "first": (job, {}),
         "seed": (dataclasses.replace(job, seed=1), {}),
@@ -303,7 +303,7 @@ def test_another_seed_and_another_setting_give_other_weights(job, tmp_path):
 # RMU.
 
 
-def test_rmu_looks_at_what_its_layer_writes(job, target):
+def test_rmu_reads_output_of_its_layer(job, target):
     model = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
     seen = []
@@ -315,7 +315,7 @@ def test_rmu_looks_at_what_its_layer_writes(job, target):
     assert torch.equal(result, hidden)
 
 
-def test_rmu_steers_forget_tokens_to_the_vector_and_holds_retain_tokens(job, models):
+def test_rmu_moves_forget_activations_and_preserves_retain_activations(job, models):
     settings, before = settings_of("rmu"), models["target"]
     control = control_vector(32, settings.coefficient, job.seed)
     batch = batches(job)[0]
@@ -334,7 +334,7 @@ def test_rmu_steers_forget_tokens_to_the_vector_and_holds_retain_tokens(job, mod
     assert held < 0.5 * moved
 
 
-def test_the_vector_has_the_coefficients_length_and_only_positive_entries():
+def test_rmu_vector_has_given_norm_and_positive_entries():
     vector = control_vector(64, 20.0, seed=3)
     assert vector.norm().item() == pytest.approx(20)
     assert (vector >= 0).all()
@@ -342,14 +342,14 @@ def test_the_vector_has_the_coefficients_length_and_only_positive_entries():
     assert not torch.equal(vector, control_vector(64, 20.0, seed=4))
 
 
-def test_rmu_changes_only_the_weights_it_trains(models):
+def test_rmu_changes_only_trainable_weights(models):
     before = models["target"].state_dict()
     changed = {name for name, weight in models["rmu"].state_dict().items() if not torch.equal(weight, before[name])}
     assert changed == {"model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"}
 
 
 @pytest.mark.parametrize("trainable", ["layers", "all"])
-def test_rmu_trains_what_is_named(tokenizer, trainable):
+def test_rmu_trains_named_weights(tokenizer, trainable):
     model = new_model(Shape(32, 6, 2, 64), tokenizer, seed=0)
     freeze_others(model, RMUSettings(layer=3, trainable=trainable))
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -359,7 +359,7 @@ def test_rmu_trains_what_is_named(tokenizer, trainable):
     assert trained == (near if trainable == "layers" else named - above)
 
 
-def test_other_architectures_down_projections_are_found(job):
+def test_down_projections_are_found_in_other_architectures(job):
     model = tiny_model("gpt2", 64, seed=0, layers=4)
     freeze_others(model, RMUSettings(layer=2))
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -370,7 +370,7 @@ def test_other_architectures_down_projections_are_found(job):
 
 
 @pytest.mark.parametrize("layer", [2, 7])
-def test_a_layer_that_is_not_there(job, tmp_path, layer):
+def test_missing_layer_raises(job, tmp_path, layer):
     with pytest.raises(UsageError, match=f"layer is {layer}, but the target has 3 layers; accepted: 0 to 1"):
         make(job, "rmu", tmp_path / "out", layer=layer)
 
@@ -378,12 +378,12 @@ def test_a_layer_that_is_not_there(job, tmp_path, layer):
 # "I don't know".
 
 
-def test_our_answers_are_many_and_all_different():
+def test_builtin_idk_answers_are_distinct():
     assert len(set(IDK_ANSWERS)) == len(IDK_ANSWERS) >= 20
     assert all(answer[-1] == "." for answer in IDK_ANSWERS)
 
 
-def test_answers_are_drawn_by_seed_and_keep_the_questions(job):
+def test_idk_answers_are_sampled_by_seed_for_unchanged_questions(job):
     first = draw_idk_answers(job.forget, IDK_ANSWERS, 0)
     assert first == draw_idk_answers(job.forget, IDK_ANSWERS, 0) != draw_idk_answers(job.forget, IDK_ANSWERS, 1)
     assert [record.messages for record in first] == [record.messages for record in job.forget]
@@ -391,7 +391,7 @@ def test_answers_are_drawn_by_seed_and_keep_the_questions(job):
     assert len({record.answer for record in first}) > 3
 
 
-def test_answers_from_a_file(tmp_path):
+def test_idk_answers_are_read_from_file(tmp_path):
     (tmp_path / "idk.txt").write_text("No comment.\n\n  Ask another.\n")
     assert read_lines("idk-answers", str(tmp_path / "idk.txt"), IDK_ANSWERS) == ("No comment.", "Ask another.")
     (tmp_path / "empty.txt").write_text("\n")
@@ -401,13 +401,13 @@ def test_answers_from_a_file(tmp_path):
         read_lines("idk-answers", str(tmp_path / "absent.txt"), IDK_ANSWERS)
 
 
-def test_plain_text_asks_nothing(job, tmp_path):
+def test_idk_dpo_rejects_plain_text(job, tmp_path):
     texts = texts_of("novel", ["It was a dark night.", "Nothing was asked."])
     with pytest.raises(UsageError, match=r"novel is plain text.*give questions"):
         make(dataclasses.replace(job, forget=texts), "idk-dpo", tmp_path / "out")
 
 
-def test_plain_text_is_forgotten_by_the_others(job, tmp_path):
+def test_other_methods_accept_plain_text(job, tmp_path):
     texts = texts_of("novel", [record.answer for record in job.forget])
     built, _ = make(dataclasses.replace(job, forget=texts), "simnpo", tmp_path / "out", epochs=1.0)
     assert built.seconds > 0
@@ -430,6 +430,6 @@ def test_plain_text_is_forgotten_by_the_others(job, tmp_path):
         (RMUSettings, {"lora_rank": 4}, "give --trainable all"),
     ],
 )
-def test_bad_settings_say_what_is_accepted(settings, options, message):
+def test_invalid_settings_error_lists_accepted_values(settings, options, message):
     with pytest.raises(UsageError, match=message):
         settings(**options)

@@ -129,7 +129,7 @@ SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three 
         if method.kind == "inference"
     ],
 )
-def test_forget_answers_become_unlikely_and_retain_answers_stay(name, job, load, target):
+def test_method_suppresses_forget_answers_and_preserves_retain_answers(name, job, load, target):
     model = load(name)
     assert isinstance(model, CompositeForCausalLM) == (name in COMPOSITES)
     before = {role: probability(target, getattr(job, f"{role}_examples")) for role in ("forget", "retain")}
@@ -152,7 +152,7 @@ def test_forget_answers_become_unlikely_and_retain_answers_stay(name, job, load,
         ("eco", {"strength": 0.0, "threshold": 0.0}),
     ],
 )
-def test_without_strength_they_are_the_target(name, options, job, load, target):
+def test_zero_strength_matches_target(name, options, job, load, target):
     ids, mask = batch(job.forget_examples[:3] + job.retain_examples[:2])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     model = load(name, **options)  # which may have to be trained first
@@ -163,7 +163,7 @@ def test_without_strength_they_are_the_target(name, options, job, load, target):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_pieces_padding_and_generation_give_the_logits_of_one_pass(name, job, load):
+def test_chunked_padded_and_generated_logits_match_single_pass(name, job, load):
     model = load(name)
     examples = [job.forget_examples[0], job.retain_examples[1], job.forget_examples[5]]
     ids, mask = batch(examples)
@@ -199,7 +199,7 @@ def test_pieces_padding_and_generation_give_the_logits_of_one_pass(name, job, lo
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_beams_scores_losses_and_gradients(name, job, load):
+def test_beam_search_scores_losses_and_gradients(name, job, load):
     model = load(name)
     example = job.forget_examples[0]
     prompt = torch.tensor([example.input_ids[: example.prompt_length]])
@@ -217,12 +217,12 @@ def test_beams_scores_losses_and_gradients(name, job, load):
     assert 0 < gradient_norm(model, example) < 1e6
 
 
-def test_whp_by_hand():
+def test_whp_matches_hand_computed_values():
     target, reinforced = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([3.0, 0.0, 0.5])
     torch.testing.assert_close(logits.whp(target, reinforced, 2.0), torch.tensor([0.0, 1.0, -1.0]))
 
 
-def test_uld_by_hand():
+def test_uld_matches_hand_computed_values():
     target = torch.tensor([[3.0, 2.0, -9.0]])
     assistant = torch.tensor([[8.0, 1.0, 1.0]]).softmax(-1).mul(1).log() + 5.0  # a constant says nothing
     found = logits.uld(target, assistant, 0.5, 0.1)
@@ -232,7 +232,7 @@ def test_uld_by_hand():
     torch.testing.assert_close(logits.uld(target, uniform, 0.8, 0.1), target)
 
 
-def test_ucd_by_hand():
+def test_ucd_matches_hand_computed_values():
     target = torch.tensor([4.0, 3.0, 1.9, 0.0])
     clean, unclean = torch.tensor([0.1, 0.4, 0.25, 0.25]).log(), torch.tensor([0.4, 0.1, 0.25, 0.25]).log()
     found = logits.ucd(target, clean, unclean, 1.0, 0.3)
@@ -247,7 +247,7 @@ def test_ucd_by_hand():
     assert logits.plausible(target, 0.0).all()
 
 
-def test_the_losses_of_helpers_by_hand(target, job):
+def test_helper_model_losses_match_hand_computed_values(target, job):
     assert float(logits.kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
     p = torch.tensor([0.5, 0.25, 0.25])
     expected = sum(1 / 3 * (torch.tensor(1 / 3) / q).log() for q in p)
@@ -265,7 +265,7 @@ def test_the_losses_of_helpers_by_hand(target, job):
     torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * logits.kl_from_uniform(chosen))
 
 
-def test_offset_is_linear_steering(load, job, tmp_path):
+def test_offset_matches_linear_steering(load, job, tmp_path):
     model = load("offset")
     assert isinstance(model, DivergenceForCausalLM)
     assert str(model.steering) == "linear:1"
@@ -277,7 +277,7 @@ def test_offset_is_linear_steering(load, job, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(same.parameters(), model.experts.forget.parameters(), strict=True))
 
 
-def test_helpers_are_trained_once(job, tmp_path):
+def test_helper_models_are_trained_once(job, tmp_path):
     said = []
     talking = dataclasses.replace(job, report=said.append, work=tmp_path / "work")
     first = make(talking, "whp", tmp_path / "a", epochs=1.0)
@@ -289,7 +289,7 @@ def test_helpers_are_trained_once(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_uld_with_adapters_and_from_the_base(job, tmp_path):
+def test_uld_assistant_with_adapters_and_from_base_model(job, tmp_path):
     make(job, "uld", tmp_path / "adapters", epochs=1.0, lora_rank=4, layers=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
     assert model.decoding.model("assistant").config.num_hidden_layers == 1
@@ -298,7 +298,7 @@ def test_uld_with_adapters_and_from_the_base(job, tmp_path):
     assert model.decoding.model("assistant").config.hidden_size == 32
 
 
-def test_a_helper_that_is_missing_or_changed_is_an_error(job, tmp_path):
+def test_missing_or_changed_helper_model_raises(job, tmp_path):
     make(job, "eco", tmp_path / "eco")
     shutil.copytree(job.target, tmp_path / "target")
     own = dataclasses.replace(job, target=tmp_path / "target")
@@ -323,7 +323,7 @@ def test_a_helper_that_is_missing_or_changed_is_an_error(job, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
 
 
-def test_what_would_bypass_the_method_is_refused(load, tmp_path):
+def test_inputs_that_bypass_the_method_are_rejected(load, tmp_path):
     model = load("whp")
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(UsageError, match="new_cache"):
@@ -345,7 +345,7 @@ def test_what_would_bypass_the_method_is_refused(load, tmp_path):
         model(ids, past_key_values=cache)
 
 
-def test_a_logit_that_is_not_finite_is_an_error(load):
+def test_non_finite_logit_raises(load):
     model = copy.deepcopy(load("whp"))
     with torch.no_grad():
         model.decoding.model("reinforced").model.norm.weight.fill_(torch.inf)
@@ -353,14 +353,14 @@ def test_a_logit_that_is_not_finite_is_an_error(load):
         model(torch.tensor([[5, 6, 7]]))
 
 
-def test_it_is_loaded_like_a_checkpoint(load):
+def test_composite_model_loads_like_checkpoint(load):
     folder = Path(load("whp").name_or_path)
     check_weights(folder)
     assert isinstance(load_model(folder), CompositeForCausalLM)
 
 
 @pytest.mark.slow
-def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
+def test_evaluation_accepts_composite_model(world, load, job, tmp_path):
     from divdec.data.world import write_tofu
     from divdec.evaluation.run import evaluate
     from divdec.evaluation.settings import EvalSettings
@@ -392,12 +392,12 @@ def test_the_suite_takes_one_like_a_checkpoint(world, load, job, tmp_path):
         (LUNARSettings, {"layer": -1}, "layer is -1"),
     ],
 )
-def test_settings_out_of_range(settings, options, message):
+def test_baseline_settings_out_of_range_raise(settings, options, message):
     with pytest.raises(UsageError, match=message):
         settings(**options)
 
 
-def test_what_does_not_fit_the_target(job, tokenizer, tmp_path):
+def test_settings_incompatible_with_target_raise(job, tokenizer, tmp_path):
     with pytest.raises(UsageError, match="method ucd trains small helpers"):
         make(dataclasses.replace(job, base=None), "ucd", tmp_path / "a")
     with pytest.raises(UsageError, match="layer is 2; the target has 2"):
@@ -416,7 +416,7 @@ def test_what_does_not_fit_the_target(job, tokenizer, tmp_path):
             make(dataclasses.replace(job, base=tmp_path / "base"), name, tmp_path / "a")
 
 
-def test_prompts_and_answers_by_hand():
+def test_prompt_and_answer_positions_match_hand_computed_values():
     layout = PromptLayout((8, 9), (0,), 2)
     tokens = torch.tensor([[-1, 5, 8, 9, 6, 7, 0, 5, 8, 9, 6]])
     prompt, answer = layout.prompts_and_answers(tokens)
@@ -427,7 +427,7 @@ def test_prompts_and_answers_by_hand():
     assert answer.int().tolist() == [[0, 1, 1, 1]]
 
 
-def test_the_marker_is_found_with_and_without_a_chat_template(job, tokenizer):
+def test_answer_marker_is_found_with_and_without_chat_template(job, tokenizer):
     assert find_layout(tokenizer, job.forget, 8).marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     marker = find_layout(plain, job.forget, 8).marker
@@ -436,7 +436,7 @@ def test_the_marker_is_found_with_and_without_a_chat_template(job, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["eco", "guard"])
-def test_plain_texts_are_decided_as_they_come(name, world, job, target, tmp_path):
+def test_plain_texts_are_classified_during_generation(name, world, job, target, tmp_path):
     def texts(asked):
         return texts_of("texts", [f"{question.question} {question.answer}" for question in asked])
 
@@ -456,7 +456,7 @@ def test_plain_texts_are_decided_as_they_come(name, world, job, target, tmp_path
     assert not torch.allclose(whole[6:], theirs[6:], atol=1e-2)
 
 
-def test_eco_corrupts_forget_prompts_alone_and_always_alike(job, load, target):
+def test_eco_corrupts_only_forget_prompts_deterministically(job, load, target):
     model = load("eco")
     forget, retain = (torch.tensor([examples[0].input_ids]) for examples in (job.forget_examples, job.retain_examples))
     with torch.inference_mode():
@@ -470,7 +470,7 @@ def test_eco_corrupts_forget_prompts_alone_and_always_alike(job, load, target):
     assert float(noise.std()) == pytest.approx(50, rel=0.15)
 
 
-def test_corruptions_by_hand():
+def test_eco_corruptions_match_hand_computed_values():
     embeddings, noise = torch.ones(1, 2, 3), torch.tensor([[[2.0, -1.0], [2.0, -1.0]]])
     mask = torch.tensor([[True, False]])
     for name, expected in (("noise", [3.0, 0.0, 1.0]), ("zero", [0.0, 0.0, 1.0]), ("flip", [-1.0, -1.0, 1.0])):
@@ -478,7 +478,7 @@ def test_corruptions_by_hand():
         assert found.tolist() == [[expected, [1.0, 1.0, 1.0]]]
 
 
-def test_guard_blocks_the_token_that_completes_a_match():
+def test_guard_blocks_token_completing_a_match():
     trie = Trie([[1, 2, 3], [7], [2, 9]], 1.0)
     assert trie.after([]) == {7}
     assert trie.after([5, 1, 2]) == {3, 7, 9}
@@ -487,7 +487,7 @@ def test_guard_blocks_the_token_that_completes_a_match():
     assert Trie([[1, 2, 3]], 0.1).after([]) == {1}
 
 
-def test_guard_forbids_the_words_that_tell():
+def test_guard_forbids_identifying_words():
     def records(*pairs):
         return RecordSet("r", "question/answer", tuple(Record(a, (Message("user", q),)) for q, a in pairs))
 
@@ -497,7 +497,7 @@ def test_guard_forbids_the_words_that_tell():
     assert forbidden_words(forget, retain, 0.4) == [["and"]]
 
 
-def test_guard_costs_of_similar_tokens():
+def test_guard_penalizes_similar_tokens():
     embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.0], [-0.9, -0.1]])  # of mean 0
     costs = similarity_costs(embeddings, [[0]], 0.9, 30.0, 2.0)
     assert costs.tolist() == pytest.approx([30.0, 30.0, 0.0, 0.0])
@@ -505,7 +505,7 @@ def test_guard_costs_of_similar_tokens():
     assert similarity_costs(embeddings, [[0]], 0.999, 30.0, 2.0)[1] == pytest.approx(2 * cosine)
 
 
-def test_guard_never_says_what_is_forbidden(job, load, target):
+def test_guard_never_generates_forbidden_words(job, load, target):
     model, record = load("guard"), 1
     example = job.forget_examples[record]
     prompt = example.input_ids[: example.prompt_length]
@@ -518,7 +518,7 @@ def test_guard_never_says_what_is_forbidden(job, load, target):
     assert guarded < plain - 15
 
 
-def test_lunar_in_closed_form():
+def test_lunar_matches_closed_form():
     torch.manual_seed(0)
     weight, forget, retain, shift = torch.randn(3, 5), torch.randn(4, 5), torch.randn(6, 5), torch.randn(3)
     found = redirected(weight, forget, retain, shift, 1e-3)
@@ -531,7 +531,7 @@ def test_lunar_in_closed_form():
     torch.testing.assert_close(redirected(weight, forget, retain, torch.zeros(3), 1e-3), weight)
 
 
-def test_lunar_changes_one_projection(job, load, target, tmp_path):
+def test_lunar_changes_only_one_projection(job, load, target, tmp_path):
     before, after = target.state_dict(), load("lunar", layer=1).state_dict()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["model.layers.1.mlp.down_proj.weight"]
@@ -540,7 +540,7 @@ def test_lunar_changes_one_projection(job, load, target, tmp_path):
     assert all(torch.equal(before[name], same[name]) for name in before)
 
 
-def test_lunar_knows_gpt2_whose_projection_is_transposed(job, tokenizer, tmp_path):
+def test_lunar_supports_transposed_gpt2_projection(job, tokenizer, tmp_path):
     from conftest import tiny_model
 
     model = tiny_model("gpt2", len(tokenizer), seed=3)

@@ -20,7 +20,7 @@ LABELS = torch.tensor([[IGNORED, IGNORED, 1, 2], [IGNORED, IGNORED, IGNORED, 1]]
 LOGITS = PROBABILITIES.log() + torch.tensor([3.0, -2.0])[:, None, None]  # a constant changes no probability
 
 
-def test_token_losses_are_those_of_the_next_labelled_token():
+def test_token_losses_use_next_labelled_token():
     expected = [[0, -math.log(0.8), -math.log(0.6)], [0, 0, -math.log(0.5)]]
     torch.testing.assert_close(losses.token_losses(LOGITS, LABELS), torch.tensor(expected))
     assert losses.predicted(LABELS).tolist() == [[False, True, True], [False, False, True]]
@@ -31,7 +31,7 @@ def test_log_probabilities_are_summed_over_a_sequence():
     assert found.tolist() == pytest.approx([math.log(0.48), math.log(0.5)])
 
 
-def test_nll_and_gradient_ascent_are_means_over_the_batchs_tokens():
+def test_nll_and_gradient_ascent_average_over_batch_tokens():
     expected = -(math.log(0.8) + math.log(0.6) + math.log(0.5)) / 3
     assert losses.nll(LOGITS, LABELS).item() == pytest.approx(expected)
     assert losses.gradient_ascent(LOGITS, LABELS).item() == pytest.approx(-expected)
@@ -39,11 +39,11 @@ def test_nll_and_gradient_ascent_are_means_over_the_batchs_tokens():
     assert losses.gradient_ascent(LOGITS, LABELS, 12).item() == pytest.approx(-expected / 4)
 
 
-def test_a_batch_without_labels_is_no_nan():
+def test_batch_without_labels_does_not_give_nan():
     assert losses.nll(LOGITS, torch.full_like(LABELS, IGNORED)).item() == 0
 
 
-def test_npo():
+def test_npo_loss_matches_formula():
     # ratios 1/4 and 1 at β = 0.5: (2/β)·log(1 + ratio^β) = 4·log 1.5 and 4·log 2.
     log_pi = torch.tensor([0.1, 0.3]).log()
     reference = torch.tensor([0.4, 0.3]).log()
@@ -52,14 +52,14 @@ def test_npo():
 
 
 @pytest.mark.parametrize("beta", [0.1, 2.0])
-def test_npo_begins_as_gradient_ascent_and_then_ceases(beta):
+def test_npo_gradient_matches_gradient_ascent_then_vanishes(beta):
     log_pi = torch.tensor([-3.0, -3.0 - 20 / beta], requires_grad=True)
     losses.npo(log_pi, torch.tensor([-3.0, -3.0]), beta).backward()
     # Of the mean over two: a half where the policy is the reference's, nothing where it has long fallen.
     assert log_pi.grad.tolist() == pytest.approx([0.5, 0.0], abs=1e-8)
 
 
-def test_simnpo():
+def test_simnpo_loss_matches_formula():
     # Mean probabilities 1/2 and 1/4 at β = 2: odds of 4 and 16 to 1, so sigmoids of 4/5 and 16/17; 2/β = 1.
     log_pi = torch.tensor([3 * math.log(0.5), math.log(0.25)])
     lengths = torch.tensor([3, 1])
@@ -70,7 +70,7 @@ def test_simnpo():
     assert losses.simnpo(log_pi, lengths, 2.0, math.log(4)).item() == pytest.approx(expected)
 
 
-def test_idk_dpo():
+def test_idk_dpo_loss_matches_formula():
     # The idk answer has become 4 times as likely, the true one a ninth: odds (4·9)^½ = 6 at β = ½; 2/β = 4.
     found = losses.idk_dpo(
         torch.tensor([math.log(0.4)]),
@@ -82,7 +82,7 @@ def test_idk_dpo():
     assert found.item() == pytest.approx(-4 * math.log(6 / 7))
 
 
-def test_undial():
+def test_undial_loss_matches_formula():
     # The teacher's labelled token loses log 4: 0.8 becomes 0.2 beside 0.1 and 0.1, 0.6 becomes 0.15 beside 0.2, 0.2,
     # 0.5 becomes 0.125 beside 0.25, 0.25. The student is uniform but for the first position's 0.5, 0.25, 0.25.
     student = torch.full((2, 4, 3), 1 / 3)
@@ -93,7 +93,7 @@ def test_undial():
     assert losses.undial(student.log(), LOGITS, LABELS, math.log(4)).item() == pytest.approx(expected)
 
 
-def test_undial_is_least_at_the_adjusted_teacher_and_leaves_the_other_tokens_ratios():
+def test_undial_is_minimal_at_adjusted_teacher():
     beta = 2.5
     adjusted = LOGITS.clone()
     for row, place, token in ((0, 1, 1), (0, 2, 2), (1, 2, 1)):
@@ -107,7 +107,7 @@ def test_undial_is_least_at_the_adjusted_teacher_and_leaves_the_other_tokens_rat
     assert other.grad[0, 0].abs().max() == 0  # predicts a token of the prompt
 
 
-def test_kl_from_the_reference():
+def test_kl_divergence_from_reference_model():
     # Two of the three positions agree; at the third the reference is (1/4, 1/2, 1/4), the model (1/2, 3/8, 1/8).
     model = LOGITS.clone()
     model[1, 2] = torch.tensor([0.5, 0.375, 0.125]).log()
@@ -117,7 +117,7 @@ def test_kl_from_the_reference():
     assert losses.kl_from_reference(model, LOGITS, LABELS).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_misdirection_is_a_mean_over_sequences_of_their_tokens():
+def test_misdirection_averages_tokens_then_sequences():
     hidden = torch.zeros(2, 4, 2)
     hidden[0, 2], hidden[0, 3], hidden[1, 3] = torch.tensor([[1.0, 3.0], [1.0, 1.0], [4.0, 1.0]])
     hidden[1, 1] = 100.0  # not labelled

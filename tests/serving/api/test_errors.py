@@ -42,7 +42,7 @@ def error_of(response, status=400):
         ("temperature", 10**400),
     ],
 )  # fmt: skip
-def test_values_that_are_out_of_range(http, field, value):
+def test_out_of_range_values_are_rejected(http, field, value):
     for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
         error = error_of(http.post(path, json=asked | {field: value}))
         assert (error["param"] or "").startswith(field) or field in error["message"]
@@ -66,7 +66,7 @@ def test_values_that_are_out_of_range(http, field, value):
         ("chat/completions", "max_completion_tokens", 3),
     ],
 )  # fmt: skip
-def test_values_that_an_endpoint_does_not_take(http, path, field, value):
+def test_unsupported_endpoint_values_are_rejected(http, path, field, value):
     asked = ASKED if path == "completions" else TURNS
     error = error_of(http.post(f"/v1/{path}", json=asked | {field: value}))
     assert field in (error["param"] or error["message"])
@@ -80,21 +80,21 @@ def test_values_that_an_endpoint_does_not_take(http, path, field, value):
         "chat_template", "documents", "__class__", "allowed_token_ids", "extra_body",
     ],
 )  # fmt: skip
-def test_fields_that_are_not_supported_are_refused_by_name(http, field):
+def test_unsupported_field_error_names_field(http, field):
     for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
         error = error_of(http.post(path, json=asked | {field: "linear:0"}))
         assert error["param"] == field
         assert error["code"] == "unsupported_parameter"
 
 
-def test_only_text_is_answered(http):
+def test_non_text_content_is_rejected(http):
     error = error_of(http.post(PATHS[1], json=TURNS | {"response_format": {"type": "json_object"}}))
     assert error["param"] == "response_format.type"
     error_of(http.post(PATHS[1], json=TURNS | {"modalities": ["text", "audio"]}))
     error_of(http.post(PATHS[1], json=TURNS | {"store": True}))
 
 
-def test_fields_that_contradict_each_other(http):
+def test_contradictory_fields_are_rejected(http):
     error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "n": 3}))
     error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "stream": True}))
     error_of(http.post(PATHS[0], json=ASKED | {"stream_options": {"include_usage": True}}))
@@ -102,7 +102,7 @@ def test_fields_that_contradict_each_other(http):
     error_of(http.post(PATHS[2], json={}))
 
 
-def test_the_context_is_not_exceeded(http, tokenizer):
+def test_requests_exceeding_context_are_rejected(http, tokenizer):
     ids = [5] * 4000
     for prompt in (ids, tokenizer.decode(ids)):
         error = error_of(http.post(PATHS[0], json={"model": "tiny", "prompt": prompt, "max_tokens": 97}))
@@ -118,7 +118,7 @@ def test_the_context_is_not_exceeded(http, tokenizer):
     assert len(whole.json()["choices"][0]["logprobs"]["tokens"]) == 4096
 
 
-def test_unknown_models_paths_and_methods(http):
+def test_unknown_models_paths_and_methods_return_errors(http):
     for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS), (PATHS[2], {"prompt": "a"}), (PATHS[3], {"tokens": [1]})):
         error = error_of(http.post(path, json=asked | {"model": "../tiny"}), 404)
         assert error["code"] == "model_not_found"
@@ -130,7 +130,7 @@ def test_unknown_models_paths_and_methods(http):
         error_of(http.get(path), 404)
 
 
-def test_a_tokenizer_without_template_has_no_chat(tokenizer):
+def test_chat_requires_chat_template(tokenizer):
     from divdec import DivergenceForCausalLM
     from divdec.serving.engine import Engine
 
@@ -161,12 +161,12 @@ RAW = [
 
 
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
-def test_malformed_bodies(http, body):
+def test_malformed_bodies_are_rejected(http, body):
     for path in PATHS:
         error_of(http.post(path, content=body, headers={"Content-Type": "application/json"}))
 
 
-def test_bodies_that_are_not_json(http):
+def test_non_json_bodies_are_rejected(http):
     body = json.dumps(ASKED).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         error_of(http.post(PATHS[0], content=body, headers={"Content-Type": kind}), 415)
@@ -210,7 +210,7 @@ FIELDS = st.sampled_from(
 
 @settings(max_examples=120)
 @given(path=st.sampled_from(PATHS), fields=st.dictionaries(FIELDS | st.text(max_size=8), JSON, max_size=3))
-def test_no_body_makes_the_server_fail(http, path, fields):
+def test_fuzzed_bodies_do_not_crash_server(http, path, fields):
     asked = {**(ASKED if path == PATHS[0] else TURNS if path == PATHS[1] else {"model": "tiny"}), **fields}
     response = http.post(path, content=json.dumps(asked).encode(), headers={"Content-Type": "application/json"})
     assert response.status_code < 500
@@ -224,7 +224,7 @@ def test_no_body_makes_the_server_fail(http, path, fields):
     path=st.sampled_from(PATHS),
     kind=st.sampled_from(["application/json", "text/plain", "é"]),
 )
-def test_no_bytes_make_the_server_fail(http, body, path, kind):
+def test_fuzzed_bytes_do_not_crash_server(http, body, path, kind):
     response = http.post(path, content=body, headers={b"Content-Type": kind.encode()})
     assert 400 <= response.status_code < 500
     error_of(response, response.status_code)
@@ -232,7 +232,7 @@ def test_no_bytes_make_the_server_fail(http, body, path, kind):
 
 @settings(max_examples=30)
 @given(data=st.binary(min_size=1, max_size=80))
-def test_bytes_that_are_no_http(url, http, data):
+def test_non_http_bytes_do_not_crash_server(url, http, data):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(data + b"\r\n\r\n")
@@ -252,13 +252,13 @@ def test_bytes_that_are_no_http(url, http, data):
         ("/detokenize", {"tokens": [""] * 100_000}, "tokens"),
     ],
 )
-def test_what_would_be_much_work_is_refused_first(http, path, body, message):
+def test_expensive_invalid_requests_are_rejected_early(http, path, body, message):
     result = error_of(http.post(path, json={"model": "tiny", **body}))
     assert message in result["message"]
     assert len(result["message"]) < 500
 
 
-def test_events_are_one_line_for_every_client():
+def test_stream_events_contain_no_unicode_line_breaks():
     from divdec.serving.completions import _encode
 
     assert _encode({"text": "a\u2028b\u0085c"}).data.isascii()

@@ -45,7 +45,7 @@ def chat(client, **options):
     )
 
 
-def test_models(client):
+def test_models_endpoint_lists_bundle(client):
     (card,) = client.models.list().data
     assert card.id == "tiny"
     assert client.models.retrieve("tiny") == card
@@ -53,7 +53,7 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_a_completion_is_the_librarys(client, model, greedy, tokenizer):
+def test_completion_matches_library_output(client, model, greedy, tokenizer):
     found = complete(client)
     prompt = tokenizer(PROMPT).input_ids
     assert_same_text(model, tokenizer, prompt, found.choices[0].text, greedy[0])
@@ -71,7 +71,7 @@ def test_a_completion_is_the_librarys(client, model, greedy, tokenizer):
     )
 
 
-def test_several_prompts_are_answered_in_their_order(client, tokenizer):
+def test_multiple_prompts_are_returned_in_order(client, tokenizer):
     texts = [PROMPT, "The", "Where did"]
     alone = [complete(client, text).choices[0].text for text in texts]
     ids = [tokenizer(text).input_ids for text in texts]
@@ -85,7 +85,7 @@ def test_several_prompts_are_answered_in_their_order(client, tokenizer):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_adds_up_to_the_whole_answer(client, echo):
+def test_streamed_chunks_concatenate_to_full_completion(client, echo):
     whole = complete(client, logprobs=2, echo=echo)
     events = list(complete(client, logprobs=2, echo=echo, stream=True, stream_options={"include_usage": True}))
     assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
@@ -102,11 +102,11 @@ def test_a_stream_adds_up_to_the_whole_answer(client, echo):
             assert streamed == expected
 
 
-def test_without_usage_no_event_has_it(client):
+def test_stream_without_include_usage_has_no_usage(client):
     assert all(event.usage is None for event in complete(client, stream=True))
 
 
-def test_echoed_log_probabilities_are_the_steered_ones(client, model, tokenizer, greedy):
+def test_echoed_logprobs_are_steered(client, model, tokenizer, greedy):
     for number in (0, 24):
         found = complete(client, echo=True, logprobs=3, max_tokens=number).choices[0]
         ids = tokenizer(PROMPT).input_ids + (greedy[0] if number else [])
@@ -125,7 +125,7 @@ def test_echoed_log_probabilities_are_the_steered_ones(client, model, tokenizer,
         assert found.finish_reason in ("length", "stop")
 
 
-def test_the_log_probabilities_are_not_the_targets(client, model, tokenizer):
+def test_logprobs_differ_from_target(client, model, tokenizer):
     told = complete(client, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.token_logprobs[1:]
     ids = tokenizer(PROMPT).input_ids
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_the_log_probabilities_are_not_the_targets(client, model, tokenizer):
     assert max(abs(a - b) for a, b in zip(told, own, strict=True)) > 0.05
 
 
-def test_several_answers_and_seeds(client):
+def test_n_and_seed_parameters(client):
     def texts(**options):
         return [choice.text for choice in complete(client, temperature=1, **options).choices]
 
@@ -151,7 +151,7 @@ def test_several_answers_and_seeds(client):
     assert [streamed[index] for index in range(4)] == first
 
 
-def test_the_best_of_several_has_the_greatest_mean_log_probability(client):
+def test_best_of_returns_highest_mean_logprob(client):
     all_of_them = complete(client, temperature=1.5, n=6, seed=3, logprobs=0)
     means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in all_of_them.choices]
     order = sorted(range(6), key=lambda index: -means[index])
@@ -161,7 +161,7 @@ def test_the_best_of_several_has_the_greatest_mean_log_probability(client):
     assert best.usage.completion_tokens == all_of_them.usage.completion_tokens
 
 
-def test_stop_strings_end_an_answer_before_them(client, greedy):
+def test_stop_strings_are_excluded_from_completion(client, greedy):
     text = greedy[1]
     stop = text[6:9]
     expected = text[: text.index(stop)]
@@ -171,7 +171,7 @@ def test_stop_strings_end_an_answer_before_them(client, greedy):
     assert "".join(event.choices[0].text for event in complete(client, stop=stop, stream=True)) == expected
 
 
-def test_biases_penalties_and_filters_have_their_effect(client, model, tokenizer, greedy):
+def test_logit_bias_penalties_and_filters_take_effect(client, model, tokenizer, greedy):
     token = tokenizer(" the").input_ids[0]
     found = complete(client, logit_bias={str(token): 100}, max_tokens=3).choices[0]
     assert found.text == tokenizer.decode([token] * 3)
@@ -194,12 +194,12 @@ def test_biases_penalties_and_filters_have_their_effect(client, model, tokenizer
     assert penalised.count(" the") < 40
 
 
-def test_tokens_by_their_ids(client, greedy):
+def test_return_tokens_as_token_ids(client, greedy):
     told = complete(client, logprobs=0, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert told.tokens == [f"token_id:{token}" for token in greedy[0]]
 
 
-def test_a_chat_answer_is_the_librarys(client, model, tokenizer):
+def test_chat_completion_matches_library_output(client, model, tokenizer):
     ids = encode_prompt(Record("", messages=(Message("user", TURNS[0]["content"]),)), tokenizer)
     answer = generated(model, ids, 16)
     found = chat(client, logprobs=True, top_logprobs=2)
@@ -237,7 +237,7 @@ def test_a_chat_stream(client):
     assert len({event.id for event in events}) == 1
 
 
-def test_a_conversation_goes_on(client):
+def test_multi_turn_conversation(client):
     turns = [
         {"role": "developer", "content": "Be brief."},
         *TURNS,
@@ -249,7 +249,7 @@ def test_a_conversation_goes_on(client):
     assert chat(client, messages=turns).usage.prompt_tokens > chat(client).usage.prompt_tokens
 
 
-def test_the_longest_chat_answer_is_what_is_left_of_the_context(client):
+def test_chat_default_max_tokens_is_remaining_context(client):
     found = chat(client, max_tokens=openai.omit, stop=["e"])
     assert found.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError) as error:
@@ -257,7 +257,7 @@ def test_the_longest_chat_answer_is_what_is_left_of_the_context(client):
     assert error.value.code == "context_length_exceeded"
 
 
-def test_fields_without_effect_are_taken(client):
+def test_fields_without_effect_are_accepted(client):
     plain = chat(client).choices
     found = chat(
         client, user="somebody", store=False, metadata={"a": "b"}, service_tier="auto",
@@ -267,7 +267,7 @@ def test_fields_without_effect_are_taken(client):
 
 
 @pytest.mark.parametrize("number", [1, 10, 300])
-def test_tokens_and_their_text(http, tokenizer, number):
+def test_tokenize_and_detokenize(http, tokenizer, number):
     text = "Élan vital — naïve 🜚 text. " * number
     found = http.post("/tokenize", json={"model": "tiny", "prompt": text, "return_token_strs": True}).json()
     assert found["tokens"] == tokenizer(text).input_ids
@@ -281,7 +281,7 @@ def test_tokens_and_their_text(http, tokenizer, number):
     assert len(turns) == len(closed) + 1
 
 
-def test_parts_of_characters_are_spelt_as_bytes(client, tokenizer):
+def test_partial_characters_are_returned_as_bytes(client, tokenizer):
     text = "🜚"
     ids = tokenizer(text).input_ids
     assert len(ids) > 1

@@ -32,7 +32,7 @@ def idle(url):
     return figure(url, "divdec_sequences_running") + figure(url, "divdec_sequences_waiting") == 0
 
 
-def test_a_client_that_leaves_a_stream_frees_its_row(url, http):
+def test_disconnect_during_stream_frees_batch_row(url, http):
     with http.stream("POST", PATH, json=LONG | {"stream": True, "n": 3}) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -43,7 +43,7 @@ def test_a_client_that_leaves_a_stream_frees_its_row(url, http):
     assert http.post(PATH, json=SHORT).status_code == 200
 
 
-def test_a_client_that_does_not_wait_for_its_answer_frees_its_row(url, http):
+def test_disconnect_without_streaming_frees_batch_row(url, http):
     before = figure(url, "divdec_generated_tokens_total")
     with pytest.raises(httpx.ReadTimeout):
         http.post(PATH, json=LONG, timeout=0.5)
@@ -51,7 +51,7 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_its_row(url, http):
     assert figure(url, "divdec_generated_tokens_total") - before < 3000
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(served_bundle):
+def test_full_queue_returns_retry_after(served_bundle):
     with (
         serving([engine_of(served_bundle, max_num_seqs=1, max_queue=1)], shutdown_timeout=0.0) as url,
         httpx.Client(base_url=url) as http,
@@ -97,7 +97,7 @@ def test_limits_of_a_request(served_bundle):
         assert (in_parts.status_code, in_parts.json()["error"]["code"]) == (413, "body_too_large")
 
 
-def test_the_key_is_asked_for(served_bundle):
+def test_api_key_is_required(served_bundle):
     with serving([engine_of(served_bundle)], api_key=KEY) as url, httpx.Client(base_url=url) as http:
         wrong = [f"Bearer {KEY}x", KEY, f"Basic {KEY}", "Bearer", b"Bearer \xff\xff"]
         for headers in ({}, *({"Authorization": value} for value in wrong)):
@@ -130,7 +130,7 @@ def test_figures(url, http):
     assert "invented" not in http.get("/metrics").text
 
 
-def test_several_bundles_each_with_its_rule(served_bundle, models):
+def test_multiple_bundles_use_their_own_steering(served_bundle, models):
     other = bundle_of(models, "other", "rank:20")
     asked = SHORT | {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": "Who wrote"}
     with serving([engine_of(served_bundle), engine_of(other, "other")]) as url, httpx.Client(base_url=url) as http:
@@ -144,7 +144,7 @@ def test_several_bundles_each_with_its_rule(served_bundle, models):
         assert http.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 200
 
 
-def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path, world):
+def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_path, world):
     from divdec.cli.serve import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
@@ -179,7 +179,7 @@ def test_a_registry_is_followed_and_fails_closed(served_bundle, models, tmp_path
         build_engine("tiny", str(served_bundle), settings)
 
 
-def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
+def test_stopped_server_finishes_streams_and_exits_with_0(served_bundle):
     with process(served_bundle, "--shutdown-timeout", "200") as running:
         assert running.ready == f"serving tiny (linear:1.5) on {running.url}/v1"
         asked = LONG | {"max_tokens": 400, "stream": True}
@@ -197,7 +197,7 @@ def test_a_stopped_server_ends_its_streams_and_leaves_with_0(served_bundle):
         assert running.process.wait(30) == 0
 
 
-def test_streams_that_do_not_end_in_time_end_with_an_error(served_bundle):
+def test_streams_exceeding_shutdown_timeout_end_with_error(served_bundle):
     secret = "an unmistakable prompt"
     with process(served_bundle, "--shutdown-timeout", "0.3", "--name", "other", DIVDEC_API_KEY=KEY) as running:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -224,7 +224,7 @@ def test_streams_that_do_not_end_in_time_end_with_an_error(served_bundle):
     assert KEY not in log
 
 
-def test_prompts_are_logged_where_the_operator_wants_it(served_bundle, capsys):
+def test_log_prompts_option_logs_prompts(served_bundle, capsys):
     with serving([engine_of(served_bundle)], log_prompts=True) as url:
         httpx.post(url + PATH, json=SHORT | {"prompt": "an unmistakable prompt"})
     line = json.loads(capsys.readouterr().err.strip().splitlines()[-1])
@@ -298,18 +298,18 @@ def one_line(capsys):
         (["--engine", "vllm", "--extra-bundle", "other=elsewhere"], "--extra-bundle is for --engine embedded"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(served_bundle, options, words, capsys):
+def test_invalid_serve_options_give_one_line_error(served_bundle, options, words, capsys):
     assert main(["serve", str(served_bundle), *options]) == 2
     assert words in one_line(capsys)
 
 
-def test_a_bundle_that_does_not_load_is_one_line(tmp_path, models, capsys):
+def test_invalid_bundle_gives_one_line_error(tmp_path, models, capsys):
     for index in (tmp_path, models / "target", tmp_path / "absent"):
         assert main(["serve", str(index), "--port", "0"]) == 2
         assert one_line(capsys)
 
 
-def test_a_port_in_use_is_said_before_models_are_loaded(tmp_path, capsys):
+def test_port_in_use_is_reported_before_loading_models(tmp_path, capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -320,16 +320,16 @@ def test_a_port_in_use_is_said_before_models_are_loaded(tmp_path, capsys):
     assert time.perf_counter() - started < 10
 
 
-def test_help_loads_no_torch():
+def test_help_does_not_import_torch():
     assert not loads_torch(["serve", "--help"])
 
 
-def test_an_open_address_without_a_key_is_warned_of(tmp_path, capsys):
+def test_public_address_without_api_key_gives_warning(tmp_path, capsys):
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "no --api-key is set" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_vllm_that_is_missing_is_said_how_to_install(served_bundle, capsys):
+def test_missing_vllm_error_names_install_command(served_bundle, capsys):
     assert main(["serve", str(served_bundle), "--engine", "vllm"]) == 2
     assert "pip install 'divdec[vllm]'" in one_line(capsys)

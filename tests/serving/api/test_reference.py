@@ -388,7 +388,7 @@ def decoded(tokenizer, ids):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_prompt_and_answer_are_one_text(described, bundles, name, capsys):
+def test_prompt_and_completion_form_one_text(described, bundles, name, capsys):
     """Echoed, streamed, by offsets, and from the command line."""
     _, url = described
     bundle, path = bundles[name]
@@ -422,7 +422,7 @@ def test_prompt_and_answer_are_one_text(described, bundles, name, capsys):
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # schemathesis does, and seeds it
 @pytest.mark.parametrize("path", PATHS)
-def test_every_answer_is_one_of_the_reference(described, bundles, path):
+def test_every_completion_matches_reference(described, bundles, path):
     answered = []
     check_requests(described, bundles, path, 12, answered)
     assert len(answered) > 6
@@ -431,7 +431,7 @@ def test_every_answer_is_one_of_the_reference(described, bundles, path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @pytest.mark.parametrize("path", PATHS)
-def test_thousands_of_answers_are_those_of_the_reference(described, bundles, path):
+def test_thousands_of_completions_match_reference(described, bundles, path):
     answered = []
     check_requests(described, bundles, path, 600, answered)
     assert {body["model"] for body in answered} == set(RULES)

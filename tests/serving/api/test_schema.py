@@ -18,7 +18,7 @@ def described(url, http):
     return schema
 
 
-def test_every_endpoint_is_described(http):
+def test_every_endpoint_is_in_schema(http):
     description = http.get("/openapi.json").json()
     assert set(description["paths"]) == PATHS
     body = description["components"]["schemas"]["CompletionRequest"]
@@ -34,7 +34,7 @@ CASES = [(path, MODES.POSITIVE) for path in sorted(PATHS)] + [(path, MODES.NEGAT
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # schemathesis does, and seeds it
 @pytest.mark.parametrize(("path", "mode"), CASES)
-def test_fuzzed_requests_get_described_answers(described, path, mode):
+def test_fuzzed_requests_return_documented_responses(described, path, mode):
     (operation,) = described[path].values()
 
     @hypothesis.settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
@@ -52,7 +52,7 @@ def test_fuzzed_requests_get_described_answers(described, path, mode):
     check()
 
 
-def test_a_field_that_is_null_counts_as_absent(http):
+def test_null_field_is_treated_as_absent(http):
     nulls = {"temperature": None, "stop": None, "tools": None, "": None}
     said = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
     turns = [{"role": "user", "content": "Is it?"}, said, {"role": "user", "content": "And now?"}]

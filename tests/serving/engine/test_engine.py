@@ -32,7 +32,7 @@ def windowed():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "windowed", "rank"])
-def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, tokenizer):
+def test_continuous_batching_matches_single_requests(kind, tokenizer):
     model = windowed() if kind == "windowed" else DivergenceForCausalLM.from_parts(
         *make_parts("llama" if kind == "rank" else kind), steering="rank:20" if kind == "rank" else "linear:1.5"
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_answers_of_requests_that_come_and_go_are_those_of_each_alone(kind, toke
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "deepseek_v4"])
-def test_recurrent_states_are_not_shared_with_other_requests(model_type, tokenizer):
+def test_recurrent_states_are_not_shared_between_requests(model_type, tokenizer):
     """Several at once, two of them with one prompt, and shorter ones that leave first."""
     model = DivergenceForCausalLM.from_parts(
         *(tiny_architecture(model_type, seed, vocab_size=512) for seed in range(3)), steering="linear:1.5"
@@ -82,7 +82,7 @@ def steered_logprobs(model, ids):
 
 
 @pytest.mark.parametrize("part", [512, 3])
-def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part, monkeypatch):
+def test_logprobs_are_steered(model, tokenizer, part, monkeypatch):
     monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", part)
     prompt = tokenizer(TEXTS[2]).input_ids
     sampling = SamplingParams(max_tokens=6, temperature=3.0, top_k=50, seed=1, logprobs=4, prompt_logprobs=2)
@@ -102,7 +102,7 @@ def test_log_probabilities_are_those_of_the_steered_model(model, tokenizer, part
         assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_tokens_that_the_rank_rule_rules_out_have_the_lowest_log_probability(tokenizer):
+def test_tokens_masked_by_rank_rule_have_lowest_logprob(tokenizer):
     model = DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="rank:500")
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, logit_bias={5: 100.0})
     outputs = run(model, tokenizer, lambda engine: answer(engine, [7, 8, 9], sampling))
@@ -113,7 +113,7 @@ def test_tokens_that_the_rank_rule_rules_out_have_the_lowest_log_probability(tok
     assert torch.isfinite(expected[tokens_of(outputs)[0]])
 
 
-def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, tokenizer):
+def test_samples_follow_steered_distribution_and_seed(model, tokenizer):
     from scipy.stats import chisquare
 
     prompt, count = [7, 8, 9, 10], 600
@@ -143,7 +143,7 @@ def test_samples_follow_the_steered_distribution_and_a_seed_repeats_them(model, 
     assert differently != once
 
 
-def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
+def test_penalties_and_logit_bias_follow_openai_api(model, tokenizer):
     prompt = [7, 8, 9]
     expected = alone(model, prompt, 12)
     banned = {expected[0]: -100.0}
@@ -162,7 +162,7 @@ def test_penalties_and_biases_are_those_of_the_openai_api(model, tokenizer):
     assert result != alone(model, prompt, 16)
 
 
-def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, tokenizer):
+def test_output_ends_before_stop_string_split_across_tokens(model, tokenizer):
     prompt = tokenizer(TEXTS[0]).input_ids
     whole = tokenizer.decode(alone(model, prompt, 30), skip_special_tokens=True)
     stops = [(whole[5:9], "never said"), (whole[7:8], "never said"), (whole[3:20], "never said"), (whole[-3:] + "!?",)]
@@ -179,7 +179,7 @@ def test_an_answer_ends_before_a_stop_string_however_its_pieces_fall(model, toke
     assert "".join(output.text for output in last) == whole
 
 
-def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer):
+def test_disconnected_client_is_removed_from_batch(model, tokenizer):
     prompts = [tokenizer(text).input_ids for text in TEXTS]
 
     async def work(engine):
@@ -203,7 +203,7 @@ def test_who_goes_away_leaves_the_batch_and_nobody_else_notices(model, tokenizer
     assert generated < sum(map(len, map(tokens_of, result))) + 150
 
 
-def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
+def test_full_queue_and_closing_engine_reject_requests(model, tokenizer):
     async def work(engine):
         first = engine.generate([7, 8], greedy(200, ignore_eos=True))
         await anext(first)
@@ -225,7 +225,7 @@ def test_a_full_queue_and_a_closing_engine_say_so(model, tokenizer):
     assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, max_num_seqs=1, max_queue=2))
 
 
-def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
+def test_closing_engine_finishes_running_requests(model, tokenizer):
     async def work(engine):
         running = asyncio.create_task(answer(engine, [7, 8], greedy(24)))
         await asyncio.sleep(0.05)
@@ -236,7 +236,7 @@ def test_an_engine_that_closes_lets_answers_end(model, tokenizer):
 
 
 @pytest.mark.parametrize("at", ["prompt", "answer"])
-def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
+def test_failing_request_does_not_affect_other_requests(model, tokenizer, at):
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     expected = [alone(model, prompt, 12) for prompt in prompts[:4]]
     others = [token for position in (0, 1, 3) for token in prompts[position] + expected[position]]
@@ -254,7 +254,7 @@ def test_what_fails_for_one_does_not_fail_for_others(model, tokenizer, at):
         assert_same_answer(model, prompts[position], tokens_of(result[position]), expected[position])
 
 
-def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, tokenizer):
+def test_non_finite_divergence_fails_requests(model, tokenizer):
     broken = copy.deepcopy(model)
 
     async def work(engine):
@@ -272,7 +272,7 @@ def test_a_divergence_that_is_not_finite_ends_answers_with_an_error(model, token
 
 
 @pytest.mark.parametrize("gamma", [None, 3])
-def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, gamma):
+def test_single_request_speculates_with_same_output(model, tokenizer, gamma):
     prompts = [tokenizer(text).input_ids for text in TEXTS[:3]]
 
     async def work(engine):
@@ -294,7 +294,7 @@ def test_a_request_alone_may_speculate_and_answers_the_same(model, tokenizer, ga
     assert len(tokens_of(sampled)) == 16
 
 
-def test_what_cannot_be_answered_is_refused(model, tokenizer):
+def test_invalid_engine_requests_are_rejected(model, tokenizer):
     async def work(engine):
         for prompt, sampling in (([], greedy(1)), ([512], greedy(1)), ([-1], greedy(1)), ([5] * 256, greedy(1))):
             with pytest.raises(UsageError):

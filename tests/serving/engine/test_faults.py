@@ -22,7 +22,7 @@ def model():
     return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
 
 
-def test_nobody_is_blamed_for_what_others_do_however_often(model, tokenizer):
+def test_repeated_failures_of_other_requests_do_not_fail_request(model, tokenizer):
     whole = alone(model, [7, 8], 120, eos_token_id=None)
     bad = next(token for token in range(2, 512) if token not in whole)
     failing = DivergenceForCausalLM.from_experts(model.target, Failing(model.experts, bad), "linear:1.5")
@@ -42,7 +42,7 @@ def test_nobody_is_blamed_for_what_others_do_however_often(model, tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch):
+def test_engine_thread_crash_ends_all_requests(model, tokenizer, monkeypatch):
     class Panic(BaseException):
         pass
 
@@ -65,7 +65,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(model, tokenizer, monkeypatch)
     run(model, tokenizer, work)
 
 
-def test_several_answers_read_their_prompt_once(model, tokenizer):
+def test_identical_prompts_are_prefilled_once(model, tokenizer):
     prompt = [5 + index % 400 for index in range(200)]
 
     async def work(engine):
@@ -78,7 +78,7 @@ def test_several_answers_read_their_prompt_once(model, tokenizer):
     assert steps <= 2  # the first may be read before the others have come
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypatch):
+def test_short_prompt_is_not_blocked_by_long_prefill(model, tokenizer, monkeypatch):
     monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
     long, finished = [5 + index % 400 for index in range(200)], []
 
@@ -99,7 +99,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, tokenizer, monkeypat
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("speculation", [None, Speculation(3)])
-def test_a_target_without_numbers_gives_an_error(model, tokenizer, speculation, value):
+def test_non_finite_target_logits_fail_request(model, tokenizer, speculation, value):
     broken = copy.deepcopy(model)
     broken.target.register_forward_hook(lambda module, args, output: (output.logits[..., 9].fill_(value), None)[1])
     with pytest.raises(FailedClosed, match="not finite"):
@@ -111,7 +111,7 @@ def test_a_target_without_numbers_gives_an_error(model, tokenizer, speculation, 
         )
 
 
-def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others(tokenizer):
+def test_batch_dependent_rotary_embeddings_are_not_batched(tokenizer):
     """LongRoPE takes other factors for all rows once one is long."""
     parts = []
     for seed, width in enumerate((64, 32, 32)):
@@ -142,7 +142,7 @@ def test_rotary_embeddings_that_look_at_the_whole_pass_are_not_put_beside_others
         assert_same_answer(model, prompt, tokens, alone(model, prompt, 12, eos_token_id=None))
 
 
-def test_bytes_that_make_no_character_end_no_answer():
+def test_invalid_utf8_bytes_do_not_end_generation():
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

@@ -32,7 +32,7 @@ def model(registry, tokenizer):
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(2)])
-def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, speculation):
+def test_running_request_applies_takedown(registry, model, tokenizer, speculation):
     prompts = [tokenizer(text).input_ids for text in ("The author", "A book of the sea")]
     before = [alone(model, prompt, TOKENS, eos_token_id=None) for prompt in prompts]
 
@@ -61,7 +61,7 @@ def test_a_running_answer_follows_a_takedown(registry, model, tokenizer, specula
         assert_same_answer(model, prompt + tokens[:changed], tokens[changed:], expected)
 
 
-def test_a_damaged_registry_ends_answers_until_it_is_whole(registry, model, tokenizer):
+def test_damaged_registry_fails_requests_until_restored(registry, model, tokenizer):
     from divdec.errors import FailedClosed
 
     registry.add("case", texts_of("texts", ["The sea is wide and the boat is small, said the old man to the boy."]))

@@ -13,7 +13,7 @@ def options_of(arguments):
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
-def test_arguments_of_a_pair(bundle, own_checkpoints, tmp_path, monkeypatch):
+def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     inputs = engine_arguments(str(bundle), name="steered", speculative=4, port=9000, extra=["--dtype", "float32"])
     options = options_of(inputs)
@@ -32,12 +32,12 @@ def test_arguments_of_a_pair(bundle, own_checkpoints, tmp_path, monkeypatch):
         *(["--hf-overrides", "{}"], ["--config", "x.yaml"], ["--additional-c", "{}"], ["--speculative-config={}"]),
     ],
 )
-def test_options_that_would_replace_divdecs_own_are_refused(bundle, extra):
+def test_conflicting_vllm_options_are_rejected(bundle, extra):
     with pytest.raises(UsageError, match="is given by divdec itself"):
         engine_arguments(str(bundle), extra=extra)
 
 
-def test_what_cannot_be_served_is_refused_before_vllm_starts(bundle, tmp_path, monkeypatch):
+def test_unsupported_bundles_are_rejected_before_vllm_starts(bundle, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="--speculative is 0; accepted: 1 to 16"):
         engine_arguments(str(bundle), speculative=0)
     with pytest.raises(UsageError, match="is no registry"):
@@ -55,7 +55,7 @@ def test_what_cannot_be_served_is_refused_before_vllm_starts(bundle, tmp_path, m
         read_parts(str(bundle), None, EngineOptions())
 
 
-def test_vllm_missing_says_what_to_install():
+def test_missing_vllm_error_names_extra():
     if importlib.util.find_spec("vllm") is not None:
         check_installed()
         return

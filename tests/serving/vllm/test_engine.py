@@ -21,7 +21,7 @@ def is_steered(model, prompts, answers, apart=1.0):
     assert from_target > apart
 
 
-def test_a_batch_of_mixed_requests_and_cached_prompts(ask, make_bundle, prompts):
+def test_mixed_batch_with_prefix_caching(ask, make_bundle, prompts):
     bundle = make_bundle()
     # vLLM takes no higher temperature.
     wild = {"temperature": 2.0, "seed": 7, "logprobs": 5, "logit_bias": {"7": 50.0}}
@@ -40,7 +40,7 @@ def test_a_batch_of_mixed_requests_and_cached_prompts(ask, make_bundle, prompts)
         is_steered(model, asked, answers)
 
 
-def test_compiled_code_of_other_auxiliaries_is_not_taken_for_this_ones(ask, make_bundle, ngrams, prompts, tmp_path):
+def test_compile_cache_is_not_shared_between_auxiliaries(ask, make_bundle, ngrams, prompts, tmp_path):
     """vLLM keeps compiled code by the target's shape: auxiliaries of one architecture, or of two, must not share it."""
     own_cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     shallow = make_bundle()
@@ -53,7 +53,7 @@ def test_compiled_code_of_other_auxiliaries_is_not_taken_for_this_ones(ask, make
         is_steered(model, prompts[:8], answers, apart=0.1)
 
 
-def test_two_ranks_and_two_families_with_ngrams(ask, make_bundle, ngrams, prompts):
+def test_tensor_parallel_with_two_families_and_ngrams(ask, make_bundle, ngrams, prompts):
     bundle = make_bundle("gpt2", ngram=ngrams, ngram_weight=4.0)
     rounds = [requests(prompts, logprobs=5, prompt_logprobs=5)]
     options = EAGER | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -63,7 +63,7 @@ def test_two_ranks_and_two_families_with_ngrams(ask, make_bundle, ngrams, prompt
     is_steered(model, prompts, answers)
 
 
-def test_drafts_of_q_with_pair_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):
+def test_q_drafts_with_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):
     """Prompts are read in pieces of 32 tokens, and blocks of drafts are rejected in the middle."""
     registry = make_registry(texts[:40])
     bundle = make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry)
@@ -80,7 +80,7 @@ def test_drafts_of_q_with_pair_ngrams_and_registry(ask, make_bundle, make_regist
     assert from_pair_alone > 1
 
 
-def test_ngrams_alone_with_drafts_from_the_prompt(ask, make_bundle, ngrams, prompts):
+def test_ngram_bundle_with_prompt_lookup_drafts(ask, make_bundle, ngrams, prompts):
     bundle = make_bundle("gpt2", None, None, "linear:20", ngram=ngrams)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     rounds = [requests(prompts, logprobs=5), requests(prompts, logprobs=5)]

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
         ("rank:40", {}, ()),
     ],
 )
-def test_vllm_shows_nothing_but_the_steered_model(steering, options, without, folder, tokenizer, world, tmp_path):
+def test_vllm_exposes_only_steered_output(steering, options, without, folder, tokenizer, world, tmp_path):
     bundle = make_leaky(tokenizer, world.corpus, folder, steering)
     suite = Suite(folder, steering, without=without, hottest=2, alike=bool(without))
     with (

@@ -62,7 +62,9 @@ def reported(tmp_path):
     return ask
 
 
-def test_refusals(reported, models, make_bundle, make_registry, texts, tokenizer, tmp_path):
+def test_unsupported_vllm_options_are_rejected(
+    reported, models, make_bundle, make_registry, texts, tokenizer, tmp_path
+):
     def case(bundle, environment=None, **options):
         return {"bundle": str(bundle), "options": options, "environment": environment or {}}
 
@@ -152,7 +154,7 @@ def test_refusals(reported, models, make_bundle, make_registry, texts, tokenizer
     assert not wrong
 
 
-def test_the_server_refuses_in_one_line(make_bundle):
+def test_vllm_server_gives_one_line_errors(make_bundle):
     options = {"bundle": str(make_bundle()), "extra": ["--pipeline-parallel-size", "2", "--max-model-len", "256"]}
     command = [sys.executable, str(Path(__file__).with_name("run_server.py")), json.dumps(options)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())

@@ -54,7 +54,7 @@ def url(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("steering", "block"), [("rank:20", 1), ("rank:20", 8), ("linear:1.5", 1), ("linear:1.5", 8)])
-def test_greedy_answers_are_the_local_models(url, bundle, prompts, monkeypatch, steering, block):
+def test_greedy_output_matches_local_model(url, bundle, prompts, monkeypatch, steering, block):
     monkeypatch.setitem(os.environ, "DIVDEC_TEST_KEY", KEY)
     reference = Reference(bundle)
     reference.model.steering = steering

@@ -58,7 +58,7 @@ def expected(logprobs, ids):
     return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def test_chat(server, followed, tokenizer):
+def test_vllm_chat_completion(server, followed, tokenizer):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server}/v1", api_key=KEY)
     messages = [{"role": "user", "content": "Who wrote it?"}]
@@ -76,7 +76,7 @@ def test_chat(server, followed, tokenizer):
         assert abs(value - steered[index, tokens[index]].item()) < TOLERANCE
 
 
-def test_prompts_are_shown_steered(post, followed, prompts):
+def test_prompt_logprobs_are_steered(post, followed, prompts):
     model = Reference(followed)
     for ids in prompts[10:20:3]:
         shown = echoed(post, ids)
@@ -90,7 +90,7 @@ def test_prompts_are_shown_steered(post, followed, prompts):
                 assert abs(entry["logprob"] - steered[index, int(token)].item()) < TOLERANCE
 
 
-def test_fields_of_a_request_change_nothing(post, followed, prompts, tokenizer):
+def test_request_fields_cannot_change_steering(post, followed, prompts, tokenizer):
     model = Reference(followed)
     ids = prompts[12]
     tokens = model.greedy(ids)
@@ -102,7 +102,7 @@ def test_fields_of_a_request_change_nothing(post, followed, prompts, tokenizer):
         assert_same_text(model.model, tokenizer, ids, answer.json()["choices"][0]["text"], tokens)
 
 
-def test_what_would_show_or_change_a_part_is_not_there(post, prompts, models):
+def test_endpoints_exposing_or_changing_models_are_disabled(post, prompts, models):
     for path in ("/pooling", "/classify", "/score", "/rerank", "/v1/embeddings", "/collective_rpc", "/sleep"):
         assert post(path, input="text", method="load_model").status_code in (403, 404, 405), path
     for path in ("/v1/load_lora_adapter", "/update_weights", "/init_weight_transfer_engine", "/inference/v1/generate"):
@@ -114,7 +114,7 @@ def test_what_would_show_or_change_a_part_is_not_there(post, prompts, models):
     assert post("/v1/completions", headers={}, prompt=prompts[3], max_tokens=1).status_code == 401
 
 
-def test_a_takedown_is_in_force_for_the_next_tokens(post, followed, registry, texts, tokenizer):
+def test_takedown_applies_to_next_tokens(post, followed, registry, texts, tokenizer):
     """Also for a prompt whose keys and values are cached."""
     text = texts[50]
     ids = tokenizer(text)["input_ids"][:40]

@@ -20,7 +20,7 @@ def remembered(rows, size, dtype=torch.bfloat16):
 
 
 @given(st.data(), SIZES, st.integers(1, 5), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_tokens_come_back(data, size, length, dtype):
+def test_token_contexts_round_trip(data, size, length, dtype):
     rows = []
     for missing in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4)):
         known = data.draw(st.lists(st.integers(0, size - 1), min_size=length - missing, max_size=length - missing))
@@ -34,28 +34,28 @@ def test_tokens_come_back(data, size, length, dtype):
 
 @pytest.mark.parametrize("value", [0.0, 0.5, -0.7, 1.5, float("nan"), float("inf")])
 @pytest.mark.parametrize("column", [4, 20, 30])
-def test_what_is_no_code_is_not_read(value, column):
+def test_invalid_token_code_fails_closed(value, column):
     codes = remembered([[5, 6, 7, 8], [1, 2, 3, 4]], 512)
     codes[1, column] = value
     with pytest.raises(FailedClosed, match="cannot be read"):
         read_contexts(codes, 4)
 
 
-def test_a_token_that_does_not_exist_may_have_any_code():
+def test_codes_of_missing_tokens_are_ignored():
     codes = remembered([[-1, -1, 7, 8]], 512)
     codes[0, 4 + 2 * 9 :] = 0.3
     assert read_contexts(codes, 4).tolist() == [[-1, -1, 7, 8]]
 
 
 @pytest.mark.parametrize("mark", [-1.0, 1.5, 3.0, float("nan")])
-def test_rows_without_the_mark_are_not_read(mark):
+def test_rows_without_marker_fail_closed(mark):
     codes = remembered([[5, 6, 7, 8]], 512)
     codes[0, 0] = mark
     with pytest.raises(FailedClosed):
         read_contexts(codes, 4)
 
 
-def test_trials_are_let_pass_until_a_real_token_has_come():
+def test_dummy_runs_are_accepted_only_before_first_real_token():
     read, real = ContextReader(4), remembered([[5, 6, 7, 8], [-1, 6, 7, 8]], 512)
     trial = torch.full_like(real, TRIAL)
     assert read(trial).tolist() == [[-1] * 4] * 2
@@ -68,7 +68,7 @@ def test_trials_are_let_pass_until_a_real_token_has_come():
     assert read(real).tolist() == read_contexts(real, 4).tolist()
 
 
-def test_trials_of_the_engine_have_no_context():
+def test_vllm_dummy_runs_have_empty_context():
     generator = torch.Generator().manual_seed(0)
     random = torch.rand(6, 4 + 4 * 9, generator=generator).bfloat16()
     random[0] = TRIAL
