@@ -143,7 +143,7 @@ def test_sampling_errors(parts, steered, image_world):
     for options, named in (
         ({"temperature": 0.0}, "temperature"),
         ({"top_k": 0}, "top-k"),
-        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": 1.5}, "top-p"),
         ({"guidance": float("nan")}, "guidance"),
         ({"batch_size": 0}, "batch-size"),
     ):

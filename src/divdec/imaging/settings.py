@@ -41,9 +41,9 @@ class SamplingSettings:
         for name, least in (("top_k", 1), ("batch_size", 1), ("seed", 0)):
             check_at_least(name, getattr(self, name), least)
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p:g}; accepted: above 0, at most 1")
+            raise UsageError(f"--top-p is {self.top_p:g}; accepted: above 0, at most 1")
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
-            raise UsageError(f"guidance is {self.guidance:g}; accepted: a number of at least 0")
+            raise UsageError(f"--guidance is {self.guidance:g}; accepted: a number of at least 0")
 
     def sampling(self) -> SamplingSettings:
         """Return these settings without those of subclasses."""
@@ -156,13 +156,13 @@ class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgu
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.forget:
-            raise UsageError("forget is empty; name the classes to forget")
+            raise UsageError("--forget is empty; name the classes to forget")
         if not self.settings:
-            raise UsageError("settings is empty; accepted: rules such as linear:1 or rank:100")
+            raise UsageError("--settings is empty; accepted: rules such as linear:1 or rank:100")
         if self.judge_url is None and (self.content_judge is not None or self.quality_judges):
-            raise UsageError("content_judge and quality_judges are models at an endpoint: give its --judge-url")
+            raise UsageError("--content-judge and --quality-judges are models at an endpoint: give its --judge-url")
         if self.judge_url is not None and self.content_judge is None and not self.quality_judges:
-            raise UsageError("judge_url is given, but no model there: give --content-judge or --quality-judges")
+            raise UsageError("--judge-url is given, but no model there: give --content-judge or --quality-judges")
         check_at_least("count", self.count, 2)
 
 
