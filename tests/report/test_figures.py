@@ -422,7 +422,7 @@ def test_files_with_unexpected_content_give_one_line_error(figure, name, content
 
 
 def test_unknown_figure_error_lists_known_figures():
-    with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: tofu-bars, .*, leak"):
+    with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: .*tofu-bars"):
         FIGURES.find("pie")
 
 
