@@ -117,7 +117,7 @@ class CompletionCall:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> None:
-        """Add `count` replies to a prompt; the i-th has the i-th seed.
+        """Add `count` replies to a prompt; reply i uses seed + i.
 
         Args:
             prompt: token ids.

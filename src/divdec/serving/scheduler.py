@@ -224,7 +224,7 @@ class Scheduler:
             self._admit()
             self._prefill()
             self._decode()
-        except Exception as error:  # a fault of the scheduler itself; every client must receive it
+        except Exception as error:  # an error in the scheduler itself: send it to every client
             _log.exception("the scheduler failed")
             return self.abort_all(error)
         outputs, self._outputs = self._outputs, []
@@ -258,7 +258,7 @@ class Scheduler:
             self._retry(remaining, error)
 
     def _admit(self) -> None:
-        """Start the oldest request, with others that fit beside it; short ones do not wait for a long one."""
+        """Start the oldest request and all others that fit into the batch; short ones do not wait for a long one."""
         free = self._max_num_seqs - self.running
         waiting = list(self.waiting)
         if self._prefills:
@@ -269,7 +269,7 @@ class Scheduler:
         speculates = not self._groups and len(self.waiting) == 1 and SpeculativeRequest.supports(first)
         admitted, texts = [first], {tuple(first.tokens)}
         for request in waiting[1:free]:
-            together = {*texts, tuple(request.tokens)}  # a prompt with several answers is read once
+            together = {*texts, tuple(request.tokens)}  # prefill a prompt with several answers once
             fits = len(together) == 1 or len(together) * max(map(len, together)) <= self._chunk(request, first)
             if not fits or request.failed_in_batch or first.failed_in_batch or self._separate:
                 break
@@ -329,7 +329,7 @@ class Scheduler:
             try:
                 outputs = group.step()
             except Exception as error:
-                # The state of the cache is unknown: requests that are not at fault are read anew, one by one.
+                # The cache is in an unknown state: prefill the unaffected requests again, one by one.
                 group.requests = []
                 self._retry(requests, error)
                 continue
@@ -353,7 +353,7 @@ class Scheduler:
             self._drop(group, finished)
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
-        """Run each of several requests alone; a request that fails alone is at fault."""
+        """Run each request alone, and fail those that raise an error alone."""
         if len(requests) == 1:
             self._fail(requests, error)
             return
@@ -369,7 +369,7 @@ class Scheduler:
 
 
 def _needs_separate_passes(model: DivergenceForCausalLM) -> bool:
-    """Whether an answer would depend on the requests beside it, or on reading its prompt in chunks.
+    """Whether an answer depends on the other requests in the batch or on chunked prefill.
 
     Some rotary embeddings choose their factors by the largest position of a pass. Recurrent states also read padding,
     and their rows cannot leave a batch.
