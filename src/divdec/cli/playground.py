@@ -38,7 +38,7 @@ def playground(
     Args:
         bundle: Bundle (a folder or hub id), or URL of a running server. Its API key is read from the environment
             variable DIVDEC_API_KEY.
-        choice: the rule to begin with.
+        choice: the initial rule.
         registry: Folder of a takedown registry (`divdec takedown`). Adds a tab for takedown requests.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
         model: Name of the model at the server. By default the first model that the server lists.
