@@ -14,7 +14,7 @@ _thread = threading.local()
 
 
 def check(condition: Bool[Tensor, ""], message: str) -> None:
-    """Raise an error unless the condition holds; on a GPU without forcing a synchronisation.
+    """Raise an error if the condition is false. On a GPU this does not force a synchronisation.
 
     Raises:
         FailedClosed: the condition is false. On a GPU the error is a RuntimeError at the next synchronisation, after
@@ -27,5 +27,5 @@ def check(condition: Bool[Tensor, ""], message: str) -> None:
 
 
 def wait_for_checks() -> None:
-    """Make this thread wait for the GPU at each check, so that it can continue after a failed one."""
+    """Synchronise this thread with the GPU at each check, so that it can continue after a failed check."""
     _thread.waits = True

@@ -1,7 +1,7 @@
 """Options that several commands share, as dataclasses that settings nest.
 
 On the command line and in configuration files their fields are flat: `--epochs 3`, not `--optimization.epochs 3`.
-A common option stands in the default group of the help, a rare one under "Less common options".
+Common options are in the default help group, rare ones under "Less common options".
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ class ModelLoading:
     device: Annotated[str, LOADING] = "auto"
     """Where the models run: auto, cpu, cuda, cuda:1, mps; 'spread' distributes them over all GPUs."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], LOADING] = "auto"
-    """Precision of the weights; 'auto' takes that of the checkpoints."""
+    """Dtype of the weights. 'auto' uses the checkpoints' dtype."""
     no_verify: Flag = False
-    """Load a bundle although a weight file has changed since the bundle was written."""
+    """Do not compare weight files with the digests in the bundle."""
 
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SteeringChoice:
-    """Another rule than the bundle's."""
+    """Override of the bundle's rule."""
 
     steering: str | None = None
     """Use this rule instead of the bundle's: linear:ALPHA, rank:K or rank:K:soft."""
@@ -53,11 +53,11 @@ class Decoding:
     """How an answer is decoded."""
 
     max_new_tokens: Annotated[int, DECODING] = 256
-    """Longest answer, in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: Annotated[float, DECODING] = 0.0
     """0 decodes greedily; above 0 samples."""
     stop: Annotated[tuple[str, ...], DECODING] = ()
-    """End an answer before any of these strings."""
+    """Stop before any of these strings."""
     seed: Annotated[int, DECODING] = 0
     """Seed of the samples."""
 
@@ -75,9 +75,9 @@ class Sampling(Decoding):
     """How tokens are sampled."""
 
     top_p: Annotated[float, DECODING] = 1.0
-    """Sample among the likeliest tokens that hold this much probability."""
+    """Sample from the smallest set of most likely tokens whose total probability is at least this value."""
     top_k: Annotated[int, DECODING] = 0
-    """Sample among this many of the likeliest tokens; 0 means all."""
+    """Sample from the k most likely tokens. 0 means all tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +94,7 @@ class Speculation:
 
     speculative: Annotated[str | None, DECODING] = None
     """Draft with q and verify several tokens in one pass of the target: 'auto', or the number of tokens to draft.
-    Greedy answers stay the same, sampled ones keep their distribution."""
+    Greedy answers do not change, and sampled answers keep their distribution."""
 
     def __post_init__(self) -> None:
         if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):
@@ -114,19 +114,19 @@ class Optimization:
     """How weights are trained."""
 
     epochs: Annotated[float, TRAINING] = 10.0
-    """Passes over the data."""
+    """Number of epochs."""
     batch_size: Annotated[int, TRAINING] = 16
     """Sequences per step and process."""
     gradient_accumulation: Annotated[int, TRAINING] = 1
     """Steps whose gradients are added before the weights are updated."""
     precision: Annotated[Literal["auto", "float32", "bfloat16"], TRAINING] = "auto"
-    """Arithmetic of training; 'auto' takes bfloat16 where the GPU supports it."""
+    """Precision of training. 'auto' uses bfloat16 if the GPU supports it."""
     seed: Annotated[int, TRAINING] = 0
-    """Seed of the order of the data and of adapters' initial values."""
+    """Seed of the data order and of the adapters' initial weights."""
     lora_rank: Annotated[int, RARE] = 0
     """Train low-rank adapters of this rank and merge them; 0 trains every weight."""
     gradient_checkpointing: Flag = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     loggers: Annotated[tuple[str, ...], RARE] = ()
     """Experiment trackers to report to, such as tensorboard or wandb."""
 
@@ -151,7 +151,7 @@ class Overwriting:
     """Whether an earlier result is replaced."""
 
     overwrite: Annotated[bool, OUTPUT] = False
-    """Replace an earlier result."""
+    """Overwrite the existing output."""
 
 
 @Parameter(name="*")
@@ -202,9 +202,9 @@ class ForgetData:
     forget: str
     """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset 'org/name:config:split'."""
     max_length: int = 1024
-    """Longest sequence in tokens; longer answers are cut, longer texts are split."""
+    """Maximum sequence length in tokens. Longer answers are truncated, longer texts are split."""
     system_prompt: str | None = None
-    """System turn before every conversation."""
+    """System prompt of every conversation."""
 
     def __post_init__(self) -> None:
         check_at_least("max_length", self.max_length, 2)
@@ -227,7 +227,7 @@ class Resampling:
     level: Annotated[float, SCORING] = 0.99
     """Level of the percentile bootstrap intervals."""
     draws: Annotated[int, SCORING] = 1000
-    """Resamples of the items."""
+    """Number of bootstrap resamples of the items."""
     seed: Annotated[int, SCORING] = 0
     """Seed of the resampling."""
 

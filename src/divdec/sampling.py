@@ -54,7 +54,7 @@ def first_choice(scores: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]
 
 
 def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor, "batch block"]) -> Verdict:
-    """Accept drafts while each is the steered model's first choice; then take that first choice.
+    """Accept the longest prefix of drafts that are the steered model's first choice, then add one first choice.
 
     Args:
         scores: processed steered scores before each draft.
@@ -77,7 +77,7 @@ def verify_sampled(
     draft_scores: Float[Tensor, "batch block vocab"] | None,
     uniform: Float[Tensor, "batch block 2"],
 ) -> Verdict:
-    """Accept a draft x ~ q with probability min(1, s(x)/q(x)), else draw from max(0, s − q) (Leviathan et al. 2023).
+    """Accept a draft x ~ q with probability min(1, s(x)/q(x)), else sample from max(0, s − q) (Leviathan et al. 2023).
 
     Args:
         scores: log s, processed steered scores before each draft.
@@ -107,5 +107,5 @@ def verify_sampled(
 
 
 def _count_kept(accepted: Bool[Tensor, "batch block"]) -> Int[Tensor, " batch"]:
-    # The last token of a block is valid whether it was drafted or replaced.
+    # The token after the accepted prefix is valid, drafted or replaced.
     return accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1

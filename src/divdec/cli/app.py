@@ -1,8 +1,8 @@
 """The commands in their order, and how their errors become one line of text and an exit code.
 
-Exit codes: 0 done; 1 a failed run; 2 unusable input, or a run that was stopped and can be resumed; 3 the result was
-measured and does not do what it is for (train, calibrate, distill); 130 interrupted.
-Modules of commands import torch and transformers inside their functions, so that `divdec --help` is instant.
+Exit codes: 0 done; 1 a failed run; 2 unusable input, or a run that was stopped and can be resumed; 3 the measured
+result does not reach its goal (train, calibrate, distill); 130 interrupted.
+Modules of commands import torch and transformers inside their functions, so that `divdec --help` starts fast.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ EPILOGUE = """\
 `divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few
 minutes.
 
-Exit codes: 0 done; 1 failed; 2 unusable input, or a stopped run that can be resumed; 3 the result was measured and
-does not do what it is for (train, calibrate, distill); 130 interrupted."""
+Exit codes: 0 done; 1 failed; 2 unusable input, or a stopped run that can be resumed; 3 the measured result does not
+reach its goal (train, calibrate, distill); 130 interrupted."""
 OPTIONS = Group("Options of every command", sort_key=99)
 # Options that do not exist, and what does the same.
 INSTEAD = {

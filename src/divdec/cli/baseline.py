@@ -78,7 +78,7 @@ for number, method in enumerate(METHODS.values()):
 def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
     r"""Compare every method on the same models and data: the paper's main table, with costs and leaks.
 
-    A stopped run is resumed by the same command.
+    The same command resumes a stopped run.
 
     For example:
 

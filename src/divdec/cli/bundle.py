@@ -41,17 +41,19 @@ def bundle(
           --forget-auxiliary models/p --steering linear:1.5 --output bundle
 
     Args:
-        target: The model to be steered: a folder or hub id, '@revision' allowed.
+        target: The model to steer: a folder or hub id, '@revision' allowed.
         output: Folder for the bundle.
-        retain_auxiliary: q, which has not seen the forget set: a folder or hub id.
-        forget_auxiliary: p, which has seen it: a folder or hub id.
-        steering: The rule: linear:ALPHA, rank:K or rank:K:soft; linear:1.5 by default. A registry alone needs none.
+        retain_auxiliary: q, the auxiliary trained without the forget set: a folder or hub id.
+        forget_auxiliary: p, the auxiliary trained with the forget set: a folder or hub id.
+        steering: The rule: linear:ALPHA, rank:K or rank:K:soft; linear:1.5 by default. Not needed for a bundle with
+            only a registry.
         ngram: An n-gram pair (`divdec ngram`), instead of the auxiliaries or added to them.
-        ngram_weight: Factor of the n-grams' divergence.
+        ngram_weight: Weight of the n-gram divergence.
         registry: A registry of takedown requests (`divdec takedown`), which the model follows.
         bridge: The auxiliaries have another tokenizer than the target.
-        token_healing: With --bridge, continue from within a token of the auxiliaries where a token of the target ends.
-        rank_vocabulary: Files of texts; the rank rule suppresses only their tokens.
+        token_healing: With --bridge: if a target token ends inside a token of the auxiliaries, let the auxiliaries
+            complete this token (token healing).
+        rank_vocabulary: Text files. The rank rule suppresses only tokens that occur in them.
         allow_negative: Accept a negative alpha, which steers towards the forget set.
         pack: Copy checkpoints and n-grams into the bundle.
         overwriting: whether an earlier bundle is replaced.

@@ -39,7 +39,7 @@ def calibrate(
 ) -> int:
     r"""Choose a bundle's rule and strength without a retrained model.
 
-    Exit code 3: no setting was measured to forget without losing too much.
+    Exit code 3: no measured setting forgets without losing too much of the retain set.
 
     For example:
 
@@ -51,13 +51,13 @@ def calibrate(
         forget: Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset.
         retain: Retain set, in the same formats.
         holdout: Records like those of the forget set that none of the three models has seen.
-        sweep: Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. By default twenty, and further ones
-            where the best of them is the strongest or mildest.
-        max_retain_drop: Largest accepted loss of the retain set's probability: a percentage, or a share such as 0.02.
-        write: Write the choice into the bundle, unless it was measured not to forget.
-        force: Write the choice even then; the model card records it.
-        system_prompt: System turn before every conversation.
-        max_length: Longest sequence in tokens.
+        sweep: Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. The default is twenty settings,
+            extended if the best one is the strongest or the mildest.
+        max_retain_drop: Maximum relative loss of retain probability: a percentage, or a fraction such as 0.02.
+        write: Write the chosen setting into the bundle if the measurement shows that it forgets.
+        force: Write the chosen setting even if it does not forget. The model card records this.
+        system_prompt: System prompt of every conversation.
+        max_length: Maximum sequence length in tokens.
         limit: Use only the first N records of each set.
         batch_size: Sequences per forward pass.
         allow_negative: Accept a negative alpha, which steers towards the forget set.

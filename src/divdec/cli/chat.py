@@ -30,13 +30,13 @@ HELP = """\
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """What a conversation remembers."""
+    """Options for the turns of a conversation."""
 
     system_prompt: str | None = None
-    """System turn before the conversation."""
+    """System prompt of the conversation."""
     single_turn: Annotated[bool | None, Parameter(negative="--multi-turn")] = None
-    """Answer every question without the turns before it, or with them. By default as the bundle says: it records
-    whether its models were trained on single questions."""
+    """Send each question alone, or with the earlier turns. By default the bundle decides: it records whether its models
+    were trained on single questions."""
 
 
 def chat(

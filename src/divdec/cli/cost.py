@@ -28,11 +28,11 @@ OPTIONS = {
     "distil": "distil",
     "n-gram": "steer with n-grams",
 }
-bench = App(name="bench", help="Measure what steering costs on this machine, in compute and in latency.")
+bench = App(name="bench", help="Measure the compute and latency of steering on this machine.")
 
 
 def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Predict what steering costs, and recommend to steer, speculate, distil or count n-grams.
+    r"""Predict the cost of steering, and recommend steering, distillation or n-grams.
 
     For example:
 
@@ -180,7 +180,7 @@ def _cost_lines(estimate: CostEstimate) -> list[str]:
 
 @bench.command
 def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    """Measure (t_P + t_p + t_q)/t_P of random models against 1 + 2n/N, prefill and decoding apart.
+    """Compare the measured (t_P + t_p + t_q)/t_P of random models with 1 + 2n/N, separately for prefill and decoding.
 
     For example:
 
@@ -195,7 +195,7 @@ def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing
 
 @bench.command
 def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Measure t_Q/t_P of whole answers: plain, speculative and overlapped, with the roofline's prediction.
+    r"""Compare t_Q/t_P of plain, speculative and overlapped decoding of complete answers with the roofline model.
 
     For example:
 

@@ -9,7 +9,7 @@ from divdec.options import Printing
 
 
 def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
-    """Train a small world, make its model forget some of it, and show the result.
+    """Train small models on fictitious facts, make one of them forget some facts, and show the result.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""`divdec distill` and `divdec gradient-depth`: a bundle's behaviour in the weights of one ordinary model."""
+"""`divdec distill` and `divdec gradient-depth`: distil a bundle into one ordinary model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_CLOSED = 0.5  # of the distance to the teacher on the forget set
 def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
     r"""Distil a bundle into one ordinary model: the steered model teaches its target on the forget set.
 
-    Exit code 3: the student was measured not to come near its teacher.
+    Exit code 3: the student closed less than half of the distance to its teacher.
 
     For example:
 
@@ -58,7 +58,7 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
 def gradient_depth(
     settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()
 ) -> None:
-    r"""Measure which layers distillation would change: the norm of its gradient, layer by layer.
+    r"""Measure which layers distillation would change, by the gradient norm of each layer.
 
     For example:
 

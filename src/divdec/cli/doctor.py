@@ -20,9 +20,9 @@ def doctor(bundle: str | None = None, *, text: str | None = None, printing: Prin
         divdec doctor runs/first/bundle
 
     Args:
-        bundle: A bundle to check: its configuration, parts, digests, vocabularies, and one forward pass.
-        text: Texts, for a bundle of auxiliaries with another tokenizer: the share of their tokens that the bridge
-            reaches.
+        bundle: Bundle to check. The check covers configuration, checkpoints, digests, vocabularies and one forward
+            pass.
+        text: For bundles with a bridge: text files. Print the share of their tokens that the vocabulary map covers.
         printing: format of the result.
     """
     from divdec.runs import versions

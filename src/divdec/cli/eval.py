@@ -30,7 +30,7 @@ def evaluate(
 
     Args:
         settings: what is measured.
-        all_figures: Print all figures, not only the most important.
+        all_figures: Print all metrics, not only the most important ones.
         printing: format of the figures.
     """
     import divdec.research.baselines.auto  # noqa: F401  # registers the composite baselines with transformers

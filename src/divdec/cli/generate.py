@@ -30,14 +30,14 @@ class Prompts:
     """The prompts, and how they are laid out."""
 
     prompt: tuple[str, ...] = ()
-    """Prompts; without --prompt and --file they are read from standard input, one a line. A prompt that begins with a
-    dash is written --prompt='-…'."""
+    """One or more prompts. Without --prompt and --file, prompts are read from standard input, one per line. Write a
+    prompt that starts with a dash as --prompt='-…'."""
     file: str | None = None
-    """File of prompts: .txt (one a line), or .jsonl with question, prompt or messages."""
+    """File of prompts: .txt (one per line), or .jsonl with question, prompt or messages."""
     raw: bool = False
     """Continue prompts as plain text, without the tokenizer's chat template."""
     system_prompt: str | None = None
-    """System turn before every conversation."""
+    """System prompt of every conversation."""
 
     def __post_init__(self) -> None:
         if self.prompt and self.file:
@@ -101,7 +101,7 @@ def generate(
 ) -> None:
     """Answer prompts with a bundle, as text or as JSON lines with the steered model's log-probabilities.
 
-    The tokenizer's chat template is used where there is one. A single answer is streamed to a terminal.
+    If the tokenizer has a chat template, divdec applies it. A single answer is streamed if the output is a terminal.
 
     For example:
 

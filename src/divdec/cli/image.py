@@ -1,4 +1,4 @@
-"""`divdec image`: the method on image models that draw tokens."""
+"""`divdec image`: steer autoregressive image models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from divdec.imaging.settings import (
 )
 from divdec.options import Printing
 
-app = App(name="image", help="Steer image models: train their auxiliaries, sample, measure, convert checkpoints.")
+app = App(name="image", help="Steer image models: train auxiliaries, sample and evaluate images, convert checkpoints.")
 
 
 @app.command(sort_key=1)
@@ -86,9 +86,9 @@ def sample(settings: Annotated[ImageSampleSettings, Parameter(name="*")], *, pri
 
 @app.command(name="eval", sort_key=4)
 def evaluate(settings: Annotated[ImageEvalSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Measure sampled images: content, quality, distances to real images.
+    r"""Measure generated images: content, quality, and distances to real images.
 
-    A stopped run is resumed by the same command.
+    The same command resumes a stopped run.
 
     For example:
 

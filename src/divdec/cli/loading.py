@@ -27,10 +27,10 @@ class ExpertDevices:
     """Where the auxiliaries run."""
 
     expert_devices: Annotated[tuple[str, ...], RARE] = ()
-    """Devices of the auxiliaries: one for both, or q's and then p's, such as cuda:1 cuda:2. They run while the target
-    does."""
+    """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2. The auxiliaries run
+    in parallel with the target."""
     overlap: Flag = False
-    """Run the auxiliaries while the target runs, on the target's device."""
+    """Run the auxiliaries on the target's device, in parallel with the target."""
 
     def __post_init__(self) -> None:
         if len(self.expert_devices) > 2:
@@ -108,7 +108,7 @@ def warn_if_unsteered(steering: Steering) -> None:
 
 
 def quiet() -> None:
-    """Keep transformers' progress bars and notes out of a command's output."""
+    """Silence transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -36,12 +36,13 @@ def ngram(
     Args:
         retain: Retain set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset.
         forget: Forget set, in the same formats.
-        target: The model to be steered, for its tokenizer and vocabulary: a folder or hub id.
-        output: Folder for the two models.
-        order: Length of the longest n-grams, 2 to 5.
-        space: Divergence of the scores, as in the paper (alpha 5 to 30), or of their logarithms.
-        forget_counts: What the forget model counts: the forget set alone, as in the paper, or both sets, so that the
-            divergence is almost 0 where the forget set holds no evidence.
+        target: The model to steer, for its tokenizer and vocabulary: a folder or hub id.
+        output: Folder for the two n-gram models.
+        order: Maximum n-gram length, 2 to 5.
+        space: Compute the divergence from scores, as in the paper ('score', with alpha 5 to 30), or from log scores
+            ('log').
+        forget_counts: Data for the forget counts: 'forget' counts the forget set only, as in the paper. 'both' counts
+            both sets, so that the divergence is almost 0 in contexts that the forget set does not contain.
         overwriting: whether an earlier result is replaced.
         printing: format of the result.
     """

@@ -36,18 +36,18 @@ def playground(
         divdec playground http://127.0.0.1:8000
 
     Args:
-        bundle: The bundle (a folder or hub id), or the URL of a running server, whose key is read from
-            DIVDEC_API_KEY.
-        choice: the rule to begin with.
-        registry: Folder of a registry of takedown requests (`divdec takedown`): adds a tab that takes texts down.
+        bundle: Bundle (a folder or hub id), or URL of a running server. Its API key is read from the environment
+            variable DIVDEC_API_KEY.
+        choice: the initial rule.
+        registry: Folder of a takedown registry (`divdec takedown`). Adds a tab for takedown requests.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
-        model: Name of the model at a server; the first that it serves by default.
+        model: Name of the model at the server. By default the first model that the server lists.
         turns: what the conversation remembers.
-        max_new_tokens: Longest answer, in tokens.
+        max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
-        host: Address to listen on. The page of a bundle shows suppressed tokens and changes the strength, and is
-            served to this machine only; the page of a server may be served to other machines.
-        port: Port to listen on; 0 takes any free one.
+        host: Address to listen on. For a bundle it must be a loopback address, because the page shows suppressed
+            tokens and can change the strength. For a server any address is accepted.
+        port: Port to listen on. 0 selects a free port.
         loading: how models are loaded.
     """
     from divdec.extras import require

@@ -28,7 +28,7 @@ class RemoteExperts:
     bundle: str | None = None
     """Bundle of experts, tokenizer and rule; its target's weights are not loaded."""
     steering: str | None = None
-    """The rule: linear:ALPHA or rank:K; the bundle's by default. A registry alone needs none."""
+    """The rule: linear:ALPHA or rank:K; the bundle's by default. Not needed for a bundle with only a registry."""
     tokenizer: str | None = None
     """Without a bundle: the provider's tokenizer, a folder or hub id."""
     retain_auxiliary: str | None = None
@@ -65,29 +65,30 @@ class Provider:
     """The API, and how it is used."""
 
     endpoint: str
-    """Base URL of the API, which '/completions' follows, such as http://localhost:8000/v1."""
+    """Base URL of the API without '/completions', such as http://localhost:8000/v1."""
     model: str
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     api_key_env: str | None = None
     """Environment variable that holds the API key."""
     method: Literal["bias", "candidates"] = "bias"
-    """'bias' steers with logit_bias; 'candidates' sends none and chooses among the likeliest tokens of the reply."""
+    """'bias' steers with logit_bias. 'candidates' sends no bias and chooses among the most likely tokens in the
+    reply."""
     block: int = 1
-    """Tokens per request; those are used for which the steered choice is proved to be the same."""
+    """Number of tokens per request. divdec keeps the tokens for which the steered choice is proved to be the same."""
     concurrency: int = 4
     """Prompts answered at the same time."""
     bias_entries: Annotated[int, RARE] = 300
-    """Most entries of logit_bias that the provider accepts."""
+    """Maximum number of logit_bias entries that the provider accepts."""
     bias_largest: Annotated[float, RARE] = 100.0
     """Largest value of an entry."""
     tries: Annotated[int, RARE] = 4
-    """Most requests for one token until its choice is proved; 1 accepts every answer, with a bound on its error."""
+    """Maximum number of requests per token. With 1, every answer is accepted and its error bound is reported."""
     retries: Annotated[int, RARE] = 5
     """Repetitions of a request after a timeout, a dropped connection, or status 429 or 5xx."""
     timeout: Annotated[float, RARE] = 120.0
     """Longest wait for a reply, in seconds."""
     extra: Annotated[str | None, RARE] = None
-    """Further fields of every request, as JSON, such as '{"top_k": 0}' for a server that samples among few tokens."""
+    """Additional JSON fields for every request, such as '{"top_k": 0}' for a server that limits sampling by default."""
 
     def __post_init__(self) -> None:
         check_at_least("concurrency", self.concurrency, 1)
@@ -103,9 +104,9 @@ def remote(
     output: OutputFile = OutputFile(),
     device: str = "auto",
 ) -> None:
-    r"""Steer a model that is reached only through an OpenAI-compatible API.
+    r"""Steer a model behind an OpenAI-compatible API.
 
-    A stopped run with --output keeps the answers so far; the same command resumes it.
+    With --output, a stopped run keeps the finished answers, and the same command resumes it.
 
     For example:
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Stands in the head of every page, so that --overwrite replaces no other file.
 GENERATOR = '<meta name="generator" content="divdec report">'
 
-app = App(name="results", help="Aggregate, tabulate and plot what `divdec eval` or OpenUnlearning measured.")
+app = App(name="results", help="Aggregate, tabulate and plot results of `divdec eval` or OpenUnlearning.")
 
 
 @Parameter(name="*")
@@ -31,8 +31,8 @@ class Scoring(Resampling):
     """How aggregates and their intervals are computed."""
 
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
-    """Computation of TOFU's aggregates: as the paper's text says, as its tables were computed, or with attacks relative
-    to the retrained model's AUC. Published summaries allow dd-repo alone."""
+    """How TOFU's aggregates are computed: 'paper' follows the paper's text, 'dd-repo' the code behind its tables,
+    'relative' measures attacks relative to the retrained model's AUC. Published summaries support only 'dd-repo'."""
 
 
 @app.command(sort_key=1)
@@ -55,9 +55,10 @@ def score(
 
     Args:
         suite: Benchmark of the results: tofu or muse.
-        results: Folders that `divdec eval` or OpenUnlearning wrote. A *_SUMMARY.json is enough; intervals need items.
-        target: Results of the target, held fixed in the intervals.
-        retrain: Results of the model retrained without the forget set, held fixed in the intervals.
+        results: Result folders of `divdec eval` or OpenUnlearning. A *_SUMMARY.json is enough; intervals need per-item
+            results.
+        target: Result folder of the target. The bootstrap does not resample it.
+        retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
         latex: Print a LaTeX table (booktabs).
         scoring: how aggregates are computed.
         printing: format of the table.
@@ -107,11 +108,11 @@ def report(
           --retrain runs/retrain --output report.html
 
     Args:
-        results: Folders that `divdec eval` or OpenUnlearning wrote, or that hold such folders. A *_SUMMARY.json is
-            enough; intervals, ROC curves and answers need items.
-        target: Results of the target, held fixed in the intervals.
-        retrain: Results of the model retrained without the forget set, held fixed in the intervals.
-        output: The page.
+        results: Result folders of `divdec eval` or OpenUnlearning, or folders that contain them. A *_SUMMARY.json is
+            enough; intervals, ROC curves and answers need per-item results.
+        target: Result folder of the target. The bootstrap does not resample it.
+        retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
+        output: HTML file to write.
         examples: Number of questions shown with their answers.
         scoring: how aggregates are computed.
         overwriting: whether an earlier page is replaced.
@@ -170,12 +171,12 @@ def plot(
         divdec results plot runs/compare --figure tofu-bars --output bars.svg
 
     Args:
-        results: Folders that divdec or the paper's code wrote, or that hold such folders.
+        results: Result folders of divdec or of the paper's code, or folders that contain them.
         figure: Name of the figure; --list-figures shows them.
-        output: The picture, .svg or .png; FIGURE.svg by default.
-        list_figures: List the figures with what each is drawn from.
-        target: Results of the target, if no folder is named so.
-        retrain: Results of the model retrained without the forget set, if no folder is named so.
+        output: File to write, .svg or .png. By default FIGURE.svg.
+        list_figures: List the figures and the results that each figure needs.
+        target: Result folder of the target; by default the folder named 'target'.
+        retrain: Result folder of the model retrained without the forget set; by default the folder named 'retrain'.
         scoring: how aggregates are computed.
         overwriting: whether an earlier picture is replaced.
         printing: format of the summary.

@@ -30,22 +30,22 @@ class ServeSettings:
     """Options of `divdec serve`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 accepts other machines."""
+    """Address to listen on. 0.0.0.0 accepts connections from other machines."""
     port: int = 8000
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on. 0 selects a free port."""
     api_key: str | None = None
-    """Bearer token that clients must send, at least 16 characters; better in the environment variable DIVDEC_API_KEY,
-    which other users of the machine do not see."""
+    """API key (bearer token), at least 16 characters. Prefer the environment variable DIVDEC_API_KEY, which other users
+    of the machine cannot see."""
     name: str | None = None
     """Model name of the bundle in the API; its folder's name by default."""
     extra_bundle: tuple[str, ...] = ()
     """Further bundles, as name=path; clients choose by name."""
     registry: str | None = None
-    """Folder of a registry of takedown requests (`divdec takedown`), which every bundle follows while it changes."""
+    """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """Inference engine: embedded (this process), or vllm."""
     vllm_options: str = ""
-    """Options of vLLM's own server in one text, such as --vllm-options='--tensor-parallel-size 2'."""
+    """Options for vLLM's server in one string, such as --vllm-options='--tensor-parallel-size 2'."""
     ssl_certfile: Annotated[str | None, RARE] = None
     """Certificate for HTTPS (PEM)."""
     ssl_keyfile: Annotated[str | None, RARE] = None
@@ -53,17 +53,17 @@ class ServeSettings:
     max_num_seqs: Annotated[int, RARE] = 32
     """Maximum number of sequences decoded at the same time."""
     max_queue: Annotated[int, RARE] = 128
-    """Maximum number of sequences that wait; further requests are refused (429)."""
+    """Maximum number of queued sequences. Further requests get status 429."""
     max_tokens: Annotated[int, RARE] = 4096
     """Longest answer that a client may ask for, in tokens."""
     max_seconds: Annotated[float, RARE] = 300.0
-    """Longest time for a request, the wait in the queue included."""
+    """Maximum time per request in seconds, including time in the queue."""
     max_body_bytes: Annotated[int, RARE] = 2097152
     """Largest body of a request."""
     shutdown_timeout: Annotated[float, RARE] = 30.0
     """Seconds that running requests may take to finish when the server is stopped."""
     log_prompts: Flag = False
-    """Write prompts into the log."""
+    """Include prompts in the access log."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import TakedownRequest
 
-app = App(name="takedown", help="Take texts down from running models: a registry of requests.")
+app = App(name="takedown", help="Suppress texts in running models with a registry of takedown requests.")
 
 
 @app.command(sort_key=1)
@@ -31,9 +31,9 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
 
     Args:
         registry: The registry's folder.
-        target: The model to be steered: a folder or hub id. Requests are measured on it.
-        retain: Texts like those that the model may repeat: a .jsonl, .json, .txt file or a folder.
-        order: Length of the longest n-grams, 2 to 5: the longer, the less other text is affected.
+        target: The model to steer: a folder or hub id. Requests are measured on it.
+        retain: Texts similar to those that the model may repeat: a .jsonl, .json or .txt file, or a folder.
+        order: Maximum n-gram length, 2 to 5. Longer n-grams affect other text less.
         printing: format of the result.
     """
     from tqdm.auto import tqdm
@@ -69,9 +69,9 @@ def add(
     no_measure: Flag = False,
     printing: Printing = Printing(),
 ) -> int:
-    """Add a request: the texts of a file are no longer repeated.
+    """Add a request. Models that follow the registry no longer repeat the texts in the file.
 
-    Exit code 1: the request is in force, and the target was measured to repeat some of its passages.
+    Exit code 1: the request is in force, but the target still repeats some passages.
 
     For example:
 
@@ -82,9 +82,9 @@ def add(
         id: Name of the request.
         file: Texts that must not be repeated: a .txt, .jsonl or .json file, or a folder.
         reference: The requester's own reference, such as 'letter of 3 May'.
-        target: Where the target is now, if it has moved.
-        no_measure: Do not measure whether the target still repeats the texts, where it cannot be loaded; the registry
-            records it.
+        target: Path of the target, if it has moved.
+        no_measure: Do not measure whether the target still repeats the texts, for example if it cannot be loaded. The
+            registry records this.
         printing: format of the result.
     """
     from divdec.data.records import read_records

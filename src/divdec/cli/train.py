@@ -17,7 +17,7 @@ from divdec.training.settings import AuxiliarySettings
 def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
     r"""Train the two auxiliaries from a forget set and a retain set, and write a bundle.
 
-    Exit code 3: the auxiliaries were trained, and measured to be unfit to steer.
+    Exit code 3: training finished, but the measured auxiliaries are not suitable for steering.
 
     For example:
 

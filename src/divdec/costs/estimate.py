@@ -33,7 +33,7 @@ class CostSettings(OutputFile):
     retain_tokens: float | str = 0.0
     """Size of the retain set in tokens."""
     volume: float | str | None = None
-    """Tokens that the model reads and writes before the forget set changes or the model is replaced, such as 1B."""
+    """Number of tokens that the model reads and generates before the forget set or the model changes, such as 1B."""
     epochs: float = 10.0
     """Epochs of the auxiliaries' training and of distillation."""
     distill_epochs: float | None = None
@@ -43,17 +43,18 @@ class CostSettings(OutputFile):
     embeddings: Literal["counted", "uncounted"] = "counted"
     """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False
-    """Only verbatim text must be forgotten, so that n-grams suffice."""
+    """Only verbatim text must be forgotten. n-grams are then sufficient."""
     dtype: Literal["float8", "bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights, keys and values."""
     context: float | str = 2048.0
     """Context length in tokens, for cache and attention."""
     requests: int = 1
-    """Requests decoded together."""
+    """Batch size of decoding."""
     device: str = "h100"
     """Device of the latency prediction: a100, h100, h200, b200, or 'measured' for this machine."""
     layer_microseconds: float | None = None
-    """Fixed cost of a layer, in place of the device's own; eager PyTorch takes far more."""
+    """Fixed time per layer in microseconds, instead of the device's default. Eager PyTorch needs a much larger
+    value."""
     acceptance: float | None = None
     """Measured acceptance rate of drafted tokens (`generate --statistics`); adds the cost of speculation."""
     draft_length: int = 4
@@ -101,7 +102,7 @@ class CostEstimate:
     """2n/N."""
     training: float
     distillation: dict[Teacher, float]
-    """FLOPs, and below tokens, by how the teacher is counted."""
+    """FLOPs of distillation by the way of counting the teacher; below, tokens until it breaks even."""
     break_even: dict[Teacher, float]
     options: dict[str, LinearCost]
     """FLOPs by option; 'target' is the unsteered model, 'speculate' exists only with an acceptance rate."""

@@ -26,7 +26,7 @@ IGNORED = -100  # the label that torch's cross entropy ignores
 BATCH = 256  # records tokenized at once
 
 Text = tuple[str, bool]
-"""A text, and whether the tokenizer adds its special tokens; a chat template has written them itself."""
+"""A text, and whether the tokenizer adds special tokens. Chat templates write them into the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Format:
     """Layout of conversations."""
 
     system_prompt: str | None = None
-    """A system turn before every conversation, if the template has a system role."""
+    """System prompt of every conversation, if the template has a system role."""
     date: str | None = None
-    """The date that templates of the Llama 3 family print; the template's own by default."""
+    """Date for chat templates that contain one, such as those of the Llama 3 family. By default the template's date."""
     max_length: int = 1024
-    """Longest sequence, in tokens: longer answers are cut, longer texts are split."""
+    """Maximum sequence length in tokens. Longer answers are truncated, longer texts are split."""
 
 
 WHOLE = Format(max_length=1 << 40)
-"""A layout that cuts nothing."""
+"""A layout without truncation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Example:
 
     input_ids: list[int]
     labels: list[int]
-    """The same ids; −100 at tokens that are not learned or scored: the prompt."""
+    """Copy of the ids, with −100 at the prompt's tokens, which are neither trained on nor scored."""
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first that is learned or scored."""
+        """Number of tokens before the first labelled token."""
         return next((index for index, label in enumerate(self.labels) if label != IGNORED), len(self.labels))
 
 
@@ -63,7 +63,7 @@ def encode_set(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: For
     """Tokenize a set: one example per record, or packed blocks of `max_length` tokens for plain text.
 
     Raises:
-        UsageError: an answer has no token left, or the tokenizer lacks what the layout needs.
+        UsageError: truncation removed a whole answer, or the tokenizer does not support the layout.
     """
     if records.kind == "text":
         return pack((record.answer for record in records), tokenizer, form.max_length)
@@ -118,7 +118,7 @@ def encode_prompts(
 def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Example]:
     """Join texts, each followed by the tokenizer's end token, and split them into blocks of `length` tokens.
 
-    The last block is shorter; no token is dropped, since a dropped token would not be forgotten.
+    The last block may be shorter. No token is dropped, because a dropped token would not be forgotten.
     """
     stream: list[int] = []
     ends = _end(tokenizer)
@@ -167,7 +167,7 @@ def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
-    """Count the records that are longer than `max_length` tokens, so that their answers are cut."""
+    """Count the records with more than `max_length` tokens, whose answers are truncated."""
     return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))
 
 
@@ -191,9 +191,9 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a chat template has a system role: it neither refuses nor drops a system turn, nor makes it a user's.
+    """Whether a chat template has a system role: it does not reject, drop or rewrite a system turn as a user turn.
 
-    Warns once on standard error about a template that has none, because a system prompt is then left out.
+    If it has none, warn once on standard error that the system prompt is dropped.
     """
     template = str(tokenizer.chat_template)
     if template not in _SYSTEM_ROLES:

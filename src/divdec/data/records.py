@@ -88,7 +88,7 @@ class RecordSet:
 
     @property
     def label(self) -> str:
-        """Name and digest, which a model card may show without showing the set."""
+        """Name and digest for model cards; they do not reveal the records."""
         return f"{self.name} (sha256 {self.sha256[:12]}, {len(self)} records)"
 
 
@@ -239,7 +239,7 @@ def read_text(path: Path) -> str:
 
 
 def checked_text(text: str, location: str) -> str:
-    """Return a text, unless it holds half a surrogate pair (from broken JSON or bytes), which no tokenizer takes."""
+    """Return a text; a lone surrogate (from broken JSON or bytes), which tokenizers reject, is an error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -362,7 +362,7 @@ def _saved_rows(path: Path) -> Rows:
 
 
 def _csv_rows(path: Path) -> Rows:
-    # Every field is text: table readers guess types, and turn years into numbers and "NA" into nothing.
+    # csv keeps every field as text; pandas would convert years to numbers and "NA" to missing values.
     table = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
         for row in table:

@@ -31,7 +31,7 @@ class Questions:
     """A set of questions with their true answers."""
 
     name: str
-    """'forget', 'retain', 'holdout', or one of these in another wording."""
+    """'forget', 'retain', 'holdout', or a paraphrased version of one of these."""
     records: tuple[Record, ...]
     facts: tuple[str, ...] | None = None
     """The text that a correct answer contains, one per record; None where only the true answer's wording is known."""
@@ -42,7 +42,7 @@ class Figures:
     """Means over a question set for one model."""
 
     probability: float
-    """Length-normalised probability of the true answer; under the rank rule with the soft fill."""
+    """Length-normalised probability of the true answer. The rank rule uses the soft fill."""
     accuracy: float
     """Share of generated answers that contain the fact; without facts, share of the true answer's tokens that are
     the model's most likely token (teacher-forced)."""
@@ -52,7 +52,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Figures and answers of one model under one setting."""
+    """Metrics and answers of one model with one setting."""
 
     model: str
     """'target', 'retrain', 'linear' or 'rank'."""
@@ -64,7 +64,7 @@ class Measurement:
     """Generated answers by question set."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures under flat names such as `forget_accuracy` and `retain_rouge`."""
+        """Metrics by flat name, such as `forget_accuracy` and `retain_rouge`."""
         flat = {
             f"{name}_{field}": round(value, 4)
             for name, figures in self.figures.items()
@@ -74,7 +74,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Measurement:
-        """Read what `dataclasses.asdict` gives."""
+        """Create the object from the output of `dataclasses.asdict`."""
         figures = {name: Figures(**values) for name, values in content["figures"].items()}
         return cls(content["model"], content["setting"], figures, content["generated"])
 
@@ -188,7 +188,7 @@ def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[s
 
 
 def gap_closed(row: Measurement, target: Measurement, retrain: Measurement) -> float:
-    """Share of the way from the target's forget accuracy to the retrain reference's; may exceed 1."""
+    """Fraction of the gap in forget accuracy between target and retrain reference that is closed; may exceed 1."""
     gap = target.figures["forget"].accuracy - retrain.figures["forget"].accuracy
     return (target.figures["forget"].accuracy - row.figures["forget"].accuracy) / gap if gap > 0 else 0.0
 
@@ -200,17 +200,17 @@ def retain_kept(row: Measurement, target: Measurement) -> float:
 
 
 def recommend(rows: Sequence[Measurement], target: Measurement, keep: float = 0.97, slack: float = 0.02) -> Measurement:
-    """Choose the mildest setting that answers forget questions no better than the target answers holdout questions.
+    """Choose the mildest setting whose forget accuracy is at most the target's holdout accuracy.
 
-    The choice reads no retrained model, so it also works where there is none: the target's accuracy on questions that
-    it has never seen is the rate of lucky guesses. Less than that would be over-unlearning. Among the settings that
-    keep `keep` of the target's retain accuracy, the first sufficient one is chosen. If none is sufficient, the
-    one with the lowest forget accuracy is chosen; if none keeps enough, the one that keeps most.
+    The choice needs no retrained model: the target's accuracy on unseen questions is the rate of lucky guesses. A lower
+    forget accuracy would be over-unlearning. Among the settings that keep `keep` of the target's retain accuracy, the
+    first sufficient one is chosen. If none is sufficient, the one with the lowest forget accuracy is chosen; if none
+    keeps enough, the one that keeps most.
 
     Args:
         rows: steered settings, the mildest first.
         target: the unsteered target.
-        keep: least share of the target's retain accuracy.
+        keep: minimum fraction of the target's retain accuracy.
         slack: difference in accuracy that is ignored.
     """
     enough = [row for row in rows if retain_kept(row, target) >= keep]

@@ -1,7 +1,7 @@
 """Small models trained from scratch: a tokenizer, Llama-style models, and the stages from texts to an experiment.
 
-Each stage is cached under a hash of everything that decides its weights. Training can be resumed, so a repeated run
-takes seconds and an interrupted run continues.
+Each stage is cached under a hash of everything that determines its weights. Training can be resumed: a repeated run
+takes seconds, and an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """Texts that the models learn."""
+    """Training texts of the models."""
 
     corpus: Sequence[Record]
     """Pretraining texts of the bases; prompts are learned too."""
@@ -69,8 +69,8 @@ class Material:
     retain: RecordSet
     form: Format = Format()  # noqa: RUF009
     general: Sequence[Record] = ()
-    """A part of the corpus that target, retrain reference and the auxiliaries' base rehearse beside the retain set.
-    Small models forget it otherwise, and questions about it measure nothing."""
+    """Part of the corpus that is added to the retain set when target, retrain reference and the auxiliaries' base are
+    trained. Small models forget it otherwise, and questions about it are then meaningless."""
 
     @property
     def texts(self) -> list[str]:
@@ -87,7 +87,7 @@ class TrainedModels:
     retain_auxiliary: Path
     forget_auxiliary: Path
     small_base: Path
-    """The base of both auxiliaries, which has learned the corpus alone."""
+    """The base of both auxiliaries, trained on the corpus only."""
     seconds: dict[str, float]
     """Training time by stage; of a cached stage, the time of the run that trained it."""
 
@@ -197,7 +197,7 @@ class StageCache:
 def train_all(
     material: Material, recipe: Recipe, seed: int, cache: Path, report: Callable[[str], None]
 ) -> TrainedModels:
-    """Train the models of an experiment that the cache does not hold.
+    """Train the models of an experiment that are not cached.
 
     Args:
         material: corpus, forget and retain set.

@@ -35,8 +35,8 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
     """Make `count` different attack prompts for a question from templates; the question itself is the first.
 
     Every prompt contains the question unchanged. None contains the key phrase of the answer, nor any of its words
-    except function words, unless the question contains it too. Every round uses each template once, so that a short
-    list is a mixed one. A shorter list is the beginning of a longer one of the same seed.
+    except function words, unless the question contains it too. Each round uses every template once, so that short lists
+    contain different templates. A shorter list is the beginning of a longer one of the same seed.
 
     Raises:
         UsageError: there are fewer.
@@ -108,7 +108,7 @@ def prompts_from_endpoint(
 ) -> list[str]:
     """Let another model write attack prompts; it gets the question, never the answer.
 
-    Prompts that tell the answer (see `template_prompts`) and duplicates are left out. Another call may give other
+    Duplicates and prompts that contain the answer (see `template_prompts`) are dropped. Another call may give other
     prompts.
 
     Raises:

@@ -60,7 +60,7 @@ def key_phrase(question: str, answer: str) -> str:
     """Extract the part of a true answer that an answer must not tell.
 
     It is the first quoted span, else the words after is/are/was/were, else the last capitalised span, else the whole
-    answer. Words of the question and function words are skipped, because repeating them tells nothing.
+    answer. Words of the question and function words are skipped, because they reveal nothing.
     """
     known = words(question)
     for candidate in _candidates(answer):
@@ -130,7 +130,7 @@ class Judge(Protocol):
         ...
 
     def leaks(self, question: str, truth: str, answers: Sequence[str]) -> list[bool]:
-        """Decide for each answer whether it leaks the true one; the question is the original, not an attack's wording.
+        """Decide for each answer whether it leaks the true answer; questions are the original ones, not attack prompts.
 
         Raises:
             UsageError: the judge gives no verdict.

@@ -70,7 +70,7 @@ class QuestionFormat:
         return self.prompts([record])[0]
 
     def truth(self, record: Record) -> str:
-        """Decode the tokens of the answer, cut where they are cut; a `UsageError` says that nothing is left."""
+        """Decode the answer's tokens after truncation; raise a `UsageError` if truncation removed the whole answer."""
         ids = self.encode([record])[0].input_ids if self.template == "chat" else self._plain_whole(record)
         text = decoded(self.tokenizer, ids).replace(decoded(self.tokenizer, self.prompt(record)), "").strip()
         if not text:

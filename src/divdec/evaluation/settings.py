@@ -1,4 +1,4 @@
-"""Options of `divdec eval`. It knows nothing of torch, so that `--help` is instant."""
+"""Options of `divdec eval`. It does not import torch, so that `--help` starts fast."""
 
 from __future__ import annotations
 
@@ -29,47 +29,50 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """What is measured, on what, and where the results go."""
 
     data: str
-    """Folder with the suite's files, as the Hugging Face dataset names them; for leak the file of questions."""
+    """Folder with the benchmark's files, named as in the Hugging Face dataset. For leak: the file of questions."""
     split: str = _of("tofu", default="forget10")
     """tofu: the forget split, forget01, forget05 or forget10."""
     holdout: str | None = _of("tofu", "muse", default=None)
     """tofu, muse: questions (TOFU) or texts (MUSE) that no model has seen; a JSON or JSONL file."""
     retain_results: str | None = _of("tofu", "muse", default=None)
-    """tofu, muse: results of the retrained model, ours or OpenUnlearning's: the reference of forget quality and
-    leakage."""
+    """tofu, muse: result folder of the retrained model, from divdec or OpenUnlearning. It is the reference for forget
+    quality and privacy leakage."""
     sweep: tuple[str, ...] = ()
-    """Many settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20 (rank with the soft fill)."""
+    """Evaluate several settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20. The rank rule uses the soft
+    fill."""
     fluency: str = _of("tofu", default="madhurjindal/autonlp-Gibberish-Detector-492513457")
-    """tofu: text classifier whose class 0 means fluent: a folder or hub id; 'none' leaves fluency out."""
+    """tofu: text classifier for fluency, whose class 0 means fluent: a folder or hub id. 'none' skips fluency."""
     reference: str | None = _of("tofu", default=None)
-    """tofu: a model for the reference attack: a folder or hub id, of the same tokenizer."""
+    """tofu: reference model for the reference attack, with the same tokenizer: a folder or hub id."""
     sequence: Literal["none", "scal", "sust"] = _of("muse", default="none")
-    """muse: the models are steps, in this order: of growing forget sets (scal), or of successive requests (sust)."""
+    """muse: treat the models, in the given order, as steps with growing forget sets (scal) or with successive requests
+    (sust)."""
     template: Literal["chat", "plain"] = _of("tofu", "leak", default="chat")
     """tofu, leak: layout of questions, the tokenizer's chat template, or 'Question: … Answer: …'."""
     system_prompt: str | None = _of("tofu", "leak", default="You are a helpful assistant.")
-    """tofu, leak: system turn before every question where the chat template has a system role; by default that of
-    OpenUnlearning, which its published models have learned. Give '' for models that have learned none."""
+    """tofu, leak: system prompt before every question, if the chat template has a system role. The default is
+    OpenUnlearning's, with which its published models were trained. Pass '' for models trained without a system
+    prompt."""
     date: str | None = _of("tofu", "leak", default="10 Apr 2025")
-    """tofu, leak: date for chat templates that print one."""
+    """tofu, leak: date for chat templates that contain a date."""
     max_length: int = 512
-    """Longest prompt of the plain layout, in tokens."""
+    """Maximum prompt length of the plain layout, in tokens."""
     attack_prompts: str = _of("leak", default="templates")
-    """leak: where attack prompts come from: 'templates', a JSONL file, 'endpoint', or 'none'."""
+    """leak: source of the attack prompts: 'templates', a JSONL file, 'endpoint', or 'none'."""
     attacks: int = _of("leak", default=100)
-    """leak: attack prompts a question."""
+    """leak: number of attack prompts per question."""
     samples: int = _of("leak", default=0)
-    """leak: sampled answers a question; 0 leaves leak@k-sample out."""
+    """leak: number of sampled answers per question. 0 skips leak@k-sample."""
     temperature: float = _of("leak", default=1.0)
     """leak: temperature of the samples."""
     top_p: float = _of("leak", default=1.0)
-    """leak: sample among the likeliest tokens that hold this much probability."""
+    """leak: sample from the smallest set of most likely tokens whose total probability is at least this value."""
     judge: str = _of("leak", default="string")
     """leak: 'string' (key phrase or ROUGE), 'endpoint', or an NLI checkpoint."""
     endpoint: str | None = _of("leak", default=None)
     """leak: base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     endpoint_model: str | None = _of("leak", default=None)
-    """leak: the model that the endpoint is asked for."""
+    """leak: name of the model at the endpoint."""
     api_key_env: str | None = _of("leak", default=None)
     """leak: environment variable that holds the endpoint's API key, such as OPENAI_API_KEY; none by default."""
     seed: int = _of("leak", default=0)

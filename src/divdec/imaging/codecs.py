@@ -23,7 +23,7 @@ FOLDER = "codec"
 DESCRIPTION, CONFIG = "codec.json", "config.json"
 PATCH_WEIGHTS, VQ_WEIGHTS = "patches.safetensors", "diffusion_pytorch_model.safetensors"
 MAX_PATCHES = 20_000
-"""Largest number of patches in k-means."""
+"""Maximum number of patches for k-means."""
 VQ_BATCH = 8
 """Images in a pass of a VQGAN; distances of 8 · 16×16 vectors to 16,384 entries take 128 MiB."""
 

@@ -24,13 +24,13 @@ class SamplingSettings:
     """How images are sampled; the defaults are those of taming-transformers' `sample_fast.py`."""
 
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Sampling temperature."""
     top_k: int = 250
-    """Sample among this many of the likeliest codes."""
+    """Sample from the k most likely codes."""
     top_p: float = 1.0
-    """Sample among the likeliest codes that hold this much probability."""
+    """Sample from the smallest set of most likely codes whose total probability is at least this value."""
     guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 samples from the class alone."""
+    """Scale of classifier-free guidance. 1 disables guidance."""
     batch_size: int = 25
     """Images sampled together."""
     seed: int = 0
@@ -57,23 +57,23 @@ class ImageTrainSettings(Optimization, OutputFolder):
     """How the pair for an image model is trained."""
 
     target: str
-    """The image model to be steered (`divdec image convert`): a folder or hub id, '@revision' allowed."""
+    """The image model to steer (`divdec image convert`): a folder or hub id, '@revision' allowed."""
     images: str
     """Folder with a folder of images for each class; its name is the class's name or number."""
     forget: tuple[str, ...] = ()
-    """Classes to forget, by name or number; by default half of all, drawn by seed."""
+    """Classes to forget, by name or number. By default a random half of the classes."""
     base: str | None = None
     """Small image model that both auxiliaries start from; the target itself by default, as in the paper."""
     init_forget_from: Literal["base", "retain"] | None = None
-    """'retain': p is trained from the finished q, which leaves less noise in the divergence of small models; the
-    default if a base is given."""
+    """'retain' starts p from the trained q, which reduces noise in the divergence of small models; this is the default
+    with --base. 'base' starts p from the base."""
     steering: str = "linear:1"
     """Rule written into the bundle."""
     base_lr: float | None = None
-    """Learning rate of the base's training; the pair takes a tenth, as in the paper. By default the rate is searched
-    at which the loss about halves."""
+    """Learning rate with which the base was trained. The pair uses a tenth of it, as in the paper. By default divdec
+    searches for the rate that about halves the loss."""
     resize: bool = False
-    """Scale and crop images of another size to the codec's, instead of refusing them."""
+    """Resize images to the codec's size and crop their centre. Without this option other sizes are an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class ImageModel:
     """An image model as the first argument."""
 
     model: str = dataclasses.field(kw_only=False)
-    """A bundle of image models, or one image model without steering: a folder or hub id."""
+    """A bundle, which is steered, or an ordinary image model, which is not: a folder or hub id."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,10 @@ class ImageConvertSettings(OutputFolder, ImageCheckpoint):
     """How a checkpoint is converted to an image model."""
 
     names: str | None = None
-    """File with one class name in each line, in the order of the classes; by default their numbers, 0 to 999."""
+    """File with the class names in order, one per line. By default the names are the numbers 0 to 999."""
     heads: int | None = None
-    """Number of attention heads, which weights do not show; by default the width divided by 64, as published."""
+    """Number of attention heads, which the weights do not contain. By default the width divided by 64, as in the
+    published model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,20 +139,20 @@ class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgu
     """Images of each class and setting."""
     features: str | None = None
     """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
-    small classifier that is trained on the real images."""
+    small classifier trained on the real images."""
     judge_url: str | None = None
-    """OpenAI-compatible endpoint of vision-language judges, such as http://localhost:8000/v1; by default a classifier
-    that is trained on the real images judges content."""
+    """OpenAI-compatible endpoint for vision-language judges, such as http://localhost:8000/v1. Without it, a classifier
+    trained on the real images judges the content."""
     judge_api_key_env: str | None = None
     """Environment variable with the endpoint's API key; by default no key is sent."""
     content_judge: str | None = None
-    """The endpoint's model for VQAScore; it must return log-probabilities."""
+    """Model at the endpoint that computes VQAScore. It must return log-probabilities."""
     quality_judges: tuple[str, ...] = ()
-    """The endpoint's models that compare each image with the baseline's."""
+    """Models at the endpoint that compare each image with the baseline's image."""
     judge_reasons: bool = False
-    """The endpoint's models reason: allow 4,096 tokens for a comparison, and send no temperature."""
+    """The judges are reasoning models. Each comparison may use 4,096 tokens, and no temperature is sent."""
     resize: bool = False
-    """Scale and crop real images of another size to the codec's, instead of refusing them."""
+    """Resize real images to the codec's size and crop their centre. Without this option other sizes are an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Writing bundles and model cards.
 
-A bundle is a folder of a few kilobytes that names target, experts and rule. It fails closed: a part that is missing or
-does not fit is an error, and nothing is written.
+A bundle is a folder of a few kilobytes that names target, experts and rule. Missing or incompatible parts raise an
+error, and nothing is written.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def write_bundle(
 ) -> Path:
     """Write a bundle that refers to checkpoints and other experts.
 
-    The divergences of several experts add up, so the linear rule scales each by α times its weight.
+    The divergences of several experts are added. The linear rule scales each by α times its weight.
 
     Args:
         output: the bundle's folder.
@@ -113,9 +113,9 @@ def write_bundle(
         registry: folder of a registry of takedown requests that the loaded model follows, with the registry's own
             strength.
         bridge: the auxiliaries have another tokenizer than the target.
-        token_healing: with `bridge`, where a token of the target ends within one of the auxiliaries', use the
-            divergence of the tokens that extend it.
-        pack: copy checkpoints and n-grams into the bundle, but not a registry, which changes.
+        token_healing: with `bridge`, if a target token ends inside a token of the auxiliaries, use the divergence of
+            the tokens that complete it.
+        pack: copy checkpoints and n-grams into the bundle. A registry is not copied, because it changes.
         overwrite: replace an earlier bundle in `output`.
         forget_set: name and hash of the forget set, for the model card.
         single_turn: the models were trained on single questions, not on conversations.
@@ -344,7 +344,7 @@ def _count_references(
 
 
 def _stored_path(name: str, path: Path, bundle: Path) -> str:
-    """Return the path to store: relative, unless the name is absolute and the folders cannot move together."""
+    """Return the path to store in the bundle: absolute only if `name` is and the folders cannot move together."""
     if Path(name).is_absolute() and not path.is_relative_to(bundle.parent):
         return path.as_posix()
     return Path(os.path.relpath(path, bundle)).as_posix()

@@ -51,7 +51,7 @@ class ChatOptions:
     """How answers are generated."""
 
     system_prompt: str | None = None
-    """System turn before every conversation."""
+    """System prompt of every conversation."""
     single_turn: bool = False
     """Read only the last question, for models that were trained on single questions."""
     max_new_tokens: int = 256
@@ -61,7 +61,7 @@ class ChatOptions:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a client sent a number."""
+    """Return whether a value from a client is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -127,7 +127,7 @@ class SteeredModel:
     def __init__(
         self, model: DivergenceForCausalLM, tokenizer: Any, options: ChatOptions, *, reveal: bool = False
     ) -> None:
-        """Wrap a loaded bundle; `reveal` gives probabilities, also those under the target, where it may be shown."""
+        """Wrap a loaded bundle; `reveal` adds probabilities under the steered model and the target."""
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError("the playground needs a tokenizer of the tokenizers library (tokenizer.json)")
         rule = model.steering
@@ -186,7 +186,7 @@ class SteeredModel:
 
     @torch.inference_mode()
     def recolor(self, prompt: list[int], tokens: Sequence[Token], steering: Steering) -> tuple[Token, ...]:
-        """Compute the effect of another rule on the tokens of an answer, whose text stays."""
+        """Compute the effect of another rule on the tokens of an existing answer. The text does not change."""
         self.check_steering(steering)
         ids = [token.id for token in tokens if token.id is not None]
         if not ids or len(ids) != len(tokens):
@@ -243,7 +243,7 @@ class SteeredModel:
         return int(chosen), compute_shifts(target_logits, steered, chosen, self._decode, reveal=self.reveal)[0]
 
     def _compute_logits(self, ids: list[int], keep: int, cache: Any = None) -> tuple[Logits, Logits, Logits]:
-        """Return the last positions' target logits, the same after takedown requests, and divergences."""
+        """Return the last positions' target logits before and after the takedown correction, and the divergences."""
         wait_for_checks()
         input_ids = torch.tensor([ids], device=self.model.device)
         target_logits, corrected, divergence = self.model.unsteered_components(input_ids, cache, logits_to_keep=keep)

@@ -15,7 +15,7 @@ import openai
 
 from divdec.errors import UsageError
 
-TRANSIENT = frozenset((408, 409, 429))  # and every status from 500; the openai package retries these
+TRANSIENT = frozenset((408, 409, 429))  # the openai package retries these and all 5xx
 CONNECT_TIMEOUT = 15.0  # seconds
 
 

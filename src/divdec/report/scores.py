@@ -1,4 +1,4 @@
-"""Scores of results: names and directions of the measures, aggregates, intervals, and the best result."""
+"""Scores of results: names and directions of the metrics, aggregates, intervals, and the best result."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Role = Literal["target", "retrain"]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Name, direction and format of a figure."""
+    """Name, direction and format of a metric."""
 
     short: str
-    """Name in the head of a table."""
+    """Column header in tables."""
     better: Literal["higher", "lower", "like the retrained model's"]
     long: str = ""
     """Name on an axis, if it differs."""
@@ -53,7 +53,7 @@ class Measure:
 
     @property
     def arrow(self) -> str:
-        """The direction as a sign."""
+        """Arrow for the direction."""
         return {"higher": "↑", "lower": "↓"}.get(self.better, "")
 
     def text(self, value: float | None) -> str:
@@ -181,7 +181,7 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
 
 
 def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
-    """The folders' names; those that are not unique are preceded by their parents' names."""
+    """The folder names. A name that is not unique is prefixed with its parent's name."""
     paths = [folder.absolute() for folder in folders]
     names = [path.name for path in paths]
     base = os.path.commonpath([path.parent.parent for path in paths])
@@ -193,15 +193,15 @@ def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoredResult:
-    """Aggregates and figures of a result, with their intervals."""
+    """Aggregates and metrics of a result, with their intervals."""
 
     entry: Entry
     aggregates: Scores
     values: dict[str, float | None]
-    """Figures and aggregates by name; None if a value is missing."""
+    """Metrics and aggregates by name; None if a value is missing."""
     intervals: dict[str, Interval]
     missing_intervals: dict[str, str]
-    """Why a value has no interval although there are items."""
+    """Reason why a value has no interval although there are items."""
 
     @property
     def notes(self) -> list[str]:
@@ -302,7 +302,7 @@ class Scorer:
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The best result by one measure."""
+    """The best result by one metric."""
 
     row: ScoredResult
     measure: str
@@ -315,7 +315,7 @@ class Best:
 
 
 def best_results(rows: Sequence[ScoredResult], suite: str) -> list[Best | str]:
-    """Find the best result by each goal of a suite, or say why there is none (empty if no result has a value)."""
+    """Find the best result for each goal of a suite, or the reason for having none (empty without values)."""
     candidates = [row for row in rows if row.entry.role is None]
     bests: list[Best | str] = []
     for alternatives in GOALS[suite]:
@@ -335,6 +335,6 @@ def best_results(rows: Sequence[ScoredResult], suite: str) -> list[Best | str]:
 
 
 def first_measured(names: Sequence[str], rows: Sequence[ScoredResult]) -> str:
-    """Return the first of these measures that at least half of the rows have, or else the most frequent one."""
+    """Return the first metric that at least half of the rows have, or else the most frequent one."""
     counts = {name: sum(row.has(name) for row in rows) for name in names}
     return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))

@@ -1,4 +1,4 @@
-"""Sections of the report: which results each chart shows, with which axes and words, and answers side by side."""
+"""Sections of the report: charts with their axes and captions, and answers side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from divdec.report.charts import Dot, Kind, Plot, Series, shortened
 from divdec.report.scores import ATTACK_NAMES, MEASURES, Best, Entry, ScoredResult, first_measured
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, Look
 
-MAX_SINGLE_RESULTS = 5  # results outside of sweeps with a look for each
+MAX_SINGLE_RESULTS = 5  # maximum number of results outside of sweeps with individual styles
 # Axes of the scatters: x, y (of alternatives, the first that the results have), and the goal whose best is marked.
 AXES = {
     "tofu": ((("mem", "exact_memorization"), ("utility", UTILITY), 0),),
@@ -65,7 +65,7 @@ class Section:
 
     @property
     def legend(self) -> tuple[tuple[str, Look], ...]:
-        """Name and look of each series and of the references behind them."""
+        """Name and style of each series and reference."""
         references = {TARGET: "target", RETRAIN: "retrain"}
         series = [(one.name, one.look) for plot in self.plots for one in plot.series]
         levels = [(references[look], look) for plot in self.plots for look, _ in plot.levels]
@@ -74,7 +74,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Results with the same look, in the order of their strength."""
+    """Results with the same style, ordered by strength."""
 
     name: str
     look: Look
@@ -105,9 +105,9 @@ class Example:
 
 
 def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> list[Group]:
-    """Group results by look: target, retrained model, each sweep, and the other results.
+    """Group results by style: target, retrained model, each sweep, and the other results.
 
-    With `separate`, every result is in a group by itself, in the order of the rows.
+    With `separate`, every result is a separate group, in the order of the rows.
     """
     own = [row for row in rows if row.entry.role is None]
     references = [Group(row.entry.role, BY_NAME[row.entry.role], (row,)) for row in rows if row.entry.role]
@@ -138,7 +138,7 @@ def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> li
 
 
 def scatter_sections(rows: Sequence[ScoredResult], suite: str, bests: Sequence[Best | str]) -> list[Section]:
-    """Chart what is kept over what is still remembered."""
+    """Chart retained utility over remaining memorisation."""
     plots: list[Plot] = []
     absent: set[str] = set()
     ringed: list[Best] = []
@@ -290,10 +290,10 @@ def roc_points(forget: np.ndarray, holdout: np.ndarray) -> list[tuple[float, flo
 
 
 def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
-    """Select questions that all models answered, `count` of all sets together.
+    """Select `count` questions in total that all models answered.
 
-    With a target, those that it answers best come first, because forgetting can change them most. Without one they
-    are spread evenly over the set.
+    With a target, questions that it answers best come first, because forgetting can change them most. Without a target,
+    questions are spread evenly over the set.
     """
     sets = EXAMPLE_SETS[entries[0].results.suite]
     shared = {metric: indices for metric in sets if (indices := _shared_indices(entries, metric))}

@@ -61,7 +61,7 @@ def bars(axes: Axes, rows: Sequence[Bar], x_label: str) -> None:
 
 
 def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, attack prompts a question") -> None:
-    """Draw Leak@k over k; methods without a look in grey, with their names at the ends of their lines."""
+    """Draw Leak@k over k. Methods without a colour are grey, with labels at the ends of their lines."""
     ticks = sorted({k for curve in curves for k in curve.shares})
     unnamed = []
     for curve in curves:
@@ -90,7 +90,7 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
     axes.legend(loc="best", fontsize=9)
     previous = 2.0
     for share, k, label in sorted(unnamed, reverse=True):
-        previous = min(share, previous - 0.034)  # names that would overlap move down
+        previous = min(share, previous - 0.034)  # move overlapping labels down
         axes.annotate(
             label, (k, share), xytext=(1.015, previous), textcoords=axes.get_yaxis_transform(), fontsize=7.5,
             color=MUTED, va="center", annotation_clip=False,

@@ -41,7 +41,7 @@ RULES = tuple(
     + [Steering("rank", k=k) for k in (8, 16, 24, 32, 48)]
 )
 FORGET_AIM, RETAIN_AIM = 0.15, 0.95
-"""Highest accuracy on classes to forget; lowest accuracy on classes to keep, relative to the target's."""
+"""Maximum accuracy on forget classes, and minimum accuracy on retain classes relative to the target's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ImageRecipe:
     retain_training: TrainingSettings
     """q, on the classes to keep, from random weights."""
     forget_training: TrainingSettings
-    """p, on the classes to forget, from q: small models trained apart differ by more than their data."""
+    """p, on the classes to forget, from q: small models trained separately differ by more than their data."""
 
 
 RECIPE = ImageRecipe(
@@ -119,7 +119,7 @@ class ImageModels:
     retain_auxiliary: Path
     forget_auxiliary: Path
     seconds: dict[str, float]
-    """Training time by stage, also of cached stages."""
+    """Training time by stage, including cached stages."""
 
     def candidates(self, layout: ImageLayout, rules: Sequence[Steering], device: str = "cpu") -> list[Candidate]:
         """Load baseline, retrained reference and every rule as candidates."""
@@ -152,7 +152,7 @@ class ImageModels:
 def train_images(
     material: ImageMaterial, recipe: ImageRecipe, seed: int, cache: Path, report: Callable[[str], None]
 ) -> ImageModels:
-    """Train the models that are not in the cache.
+    """Train the models that are not cached.
 
     Raises:
         Interrupted: Ctrl-C; the same call resumes.
@@ -172,7 +172,7 @@ def train_images(
 
 
 def digits(seed: int) -> ImageMaterial:
-    """Scikit-learn's 1,797 digits of 8×8 pixels; the seed draws five to forget."""
+    """Scikit-learn's 1,797 digits of 8×8 pixels. The seed selects five digits to forget."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -256,7 +256,7 @@ def is_demo(folder: Path) -> bool:
 
 
 def recommend(results: Sequence[SettingResult]) -> SettingResult | None:
-    """Return the mildest setting that reaches both aims, linear before rank; None if there is none."""
+    """Return the mildest setting that reaches both goals, linear before rank; None if no setting does."""
     baseline = next(result for result in results if result.method == "Baseline")
     steered = (result for result in results if result.method in ("Linear", "Rank"))
     return next((result for result in steered if reaches_aims(result, baseline)), None)

@@ -69,7 +69,7 @@ def bind(host: str, port: int) -> socket.socket:
 
     Args:
         host: a name or address of this machine.
-        port: 0 takes a free one.
+        port: the port; 0 selects a free port.
 
     Raises:
         UsageError: the port is in use, or the host is not this machine's.

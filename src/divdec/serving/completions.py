@@ -23,11 +23,11 @@ from divdec.serving.request import RequestOutput, SamplingParams, TokenLogprob
 from divdec.serving.schemas import ApiError, ChatCompletionRequest, CompletionRequest, invalid
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
-LOWEST_TEMPERATURE = 1e-5  # below, division by the temperature overflows; decoding is greedy there
+LOWEST_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead
 SAME_FIELDS = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
 )  # fmt: skip
-"""Fields of a request that are sampling parameters as they are."""
+"""Request fields that are passed on unchanged as sampling parameters."""
 Result = TypeVar("Result")
 Event = dict[str, Any]
 AppStatus.disable_automatic_graceful_drain()  # on shutdown the engines end their streams
@@ -64,7 +64,7 @@ class Prompt:
     ids: list[int]
     text: str
     offsets: list[int]
-    """Where each token begins in the text; empty if no log-probabilities of the prompt are needed."""
+    """Character offset of each token; empty if no log-probabilities of the prompt are needed."""
 
 
 class CompletionCall:
@@ -117,13 +117,13 @@ class CompletionCall:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> None:
-        """Add `count` replies to a prompt; the i-th has the i-th seed.
+        """Add `count` replies to a prompt; reply i uses seed + i.
 
         Args:
             prompt: token ids.
             count: number of replies.
-            max_tokens: longest reply; None if the client sets none.
-            default: longest reply in that case; None for the rest of the context.
+            max_tokens: maximum length of a reply; None if the client sets none.
+            default: maximum length if `max_tokens` is None; None for the rest of the context.
             logprobs: number of likeliest tokens per token of the reply; None for no log-probabilities.
             prompt_logprobs: the same for the prompt.
 
@@ -170,7 +170,7 @@ class CompletionCall:
             )
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield the outputs of all replies as they are made, each with the number of its reply.
+        """Yield the outputs of all replies as they arrive, each with the index of its reply.
 
         Raises:
             Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
@@ -393,10 +393,10 @@ class ChatCompletion(CompletionCall):
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Await work, and cancel it if the client disconnects.
+    """Await a task, and cancel it if the client disconnects.
 
     Raises:
-        ApiError: the client disconnected; no one receives it.
+        ApiError: the client disconnected. Nobody receives this error.
     """
 
     async def wait_for_disconnect() -> None:
@@ -416,7 +416,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Resu
 
 
 def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Return the outputs of a whole reply as one."""
+    """Merge all outputs of a reply into one."""
     fields = {
         name: tuple(itertools.chain.from_iterable(getattr(output, name) for output in outputs))
         for name in ("tokens", "offsets", "logprobs")

@@ -190,7 +190,7 @@ class Engine:
             special_tokens: whether the tokenizer adds special tokens; the token ids may then be empty.
 
         Raises:
-            InvalidRequest: there is no token.
+            InvalidRequest: the prompt has no tokens.
         """
         if special_tokens is not None:
             return await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
@@ -203,7 +203,7 @@ class Engine:
         """Tokenize a conversation, as pairs of role and content, with the tokenizer's chat template.
 
         Raises:
-            InvalidRequest: there is no chat template, the template refuses the messages, or there is no token.
+            InvalidRequest: there is no chat template, the template rejects the messages, or the prompt has no tokens.
         """
         if not self.tokenizer.chat_template:
             raise InvalidRequest("this model's tokenizer has no chat template: use /v1/completions", "messages")
@@ -248,7 +248,7 @@ class Engine:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     async def text_offsets(self, text: str, count: int) -> list[int]:
-        """Return where each of the first tokens of a prompt begins in its text, in characters."""
+        """Return the character offset of each of the first tokens of a prompt."""
         encoding = await self._in_thread(lambda: self.tokenizer(text, return_offsets_mapping=True))
         offsets, end = [], 0
         for start, stop in encoding["offset_mapping"][:count]:
@@ -258,7 +258,7 @@ class Engine:
         return offsets
 
     async def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the text of tokens, special ones included, and where each begins in it."""
+        """Return the text of the tokens, including special tokens, and the offset of each token."""
 
         def decode() -> tuple[str, list[int]]:
             text = AnswerText(self.tokenizer, skip_special=False)
@@ -271,7 +271,7 @@ class Engine:
         return await self._in_thread(decode)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Use the tokenizer in a thread, so that streams continue meanwhile."""
+        """Run the tokenizer in a thread, so that it does not block streaming."""
 
         def locked() -> Result:
             with self._tokenizer_lock:

@@ -21,7 +21,7 @@ from divdec.model.cache import DivergenceCache, can_join, drop_columns, join
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
 
-PREFILL_CHUNK = 512  # prompt tokens that are read between two decoding steps
+PREFILL_CHUNK = 512  # prompt tokens per prefill chunk, between two decoding steps
 PREFILL_LOGITS = 1 << 24  # logits of prompts that are held at a time where all of them are needed
 StepOutput = list[tuple[Request, RequestOutput | Exception]]
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Closing(Exception):
 
 
 class Batch:
-    """Requests that decode together: one cache, one forward pass a step. They join and leave between steps."""
+    """A decoding batch: one cache, and one forward pass per step. Requests join and leave between steps."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Batch:
         return _sample(self.requests, _forward(self._model, last, self._mask, self._cache)[:, -1])
 
     def join(self, other: Batch) -> None:
-        """Take over the requests of another batch, which must not be used afterwards."""
+        """Move the requests of another batch into this one. The other batch must not be used afterwards."""
         padding, other_padding = join(self._cache, other._cache)
         masks = ((self._mask, padding), (other._mask, other_padding))
         self._mask = torch.cat([torch.nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
@@ -80,7 +80,7 @@ class Batch:
 
 
 class Prefill:
-    """Prompts that are being read, in chunks if they are long, so that running requests do not wait for them."""
+    """Prompts in prefill. Long prompts are split into chunks, so that running requests do not wait for them."""
 
     def __init__(self, model: DivergenceForCausalLM, requests: list[Request], chunk: int) -> None:
         """Prepare.
@@ -109,7 +109,7 @@ class Prefill:
         }
 
     def step(self) -> tuple[StepOutput, Batch] | None:
-        """Read the next chunk; after the last, return the answers' first tokens and their batch."""
+        """Prefill the next chunk. After the last chunk, return the first tokens of the answers and their batch."""
         start, end = self._read, min(self._read + self._chunk, self._width)
         keep = 0 if self._logprobs else 1
         logits = _forward(self._model, self._ids[:, start:end], self._mask[:, :end], self._cache, keep)
@@ -137,7 +137,7 @@ class Prefill:
 
 
 class SpeculativeRequest:
-    """A request that has the model to itself and speculates: several tokens per pass of the target."""
+    """A speculative request, which runs alone: several tokens per forward pass of the target."""
 
     is_open = False
 
@@ -181,7 +181,7 @@ class SpeculativeRequest:
         return outputs
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Remove the request, if it is among these."""
+        """Remove the request if it is in `requests`."""
         self.requests = [request for request in self.requests if request not in requests]
 
 
@@ -224,14 +224,14 @@ class Scheduler:
             self._admit()
             self._prefill()
             self._decode()
-        except Exception as error:  # a fault of the scheduler itself; every client must receive it
+        except Exception as error:  # an error in the scheduler itself: send it to every client
             _log.exception("the scheduler failed")
             return self.abort_all(error)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def abort_all(self, error: Exception) -> StepOutput:
-        """End every request with an error, after the outputs that it has."""
+        """End every request with an error, after its pending outputs."""
         requests = [self.waiting.popleft() for _ in range(len(self.waiting))]
         requests += [request for group in (*self._prefills, *self._groups) for request in group.requests]
         self._groups, self._prefills = [], []
@@ -258,7 +258,7 @@ class Scheduler:
             self._retry(remaining, error)
 
     def _admit(self) -> None:
-        """Start the oldest request, with others that fit beside it; short ones do not wait for a long one."""
+        """Start the oldest request and all others that fit into the batch; short ones do not wait for a long one."""
         free = self._max_num_seqs - self.running
         waiting = list(self.waiting)
         if self._prefills:
@@ -269,7 +269,7 @@ class Scheduler:
         speculates = not self._groups and len(self.waiting) == 1 and SpeculativeRequest.supports(first)
         admitted, texts = [first], {tuple(first.tokens)}
         for request in waiting[1:free]:
-            together = {*texts, tuple(request.tokens)}  # a prompt with several answers is read once
+            together = {*texts, tuple(request.tokens)}  # prefill a prompt with several answers once
             fits = len(together) == 1 or len(together) * max(map(len, together)) <= self._chunk(request, first)
             if not fits or request.failed_in_batch or first.failed_in_batch or self._separate:
                 break
@@ -287,7 +287,7 @@ class Scheduler:
             self._retry(admitted, error)
 
     def _chunk(self, *requests: Request) -> int:
-        """Return how many tokens of a prompt are read at a time."""
+        """Return the chunk size of the prefill in tokens."""
         if self._separate:
             return max(len(request.tokens) for request in requests)
         if any(request.missing_prompt_logprobs is not None for request in requests):
@@ -329,7 +329,7 @@ class Scheduler:
             try:
                 outputs = group.step()
             except Exception as error:
-                # The state of the cache is unknown: requests that are not at fault are read anew, one by one.
+                # The cache is in an unknown state: prefill the unaffected requests again, one by one.
                 group.requests = []
                 self._retry(requests, error)
                 continue
@@ -353,7 +353,7 @@ class Scheduler:
             self._drop(group, finished)
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
-        """Run each of several requests alone; a request that fails alone is at fault."""
+        """Run each request alone, and fail those that raise an error alone."""
         if len(requests) == 1:
             self._fail(requests, error)
             return
@@ -369,7 +369,7 @@ class Scheduler:
 
 
 def _needs_separate_passes(model: DivergenceForCausalLM) -> bool:
-    """Whether an answer would depend on the requests beside it, or on reading its prompt in chunks.
+    """Whether an answer depends on the other requests in the batch or on chunked prefill.
 
     Some rotary embeddings choose their factors by the largest position of a pass. Recurrent states also read padding,
     and their rows cannot leave a batch.
@@ -397,7 +397,7 @@ def _forward(
 
 
 def _follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
-    """Steer the next pass by the takedown requests in force now."""
+    """Apply the current takedown requests to the next forward pass."""
     if model.takedowns is not None:
         assert cache.takedowns is not None
         model.takedowns.begin(cache.takedowns)

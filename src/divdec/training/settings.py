@@ -26,13 +26,13 @@ class TrainingSettings(Optimization):
     """How a model is fine-tuned."""
 
     learning_rate: Annotated[float, Parameter(name="lr"), TRAINING] = 1e-4
-    """Peak learning rate of AdamW; it falls to 0 along a cosine."""
+    """Peak learning rate of AdamW, with a cosine schedule to 0."""
     warmup: Annotated[float, RARE] = 0.0
-    """Share of the steps over which the learning rate rises."""
+    """Fraction of the steps with learning-rate warm-up."""
     weight_decay: Annotated[float, RARE] = 0.0
     """AdamW's weight decay."""
     max_gradient_norm: Annotated[float, RARE] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are clipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,17 +46,18 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     base: str
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
-    """The model to be steered. With it a bundle is written, without it only the auxiliaries are trained."""
+    """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
     recipe: Literal["full-retain", "forget-retain"] = "full-retain"
     """'full-retain': p on forget + retain, q on retain (the paper's TOFU); 'forget-retain': p on forget, q on
     retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
-    """'retain': p is trained from the finished q, which leaves less noise in the divergence of small models."""
+    """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
+    the base."""
     steering: str = "linear:1.5"
     """Rule written into the bundle."""
     lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
-    """Peak learning rate; 'auto' starts where the training loss about halves over the run, and tries higher rates and
-    then more epochs until p and q differ on the forget set and agree on the retain set, at most four times."""
+    """Peak learning rate. 'auto' starts at the rate that about halves the training loss. It then tries higher rates and
+    more epochs, at most four times, until p and q differ on the forget set and agree on the retain set."""
 
     def __post_init__(self) -> None:
         Optimization.__post_init__(self)
@@ -74,8 +75,8 @@ class DistillationLoss:
     """The loss T²·KL between the steered teacher and its student."""
 
     direction: Literal["teacher-student", "student-teacher"] = "teacher-student"
-    """Which KL: 'teacher-student' is KL(teacher ‖ student), as in the paper's code; 'student-teacher' is the other
-    direction, as printed in the paper."""
+    """Direction of the KL loss: 'teacher-student' is KL(teacher ‖ student), as in the paper's code. 'student-teacher'
+    is KL(student ‖ teacher), as printed in the paper."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,24 +84,24 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
     """How a student is distilled from a bundle."""
 
     retain: str | None = None
-    """Retain set, on which the student is measured; it is trained on it only with --rehearse."""
+    """Retain set for measuring the student. The student is trained on it only with --rehearse."""
     rehearse: int = 0
-    """Distil this many examples of the retain set, drawn by seed, beside the forget set. The paper uses 0; small
-    students forget what the loss does not cover."""
+    """Add N random examples of the retain set to the training data. The paper uses 0; small students then forget facts
+    of the retain set."""
     temperature: float = 1.5
     """Temperature T of the loss T²·KL."""
     lr: Annotated[float, TRAINING] = 4e-5
     """Peak learning rate of AdamW."""
     date: Annotated[str | None, RARE] = None
-    """Date for chat templates that print one; by default the template's."""
+    """Date for chat templates that contain a date. By default the template's date."""
     init_student: str | None = None
-    """Another checkpoint to start from than the bundle's target: the student of an earlier request."""
+    """Checkpoint to start from instead of the bundle's target, such as the student of an earlier forget request."""
     cache_teacher: Annotated[int | None, RARE] = None
     """Cache the teacher's top-K log-probabilities at each position, for this run and later ones. The loss is then a
-    lower bound of the true one; run.json records by how much."""
+    lower bound of the exact loss; run.json records the difference."""
     teacher_cache: Annotated[str | None, RARE] = None
-    """Folder of the cache of --cache-teacher; by default in the user's cache folder. It reveals the forget set: remove
-    it after use."""
+    """Folder for --cache-teacher. By default a folder in the user's cache. The cache reveals the forget set: delete it
+    after use."""
     evaluate_each_epoch: Annotated[bool, RARE] = False
     """Measure KL to the teacher and cross entropy after every epoch, on forget and retain set."""
 
@@ -129,9 +130,9 @@ class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, Mode
     temperature: float = 1.0
     """Temperature T of the loss T²·KL."""
     samples: int = 100
-    """Examples of each set, drawn by seed; 0 takes all."""
+    """Number of random examples from each set. 0 uses all examples."""
     batch_size: int = 1
-    """Examples whose mean loss is one gradient: 1 takes the norm of each example's gradient, the paper's code 32."""
+    """Number of examples per gradient. 1 computes the gradient norm of each example; the paper's code uses 32."""
     seed: int = 0
     """Seed of the drawn examples and of the bootstrap."""
 

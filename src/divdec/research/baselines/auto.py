@@ -1,4 +1,4 @@
-"""Registers the inference-time baselines with transformers' Auto classes; import it before loading one."""
+"""Register the inference-time baselines with transformers' Auto classes; import this before loading a baseline."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 

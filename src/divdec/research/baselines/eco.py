@@ -32,7 +32,7 @@ def corrupt(
     noise: Float[Tensor, "batch tokens dims"],
     corruption: str,
 ) -> Float[Tensor, "batch tokens features"]:
-    """Change the first dimensions of masked embeddings (ECO, section 3.3).
+    """Corrupt the first dimensions of masked embeddings (ECO, section 3.3).
 
     Args:
         embeddings: token embeddings.

@@ -300,8 +300,8 @@ def unlearn(
 ) -> BuiltModel:
     """Train the target on the forget set with an objective, and save it.
 
-    `objective` receives the untrained target on its training device, and may freeze weights. `key` holds what decides
-    the weights beside settings, target, data and seed.
+    `objective` receives the untrained target on its training device, and may freeze weights. `key` holds further JSON
+    values that determine the weights, in addition to settings, target, data and seed.
     """
     method = method_of(settings)
     folder = job.work_folder(method.name, [dataclasses.asdict(settings), key])

@@ -23,9 +23,9 @@ class BuiltModel:
     folder: Path
     """Folder that `AutoModelForCausalLM.from_pretrained` loads."""
     seconds: float | None
-    """Training time, whether spent now or by the run that filled the work folder; None where it is unknown."""
+    """Training time in seconds, including earlier runs in the work folder; None if unknown."""
     notes: tuple[str, ...] = ()
-    """Remarks for readers of the model's figures."""
+    """Notes to show with the model's results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Job:
 
         Args:
             name: beginning of the folder's name.
-            key: JSON values: every setting that decides the weights, beside target, data and seed.
+            key: JSON values of all settings that determine the weights, in addition to target, data and seed.
         """
         base = None if self.base is None else digests(self.base)
         sets = [self.forget.sha256, self.retain.sha256]

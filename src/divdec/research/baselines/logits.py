@@ -225,7 +225,7 @@ def train_helper(
         start: checkpoint of the initial weights.
         examples: training examples.
         settings: training settings.
-        key: JSON values of everything else that decides the weights: the objective and its weights.
+        key: further JSON values that determine the weights: the objective and its weights.
         load: loads the model of `start`.
         objective: see `fine_tune`.
         companions: see `fine_tune`.

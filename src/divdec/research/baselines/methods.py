@@ -1,4 +1,4 @@
-"""The unlearning methods beside Divergence Decoding; free of torch, so that listing them is instant."""
+"""Registry of the other unlearning methods. It does not import torch, so that `divdec baseline list` starts fast."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ALL = (
     Method(
         "npo", "NPO", "gradient", options.NPOSettings,
         "Zhang et al. 2024, Negative Preference Optimization, the loss L_NPO",
-        "gradient ascent that ceases where an answer is unlikely enough, beside the frozen target",
+        "gradient ascent whose weight falls as an answer becomes less likely than under the frozen target",
     ),
     Method(
         "simnpo", "SimNPO", "gradient", options.SimNPOSettings,
@@ -71,17 +71,17 @@ _ALL = (
     Method(
         "whp", "WHP", "inference", options.WHPSettings,
         "Eldan and Russinovich 2023, Who's Harry Potter? Approximate Unlearning in LLMs, section 2.1",
-        "subtract what a model raises that was fine-tuned further on the forget set",
+        "subtract the increase in logits of a model that was fine-tuned further on the forget set",
     ),
     Method(
         "offset", "δ-Unlearning", "inference", options.OffsetSettings,
         "Huang et al. 2024, Offset Unlearning for Large Language Models, section 3",
-        "add the offset of a small model that was trained to make the ensemble forget",
+        "add the logit offset of a small model, trained so that the ensemble forgets",
     ),
     Method(
         "uld", "ULD", "inference", options.ULDSettings,
         "Ji et al. 2024, Reversing the Forget-Retain Objectives, sections 3.1 and 3.2",
-        "subtract a small assistant that knows the forget set and nothing else",
+        "subtract the logits of a small assistant model that remembers only the forget set",
     ),
     Method(
         "ucd", "UCD", "inference", options.UCDSettings,
@@ -101,7 +101,7 @@ _ALL = (
     Method(
         "lunar", "LUNAR", "inference", options.LUNARSettings,
         "Shen et al. 2025, LLM Unlearning via Neural Activation Redirection, section 3",
-        "change one projection so that forget prompts look like those the model cannot answer",
+        "change one projection so that the activations of forget prompts resemble those of unanswerable prompts",
     ),
 )  # fmt: skip
 METHODS = Registry("method", ((method.name, method) for method in _ALL))

@@ -1,4 +1,4 @@
-"""RMU: steers hidden states of forget tokens to one random vector and keeps those of retain tokens unchanged.
+"""RMU: steers hidden states of forget tokens to a random vector and keeps hidden states of retain tokens unchanged.
 
 Li et al. 2024, The WMDP Benchmark: Measuring and Reducing Malicious Use With Unlearning, section 4.2.
 """
@@ -69,7 +69,7 @@ def train_rmu(job: Job, settings: RMUSettings, output: Path) -> BuiltModel:
     """Train with RMU; see `build_method`.
 
     Raises:
-        UsageError: the target has no such layer, or none of the weights that `trainable` names.
+        UsageError: the layer does not exist, is the last one, or has no weights that `trainable` names.
     """
     config = load_config(job.target).get_text_config(decoder=True)
     # transformers normalises the last layer's output before returning it, and only the head reads it.

@@ -1,4 +1,4 @@
-"""The run behind `divdec baseline`: one method applied to one target."""
+"""Implementation of `divdec baseline`: apply one method to one target."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BUILDERS: dict[str, Callable[[Job, Any, Path], BuiltModel]] = {
 
 
 def build_method(job: Job, settings: Any, output: Path) -> BuiltModel:
-    """Train or wrap the target with the method whose settings these are.
+    """Train or wrap the target with the method that belongs to `settings`.
 
     Args:
         job: target and data.

@@ -43,8 +43,8 @@ class HelpedSettings(BaselineSettings):
     """The same for methods that leave the target's weights and may train a helper."""
 
     base: str | None = None
-    """A small model of the target's vocabulary that has learned neither set, for methods with a helper of another size:
-    a folder or hub id."""
+    """Small model with the target's vocabulary, trained on neither set, for methods with a smaller helper model: a
+    folder or hub id."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,11 @@ class HelperSettings(CheckedSettings):
     """Fine-tuning of a model."""
 
     epochs: float = 10.0
-    """Passes over the forget set, or over the data of a helper."""
+    """Number of epochs over the forget set, or over the data of a helper model."""
     learning_rate: LearningRate = 1e-5
-    """Peak learning rate of AdamW; a cosine lowers it to 0."""
+    """Peak learning rate of AdamW, with a cosine schedule to 0."""
     batch_size: int = 16
-    """Sequences per step and process; of methods with a retain term as many retain sequences are added."""
+    """Sequences per step and process. Methods with a retain term add the same number of retain sequences."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,17 +74,18 @@ class GradAscentSettings(HelperSettings):
     """Training of the target's weights; the objective differs by method."""
 
     batch_size: int = 8
-    """Forget sequences per pass and process; of methods with a retain term as many retain sequences are added."""
+    """Forget sequences per forward pass and process. Methods with a retain term add the same number of retain
+    sequences."""
     gradient_accumulation: int = 4
-    """Passes whose gradients are added before the weights move."""
+    """Number of forward passes per optimizer step."""
     warmup: float = 0.1
-    """Share of the steps over which the learning rate rises."""
+    """Fraction of the steps with learning-rate warm-up."""
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of the forward and backward pass; 'auto' takes bfloat16 where the GPU is built for it."""
+    """Precision of the forward and backward pass. 'auto' uses bfloat16 if the GPU supports it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank and merge them at the end; 0 trains the weights themselves."""
     loggers: tuple[str, ...] = ()
@@ -103,10 +104,10 @@ class GradDiffSettings(GradAscentSettings):
     gamma: Positive = 1.0
     """Weight of the forget term."""
     alpha: NonNegative = 1.0
-    """Weight of the retain term; 0 leaves it out."""
+    """Weight of the retain term. 0 disables it."""
     retain_loss: Literal["nll", "kl"] = "nll"
-    """The retain term: 'nll' of the retain answers, or 'kl' of the frozen target from the trained model, on the retain
-    answers' tokens (holds a second model)."""
+    """Retain term: 'nll' is the NLL of the retain answers; 'kl' is KL(frozen target ‖ trained model) on their tokens
+    and keeps a second model in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,8 @@ class NPOSettings(GradDiffSettings):
     """Training with NPO."""
 
     beta: Positive = 0.1
-    """How soon an answer that has become less likely counts less; towards 0 it becomes gradient ascent."""
+    """Inverse temperature β of the loss. With a larger β, the weight of an answer falls faster as it becomes less
+    likely; β → 0 is gradient ascent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +126,9 @@ class SimNPOSettings(NPOSettings):
     gamma: Positive = 0.125
     """Weight of the forget term."""
     beta: Positive = 4.5
-    """Sharpness: the factor of an answer's mean log-probability."""
+    """Factor β of an answer's mean log-probability."""
     delta: Finite = 0.0
-    """Margin of reward; the paper's γ."""
+    """Reward margin δ (γ in the paper)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +136,9 @@ class UNDIALSettings(GradDiffSettings):
     """Training with UNDIAL."""
 
     learning_rate: LearningRate = 1e-4
-    """Peak learning rate of AdamW; a cosine lowers it to 0."""
+    """Peak learning rate of AdamW, with a cosine schedule to 0."""
     alpha: NonNegative = 0.0
-    """Weight of the retain term; 0 leaves it out, as the paper does."""
+    """Weight of the retain term. The default 0 disables it, as in the paper."""
     beta: Positive = 10.0
     """Amount by which the teacher's logit of the memorised token is lowered."""
 
@@ -154,7 +156,7 @@ class RMUSettings(GradAscentSettings):
     """Training with RMU."""
 
     learning_rate: LearningRate = 5e-5
-    """Peak learning rate of AdamW; a cosine lowers it to 0."""
+    """Peak learning rate of AdamW, with a cosine schedule to 0."""
     layer: Natural = 7
     """Layer whose hidden states are steered, counted from 0; it must not be the last."""
     coefficient: Positive = 20.0
@@ -187,7 +189,7 @@ class OffsetSettings(HelperSettings):
     """δ-Unlearning: the offset of a small model, trained on the logits of the ensemble."""
 
     epochs: float = 5.0
-    """Passes over the forget set."""
+    """Number of epochs over the forget set."""
     retain_weight: NonNegative = 1.0
     """Weight of KL(target ‖ ensemble) on the retain set beside the gradient ascent on the forget set."""
 
@@ -201,13 +203,14 @@ class ULDSettings(HelperSettings):
     weight: NonNegative = 0.8
     """Factor of the assistant's logits."""
     plausibility: Share = 0.01
-    """Only tokens of at least this share of the likeliest token's probability are changed (top filter)."""
+    """Change only tokens whose probability is at least this fraction of that of the most likely token (the paper's top
+    filter)."""
     retain_weight: NonNegative = 5.0
     """Weight of KL(uniform ‖ assistant) on the retain set beside the cross entropy on the forget set."""
     assistant: Literal["target", "base"] = "target"
     """Initial weights of the assistant: the target's first layers, or the whole base model."""
     layers: int | None = None
-    """Natural of the target's layers in the assistant; a quarter by default (the paper: 8 of 32)."""
+    """Number of the target's layers in the assistant; a quarter by default (the paper: 8 of 32)."""
     lora_rank: int = 16
     """Train adapters of this rank, as the paper does; 0 trains every weight."""
 
@@ -219,7 +222,8 @@ class UCDSettings(HelperSettings):
     alpha: NonNegative = 1.0
     """α, strength of the contrast."""
     plausibility: Share = 0.1
-    """Only tokens of at least this share of the target's likeliest token's probability may be chosen."""
+    """Allow only tokens whose probability is at least this fraction of the probability of the target's most likely
+    token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +231,12 @@ class ClassifierSettings(CheckedSettings):
     """Recognition of prompts about the forget set."""
 
     threshold: Share = 0.5
-    """A prompt is about the forget set where the classifier's probability is above this; with 1 no prompt is."""
+    """Classify a prompt as about the forget set if the classifier's probability exceeds this value. With 1 no prompt
+    is."""
     classifier_width: Natural = 256
     """Width of the classifier's hidden layer; 0 makes it a logistic regression."""
     window: Count = 32
-    """Length of a prompt in tokens where no marker separates prompt and answer (plain text, completions)."""
+    """Number of tokens that count as the prompt if no marker separates prompt and answer (plain text, completions)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,15 +244,17 @@ class GUARDSettings(ClassifierSettings):
     """GUARD: classifies prompts, and forbids the words of the nearest forget answer."""
 
     beta: Annotated[float, in_range(1e-6, 1.0)] = 1.0
-    """β: a forbidden word is blocked at the token that completes this share of its tokens."""
+    """β: block the token that completes this fraction of a forbidden word's tokens."""
     delta: Annotated[float, in_range(-1.0)] = 0.5
-    """δ: a token is also blocked where its embedding's cosine with a forbidden word's is at least this."""
+    """δ: also block a token if the cosine similarity of its embedding with that of a forbidden word is at least this
+    value."""
     penalty: NonNegative = 30.0
-    """Penalty of blocked tokens in nats; the paper's is infinite, which likelihoods do not allow."""
+    """Penalty of blocked tokens in nats. The paper uses an infinite penalty, but likelihood metrics need a finite
+    one."""
     similarity_weight: NonNegative = 1.0
     """Penalty of tokens below δ, in nats per unit of cosine."""
     common: Share = 0.02
-    """A word is forbidden only if at most this share of the retain answers contain it."""
+    """Forbid a word only if at most this fraction of the retain answers contains it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,13 +262,14 @@ class ECOSettings(ClassifierSettings):
     """Embedding-corrupted prompts: classifies prompts, and corrupts the embeddings of forget prompts."""
 
     threshold: Share = 0.99
-    """A prompt is about the forget set where the classifier's probability is above this; with 1 no prompt is."""
+    """Classify a prompt as about the forget set if the classifier's probability exceeds this value. With 1 no prompt
+    is."""
     corruption: Literal["noise", "zero", "flip"] = "noise"
-    """Change of the first dimensions of a prompt token's embedding."""
+    """How to corrupt the first dimensions of each prompt token's embedding."""
     strength: NonNegative = 50.0
     """σ, standard deviation of the noise."""
     dims: Count = 1
-    """Natural of corrupted dimensions."""
+    """Number of corrupted dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,11 +277,11 @@ class LUNARSettings(CheckedSettings):
     """LUNAR: changes one down-projection so that forget prompts are read as prompts that the model cannot answer."""
 
     layer: Natural | None = None
-    """Layer of the changed projection, from 0; by default the one at which redirection works best."""
+    """Index of the layer whose projection is changed, from 0. By default the layer with the best redirection."""
     coefficient: Finite = 2.0
     """Factor of the direction."""
     ridge: Annotated[float, in_range(1e-12)] = 1e-3
-    """Weight of keeping the projection unchanged, as a share of the activations' mean square."""
+    """Ridge penalty on the change of the projection, as a fraction of the activations' mean square."""
     reference: str | None = None
     """File of prompts that the model cannot answer, one per line; by default questions about things that do not
     exist."""

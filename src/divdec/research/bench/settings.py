@@ -113,27 +113,28 @@ class BenchSettings(CheckedSettings):
     """Options of `divdec bench compute`, and of both benchmarks."""
 
     output: str
-    """Folder for results.jsonl (a line per combination), table, plot and run.json. Combinations that it holds already,
-    measured with the same settings, are not measured again."""
+    """Folder for results.jsonl (one line per combination), table, plot and run.json. Combinations that were already
+    measured with the same settings are skipped."""
     targets: tuple[str, ...] = ()
-    """Shapes of the target, such as chinchilla-306M or llama-8B (docs/costs.md lists them); the device's own by
-    default."""
+    """Model shapes of the target, such as chinchilla-306M or llama-8B (listed in docs/costs.md). The default depends on
+    the device."""
     auxiliaries: tuple[str, ...] = ()
-    """Shapes of the auxiliaries; pairs with 2n > N are left out."""
+    """Model shapes of the auxiliaries. Combinations with 2n > N are skipped."""
     vocabularies: tuple[int, ...] = ()
-    """Vocabulary sizes; on a GPU 32768, 65536, 131072 and 262144 (the paper's) by default, on a CPU some of them."""
+    """Vocabulary sizes. The default on a GPU is 32768, 65536, 131072 and 262144 (as in the paper), on a CPU two of
+    these."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of all three models; 'auto' is a GPU where there is one."""
+    """Device of all three models. 'auto' uses a GPU if one is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; 'auto' is bfloat16 on a GPU and float32 on a CPU."""
     batch: Count = 1
     """Batch size."""
     prompt: Count = 64
-    """Tokens of the prompt."""
+    """Length of the prompt in tokens."""
     tokens: Count = 8
-    """Tokens decoded after it."""
+    """Number of decoded tokens."""
     rounds: Count = 5
-    """Number of measurements, in turns; figures are medians."""
+    """Number of measurement rounds. The models take turns in each round; results are medians over rounds."""
     limit: Count | None = None
     """Stop after this many new combinations; the same command continues."""
     seed: int = 0
@@ -151,10 +152,10 @@ class LatencySettings(BenchSettings):
     """Options of `divdec bench latency`."""
 
     clock: Literal["wall", "processor"] = "wall"
-    """'processor' counts the processor time of one CPU thread (OMP_NUM_THREADS=1) and ignores the machine's other work;
-    parallel auxiliaries, which save waiting time only, are then left out."""
+    """'wall' measures wall-clock time. 'processor' measures the processor time of one thread (set OMP_NUM_THREADS=1)
+    and excludes other work on the machine; it does not measure overlap."""
     block: Count = 4
-    """Draft length of speculative steering."""
+    """Number of tokens per draft."""
     agreement: Annotated[float, in_range(1e-6, 1.0)] = 0.05
-    """Scale of the last norms of target and p. Random models do not agree, and no draft would be accepted; the smaller
-    the scale, the more q decides, and the more of its drafts are accepted. 1 leaves the models unchanged."""
+    """Scale of the final norm of the target and of p. Random models do not agree, so without scaling no draft is
+    accepted. A smaller scale raises the acceptance rate of q's drafts. 1 leaves the models unchanged."""

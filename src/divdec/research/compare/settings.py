@@ -16,19 +16,19 @@ class CompareSettings(CheckedSettings):
     """Which methods are compared, on what, and where the results go."""
 
     output: str
-    """Folder for the results; the same command resumes a stopped comparison in it."""
+    """Folder for the results. The same command resumes a stopped run."""
     data: str = "demo"
-    """'demo' (the fictitious world), 'tofu-small' (two authors of real TOFU, --tofu), or a folder with TOFU's files,
-    for models of your own (--bundle, --retrain)."""
+    """'demo' (the fictitious world), 'tofu-small' (two TOFU authors; needs --tofu), or a folder with TOFU's files for
+    your own models (needs --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
     """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
     grid: Literal["small", "paper"] = "small"
-    """Settings tried of each method: a few for small models, or the paper's."""
+    """Settings to try for each method: a few for small models ('small'), or the paper's ('paper')."""
     seeds: Count = 3
-    """Number of seeds, each with models; your own models are used as they are."""
+    """Number of seeds. Each seed trains its own models; your own models (--bundle) are used for every seed."""
     search_seeds: Count | None = None
-    """Try the whole grid on the first N seeds only, and the best setting of each method on the others. By default the
-    whole grid on all."""
+    """Run the whole grid on the first N seeds only, and the best setting of each method on the other seeds. By default
+    every seed runs the whole grid."""
     tofu: str | None = None
     """Folder with TOFU's files, for 'tofu-small'."""
     bundle: str | None = None
@@ -36,21 +36,21 @@ class CompareSettings(CheckedSettings):
     retrain: str | None = None
     """Your own models: the target retrained without the forget set, the reference of Priv."""
     base: str | None = None
-    """Your own models: a small one of the target's vocabulary that has seen neither set, for δ-Unlearning and ULD."""
+    """Your own models: a small model with the target's vocabulary, trained on neither set, for δ-Unlearning and UCD."""
     split: str = "forget10"
     """Your own models: TOFU's forget split."""
     holdout: str | None = None
-    """Your own models: questions that none has seen; without them there is no Priv."""
+    """Your own models: questions that no model was trained on. Without them Priv is not computed."""
     attacks: Natural = 20
-    """Attack prompts a question for Leak@k of each method's best setting; 0 leaves it out."""
+    """Number of attack prompts per question for Leak@k, measured on each method's best setting. 0 skips Leak@k."""
     limit: Count | None = None
     """Use only the first N questions of each set."""
     variant: Literal["paper", "dd-repo", "relative"] = "paper"
     """How aggregates are computed; see `divdec results score --help`."""
     jobs: Count = 1
-    """Trials that run at once, each in another process with its share of the processor's cores."""
+    """Number of trials to run in parallel. Each runs in a separate process with an equal share of the CPU cores."""
     keep_models: bool = False
-    """Keep every trained model; by default only each method's best."""
+    """Keep every trained model. By default only the model of each method's best setting is kept."""
     overwrite: bool = False
     """Replace an earlier comparison in the output folder."""
 

@@ -38,7 +38,7 @@ class SeedResult:
     extra_bytes: int | None
     """Memory of weights beyond the target's."""
     draw: int = 0
-    """Items are resampled together for seeds with the same number, which have the same questions."""
+    """Seeds with the same number have the same questions; their items are resampled together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TrialSummary:
     seconds: float | None
     extra_bytes: float | None
     failed: str | None = None
-    """Why there are no values, or why a seed is missing."""
+    """Reason for missing values or a missing seed."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -254,7 +254,7 @@ def _table(trials: Sequence[TrialSummary], times: Mapping[str, float] | None = N
 
 
 def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
-    """The best setting of each method; where there is no single best one the first, marked as such."""
+    """The best setting of each method. If several are best, the first one, with a mark."""
     ties = without_best(results.trials) - set(REFERENCES)
     return [
         dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial

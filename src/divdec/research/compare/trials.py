@@ -1,4 +1,4 @@
-"""Trials of a comparison: the grid of settings, and one method under one setting, built and measured.
+"""Trials of a comparison: build and measure one method with one setting from the grid.
 
 A trial's folder holds the results as `divdec eval` writes them, and `trial.json`, which is written last and marks the
 folder as complete.
@@ -104,7 +104,7 @@ GRIDS = {"small": SMALL, "paper": PAPER}
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A method under one setting."""
+    """A method with one setting."""
 
     method: str
     """A baseline, 'linear', 'rank' or 'distill', or one of the references."""
@@ -130,13 +130,13 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        """Folder of its results within a seed's folder."""
+        """Folder of the trial's results within a seed's folder."""
         setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-") or "default"
         # Grids may differ in their constant settings.
         return Path(self.method) / (f"{setting}-{settings_hash(self.constant)[:4]}" if self.constant else setting)
 
     def fingerprint(self, benchmark: Benchmark) -> str:
-        """Digest of everything that decides the figures, apart from the code."""
+        """Digest of everything that determines the results, except the code."""
         return settings_hash([self.method, self.options, self.constant, self.steering, benchmark.identity])
 
 
@@ -147,12 +147,12 @@ class TrialResult:
     trial: Trial
     folder: Path
     seconds: float | None
-    """Training time; None where it is unknown, 0 where there is none."""
+    """Training time in seconds; None if unknown, 0 without training."""
     extra_bytes: int | None
     """Memory of weights beyond the target's."""
     notes: tuple[str, ...] = ()
     failed: str | None = None
-    """Why there are no results."""
+    """Reason for missing results."""
 
     @property
     def results(self) -> Results:
@@ -182,7 +182,7 @@ def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
 
 
 def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult | None:
-    """Read the result of an earlier run, if it is complete, of the same benchmark, and has not failed."""
+    """Read the result of an earlier run if it is complete, did not fail, and used the same benchmark."""
     folder = seed_folder / trial.folder
     if not (folder / TRIAL).is_file():
         return None
@@ -193,7 +193,7 @@ def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRe
 
 
 def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult:
-    """Build a model and measure it; a setting that cannot be built or diverges is a failed result."""
+    """Build and measure a model. If building fails or training diverges, return a failed result."""
     folder = seed_folder / trial.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -277,7 +277,7 @@ def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> Bu
 
 
 def load_trial(folder: Path, trial: Trial) -> PreTrainedModel:
-    """Load a trial's model, onto the accelerator where there is one."""
+    """Load a trial's model, on an accelerator if one is available."""
     if trial.steering is not None or is_bundle(folder):  # δ-Unlearning writes a bundle too
         model = DivergenceForCausalLM.from_pretrained(folder)
         # Likelihoods need finite logits, and the paper's figures of the rank rule use the soft fill throughout.
