@@ -98,7 +98,7 @@ class Latency:
     plain: float
     """Target and auxiliaries one after the other on one device."""
     parallel: float | None
-    """Each auxiliary on a device of its own, beside the target; None if the device's link is unknown."""
+    """Each auxiliary on a separate device; None if the device's link is unknown."""
     bound: str
     """The limit of the target's pass: 'bandwidth', 'operations' or 'launches'."""
 

@@ -47,8 +47,7 @@ class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         suppressed = (conditional == -torch.inf) | (unconditional == -torch.inf)
         if bool(suppressed.all(dim=-1).any()):
             raise UsageError(
-                "the rank rule suppresses so many tokens with and without the condition that none is left to draw; "
-                "take a smaller k, or no guidance"
+                "the rank rule with and without the condition suppresses all tokens; take a smaller k, or no guidance"
             )
         guided = unconditional + self.guidance_scale * (conditional - unconditional)
         return guided.masked_fill(suppressed, -torch.inf)

@@ -190,7 +190,7 @@ def speculate(
     """
     config, cache = generation_config, model_kwargs.get("past_key_values")
     if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
-        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+        raise UsageError("a steered model needs input_ids: target, q and p have different embeddings")
     if config.output_attentions or config.output_hidden_states:
         raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")
     if synced_gpus:

@@ -20,7 +20,7 @@ ACCEPTED = frozenset(
 def refuse_unknown(input_ids: object, kwargs: dict[str, Any]) -> None:
     """Refuse arguments that would not reach all parts."""
     if input_ids is None:
-        raise UsageError("a steered model needs input_ids: its three parts have embeddings of their own")
+        raise UsageError("a steered model needs input_ids: target, q and p have different embeddings")
     for name, value in kwargs.items():
         if name not in ACCEPTED and value is not None and value is not False:
             raise UsageError(

@@ -15,7 +15,7 @@ PARTS = ("target", *AUXILIARIES)
 
 # Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
 NO_RULE = (
-    "a registry of takedown requests has a strength of its own and needs no rule; leave the steering out, or give "
+    "a registry of takedown requests has a separate strength and needs no rule; leave the steering out, or give "
     "a pair or n-grams for it to apply to"
 )
 
