@@ -138,7 +138,7 @@ def test_every_method_help_has_its_options_and_example(name, capsys):
 def test_help_describes_options(capsys):
     assert verb("npo", "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "an answer that has become less likely counts less" in text  # NPO's own
+    assert "the weight of an answer falls faster" in text  # NPO's own
     assert "Weight of the retain term" in text  # of all with a retain term
     assert "Forget set: a .jsonl" in text  # of all
 
