@@ -170,7 +170,7 @@ def test_failing_expert_stops_image_sampling(parts, image_world, guidance):
 def test_guidance_without_allowed_code_raises(parts, image_world):
     layout = image_world.layout
     model = DivergenceForCausalLM.from_parts(*parts, rank(layout.codes - 1, layout)).eval()
-    with pytest.raises(UsageError, match="none is left to draw"):
+    with pytest.raises(UsageError, match="suppresses all tokens"):
         sample(model, layout, CLASSES, SamplingSettings(guidance=2.0))
 
 

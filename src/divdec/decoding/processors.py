@@ -47,7 +47,7 @@ class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         suppressed = (conditional == -torch.inf) | (unconditional == -torch.inf)
         if bool(suppressed.all(dim=-1).any()):
             raise UsageError(
-                "the rank rule with and without the condition suppresses all tokens; take a smaller k, or no guidance"
+                "with and without the condition the rank rule suppresses all tokens; take a smaller k, or no guidance"
             )
         guided = unconditional + self.guidance_scale * (conditional - unconditional)
         return guided.masked_fill(suppressed, -torch.inf)
