@@ -136,11 +136,9 @@ def speculated(parts, groups, given):
         for batch in batches:
             speculative(parts, Speculation(statistics=counted))(batch, max_new_tokens=given.new_tokens)
         found[group] = counted.to_dict()
-        shares = ", ".join(f"{name} {share / sum(counted.seconds.values()):.0%}"
-                           for name, share in counted.seconds.items())  # fmt: skip
         accepted = " ".join(f"{share:.0%}" for share in counted.acceptance)
         print(f"speculative, {group:<7} drafter {counted.drafter}; {counted.tokens_per_pass:.2f} tokens a target pass; "
-              f"accepted by position {accepted}; time: {shares}")  # fmt: skip
+              f"accepted by position {accepted}")  # fmt: skip
     return found
 
 
