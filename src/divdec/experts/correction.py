@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache
 
-    from divdec.experts.protocol import TokenPredictor
-
 
 @runtime_checkable
 class Correction(Protocol):
@@ -31,11 +29,6 @@ class Correction(Protocol):
     """Digest of the vocabulary of its n-grams."""
     vocab_size: int
     """Width of the correction."""
-
-    @property
-    def retain(self) -> TokenPredictor:
-        """n-grams of texts that the model may repeat; they can draft tokens."""
-        ...
 
     def new_cache(self) -> Cache:
         """Return an empty cache, which `correction` fills."""

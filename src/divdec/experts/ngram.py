@@ -56,14 +56,6 @@ class StupidBackoff:
                 scores.view(-1).numpy()[indices] = values
         return scores
 
-    def likeliest(self, tokens: np.ndarray) -> int:
-        """See `divdec.experts.protocol.TokenPredictor`."""
-        for length in range(min(self._longest, len(tokens)), 0, -1):
-            followers = self.counts.followers(tokens[None, -length:])
-            if len(followers.tokens):
-                return int(followers.tokens[np.argmax(followers.counts)])
-        return PADDING
-
     def _follower_scores(
         self, rows: np.ndarray, contexts: np.ndarray, lengths: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:

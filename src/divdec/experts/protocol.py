@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -82,15 +81,6 @@ class BaseExperts:
     def compute(self, inputs: Inputs, cache: Any, logits_to_keep: int) -> Tensor:
         """Compute the divergence; `cache` is a `cache_class`, or None."""
         raise NotImplementedError
-
-
-@runtime_checkable
-class TokenPredictor(Protocol):
-    """A retain model that can draft tokens without a forward pass, such as n-grams."""
-
-    def likeliest(self, tokens: np.ndarray) -> int:
-        """Return the most frequent continuation of a text, int64 [tokens]; −1 if none is known."""
-        ...
 
 
 class OverlappedExperts:
