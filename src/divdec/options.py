@@ -120,7 +120,8 @@ class Optimization:
     gradient_accumulation: Annotated[int, TRAINING] = 1
     """Steps whose gradients are added before the weights are updated."""
     precision: Annotated[Literal["auto", "float32", "bfloat16"], TRAINING] = "auto"
-    """Precision of training. 'auto' uses bfloat16 if the GPU supports it."""
+    """Precision of training. 'auto' uses bfloat16 if the GPU has instructions for it, or the CPU if the model has 30
+    million parameters or more; otherwise float32."""
     seed: Annotated[int, TRAINING] = 0
     """Seed of the data order and of the adapters' initial weights."""
     lora_rank: Annotated[int, RARE] = 0

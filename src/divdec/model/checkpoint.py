@@ -46,17 +46,26 @@ class CheckpointReference:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointReference:
-        """Parse a folder, or a hub id with an optional '@revision'.
+        """Parse a folder, a GGUF file, 'smollm2', or a hub id with an optional '@revision'.
+
+        A GGUF file is converted once; the reference is the folder of the result.
 
         Raises:
-            UsageError: the text is neither an existing folder nor a valid hub id.
+            UsageError: the text is none of these, or the GGUF file cannot be converted.
         """
+        from divdec.model.gguf import convert, gguf_file
+
+        if (file := gguf_file(text)) is not None:
+            return cls(folder=str(convert(file)))
         if Path(text).expanduser().is_dir():
             return cls(folder=str(Path(text).expanduser()))
         hub_id, _, revision = text.partition("@")
         if HUB_ID.match(hub_id) and not Path(text).exists():
             return cls(hub_id=hub_id, revision=revision or None)
-        raise UsageError(f"checkpoint {text!r} is not a folder, nor a hub id such as 'org/name' or 'org/name@revision'")
+        raise UsageError(
+            f"checkpoint {text!r} is not a folder, nor a GGUF file, nor a hub id such as 'org/name' or "
+            "'org/name@revision'"
+        )
 
     @classmethod
     def from_dict(cls, fields: Any, part: str) -> CheckpointReference:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
+LEAST_FOR_BFLOAT16 = 30_000_000
 COMPLETE = "trainer_state.json"  # the last file that Trainer writes into a checkpoint
 # transformers 5.2x renamed the argument and warns about the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -95,6 +96,8 @@ class TrainingResult:
     tokens: int
     """Tokens of one pass over the data, prompts included."""
     seconds: float
+    precision: str
+    """'bfloat16' or 'float32'."""
 
     @property
     def loss_ratio(self) -> float:
@@ -159,12 +162,13 @@ def fine_tune(
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     config = model.config
     trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
+    bfloat16 = uses_bfloat16(settings, model)
     stop, bar = StopOnSignal(), ProgressBar(title)
     try:
         trainer = ObjectiveTrainer(
             objective,
             model=trained,
-            args=_training_arguments(settings, checkpoints, resumable),
+            args=_training_arguments(settings, checkpoints, resumable, bfloat16),
             train_dataset=ExampleDataset(examples, companions, settings.seed),
             data_collator=Collator(tokenizer, tuple(companions)),
             callbacks=[stop, bar, *([_EpochCallback(on_epoch)] if on_epoch else [])],
@@ -197,6 +201,7 @@ def fine_tune(
         steps=trainer.state.global_step,
         tokens=sum(len(example.input_ids) for example in examples),
         seconds=time.perf_counter() - started,
+        precision="bfloat16" if bfloat16 else "float32",
     )
     trainer.accelerator.free_memory()
     if not resumable:
@@ -204,10 +209,23 @@ def fine_tune(
     return model, result
 
 
-def uses_bfloat16(settings: TrainingSettings) -> bool:
-    """Whether passes are computed in bfloat16 on this machine."""
-    supported = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return settings.precision == "bfloat16" or (settings.precision == "auto" and supported)
+def uses_bfloat16(settings: TrainingSettings, model: PreTrainedModel) -> bool:
+    """Whether passes of a model are computed in bfloat16 on this machine.
+
+    'auto' takes it where the GPU or the CPU has instructions for it; on a CPU only for models of `LEAST_FOR_BFLOAT16`
+    parameters or more, since smaller ones are not faster.
+    """
+    if settings.precision != "auto":
+        return settings.precision == "bfloat16"
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return has_bfloat16_instructions() and model.num_parameters() >= LEAST_FOR_BFLOAT16
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def discard_checkpoints(folder: Path) -> None:
@@ -348,7 +366,9 @@ class _EpochCallback(TrainerCallback):
         model.train(was_training)
 
 
-def _training_arguments(settings: TrainingSettings, checkpoints: Path, resumable: bool) -> TrainingArguments:
+def _training_arguments(
+    settings: TrainingSettings, checkpoints: Path, resumable: bool, bfloat16: bool
+) -> TrainingArguments:
     options: dict[str, Any] = {_CHECKPOINTING: settings.gradient_checkpointing}
     return TrainingArguments(
         output_dir=str(checkpoints),
@@ -361,7 +381,7 @@ def _training_arguments(settings: TrainingSettings, checkpoints: Path, resumable
         max_grad_norm=settings.max_gradient_norm,
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation,
-        bf16=uses_bfloat16(settings),
+        bf16=bfloat16,
         save_strategy="epoch" if resumable else "no",
         save_total_limit=1,
         logging_strategy="steps" if settings.loggers else "no",

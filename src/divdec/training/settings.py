@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from divdec.errors import UsageError
 from divdec.options import (
+    LARGEST,
     RARE,
     TRAINING,
     BundleArgument,
@@ -68,6 +69,46 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     def training(self, learning_rate: float) -> TrainingSettings:
         """Return the settings of one of the two runs."""
         return TrainingSettings(learning_rate=learning_rate, **optimization_of(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShrinkSettings(OutputFolder):
+    """How a small sibling is made from a target."""
+
+    target: str = dataclasses.field(kw_only=False)
+    """The model to shrink: a folder, a GGUF file, smollm2 or a hub id."""
+    layers: int
+    """Number of layers to keep."""
+    text: str | None = None
+    """Text that the small model learns to continue as the target does: a set in the formats of --retain, without the
+    documents to forget. By default samples of the target."""
+    minutes: float = 10.0
+    """Time for that learning (healing), without loading and sampling. 0 only removes layers."""
+    samples: int = 512
+    """Number of samples of the target, if there is no text."""
+    max_length: int = 512
+    """Maximum sequence length in tokens."""
+    lr: Annotated[float, TRAINING] = 5e-4
+    """Peak learning rate of AdamW."""
+    batch_size: Annotated[int, TRAINING] = 16
+    """Sequences per step."""
+    precision: Annotated[Literal["auto", "float32", "bfloat16"], TRAINING] = "auto"
+    """Precision of training. 'auto' uses bfloat16 if the GPU or the CPU has instructions for it."""
+    seed: Annotated[int, TRAINING] = 0
+    """Seed of the samples and of the data order."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("seed", 0)):
+            check_at_least(name, getattr(self, name), least)
+        check_positive("lr", self.lr)
+        if not 0 <= self.minutes <= LARGEST:
+            raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")
+
+    def training(self) -> TrainingSettings:
+        """Return the settings of the healing; its length is not set yet."""
+        return TrainingSettings(
+            learning_rate=self.lr, batch_size=self.batch_size, precision=self.precision, seed=self.seed, warmup=0.05
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,7 @@ def train_gradient_method(job: Job, settings: Any, output: Path) -> BuiltModel:
 
     def objective(model: PreTrainedModel) -> Objective:
         def reference(examples: Sequence[Example]) -> PerExample:
-            bfloat16 = uses_bfloat16(settings.training(job.seed))
+            bfloat16 = uses_bfloat16(settings.training(job.seed), model)
             return reference_log_probabilities(model, job.tokenizer, examples, settings.batch_size, bfloat16)
 
         if not has_retain_term:

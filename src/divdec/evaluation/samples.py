@@ -1,0 +1,86 @@
+"""Sample text from a model itself, as data for what it should go on doing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from divdec.data.records import Message, Record, RecordSet
+from divdec.errors import UsageError
+from divdec.evaluation.generation import answers, continuations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MARK = "\ue000"  # a character of the private use area, which no template contains
+QUESTION_LENGTH = 48  # tokens
+MOST_ROUNDS = 4
+
+
+def sample_records(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    *,
+    max_new_tokens: int = 96,
+    batch_size: int = 32,
+    seed: int = 0,
+    title: str | None = None,
+) -> RecordSet:
+    """Let a model write questions and answer them greedily; a model without a chat template writes plain texts.
+
+    A chat model writes a question when its prompt ends where the user's turn begins (Magpie, arXiv 2406.08464).
+
+    Args:
+        model: any causal language model.
+        tokenizer: its tokenizer.
+        count: number of records.
+        max_new_tokens: longest answer or text.
+        batch_size: sequences in a pass.
+        seed: seed of the questions or texts.
+        title: title of the progress bar; None shows none.
+
+    Raises:
+        UsageError: less than half of the samples have any text.
+    """
+    chat = tokenizer.chat_template is not None
+    prompt, length = (user_prefix(tokenizer), QUESTION_LENGTH) if chat else (start_ids(tokenizer), max_new_tokens)
+    texts: dict[str, None] = {}
+    for attempt in range(MOST_ROUNDS):
+        outputs = continuations(
+            model, tokenizer, [prompt] * (count - len(texts)),
+            max_new_tokens=length, batch_size=batch_size, title=title, seed=seed + attempt, do_sample=True, top_k=0,
+        )  # fmt: skip
+        for ids in outputs:
+            if chat and tokenizer.eos_token_id not in ids:
+                continue  # a question without its end
+            if text := str(tokenizer.decode(ids, skip_special_tokens=True)).strip():
+                texts.setdefault(text)
+        if len(texts) >= count:
+            break
+    if 2 * len(texts) < count:
+        raise UsageError(
+            f"the model wrote only {len(texts)} different texts in {MOST_ROUNDS} times {count} samples, most of them "
+            "empty; give text of the kind that it is used for (--text)"
+        )
+    if not chat:
+        return RecordSet("samples", "text", tuple(map(Record, texts)))
+    questions = [Record("", messages=(Message("user", text),)) for text in texts]
+    replies = answers(model, tokenizer, questions, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
+    records = [
+        Record(reply, messages=question.messages) for question, reply in zip(questions, replies, strict=True) if reply
+    ]
+    return RecordSet("samples", "question/answer", tuple(records))
+
+
+def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation up to where the user's first message begins."""
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False))
+    return tokenizer(text.partition(MARK)[0], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token that begins a text; the end token in models without one, such as GPT-2."""
+    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(token, int):
+        raise UsageError("the tokenizer has neither a begin nor an end token to sample from; give text (--text)")
+    return [token]

