@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import divdec.research.figures.benchmarks
+import divdec.research.figures.runs  # noqa: F401  # both register their figures
 from divdec import UsageError
 from divdec.evaluation.results import Results, identify, write_results
 from divdec.report.gradient_depth import write_depth
 from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
-from divdec.research.figures.catalog import FIGURES, FigureRequest
-from divdec.research.figures.registry import Source
+from divdec.research.figures.registry import FIGURES, FigureRequest, Source
 from divdec.research.figures.results import best_settings, load_results
 from divdec.runs import record, write_json
 from divdec.training.gradient_depth import LayerDepth
