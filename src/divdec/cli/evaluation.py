@@ -46,8 +46,8 @@ def evaluate(
         printing: format of the figures.
     """
     import divdec.research.baselines.auto  # noqa: F401  # registers the composite baselines with transformers
+    from divdec.evaluation.generation import is_main, sharded
     from divdec.evaluation.run import evaluate as run
-    from divdec.evaluation.sharding import is_main, sharded
 
     quiet()
     with sharded():
