@@ -168,9 +168,15 @@ def _volume_figure(estimate: CostEstimate) -> Figure:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     from divdec.costs.model_size import format_quantity
-    from divdec.report.style import LOOKS, TARGET, TEXT
+    from divdec.report.style import SERIES_STYLES, TARGET, TEXT
 
-    looks = {"target": TARGET, "steer": LOOKS[0], "speculate": LOOKS[4], "distil": LOOKS[1], "n-gram": LOOKS[2]}
+    styles = {
+        "target": TARGET,
+        "steer": SERIES_STYLES[0],
+        "speculate": SERIES_STYLES[4],
+        "distil": SERIES_STYLES[1],
+        "n-gram": SERIES_STYLES[2],
+    }
     # One panel above the other, so that the text stays readable on a phone.
     figure = Figure(figsize=(5.6, 7.2), layout="constrained")
     panels = figure.subplots(2, 1)
@@ -179,10 +185,10 @@ def _volume_figure(estimate: CostEstimate) -> Figure:
     volumes = np.geomspace(min(limits), max(limits) * 1.2, 200)
     target = estimate.options["target"]
     for name, cost in estimate.options.items():
-        look = {"color": looks[name].colour, "linestyle": looks[name].dash, "label": OPTIONS[name]}
-        panels[0].plot(volumes, [cost.at(volume) for volume in volumes], **look)
+        line = {"color": styles[name].colour, "linestyle": styles[name].dash, "label": OPTIONS[name]}
+        panels[0].plot(volumes, [cost.at(volume) for volume in volumes], **line)
         if name not in ("target", "n-gram"):  # 0 has no position on a logarithmic axis
-            panels[1].plot(volumes, [cost.at(volume) - target.at(volume) for volume in volumes], **look)
+            panels[1].plot(volumes, [cost.at(volume) - target.at(volume) for volume in volumes], **line)
     for axes, title in zip(panels, ("All FLOPs", "FLOPs beyond the target's own inference"), strict=True):
         axes.set_xscale("log")
         axes.set_yscale("log")

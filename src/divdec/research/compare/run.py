@@ -1,6 +1,6 @@
 """The comparison behind `divdec compare`: every trial on every seed, then leaks and costs of the best settings.
 
-Each trial's result is kept, so that a stopped comparison continues; a failed trial is a row of the table.
+Each trial's result is kept, so that a comparison that was interrupted continues; a failed trial is a row of the table.
 """
 
 from __future__ import annotations
