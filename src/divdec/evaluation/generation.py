@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompts, padded, padding_id
+from divdec.data.formatting import Format, encode_prompts, left_padded, padding_id
 from divdec.data.records import Record
 from divdec.errors import UsageError, first_line
 from divdec.evaluation.sharding import is_main, number_of_processes, own, together
@@ -162,13 +160,6 @@ def samples(
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
-
-
-def left_padded(
-    prompts: Sequence[Sequence[int]], padding: int
-) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"]]:
-    """Pad prompts on the left, and return token ids and attention mask."""
-    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
 
 
 class Fluency:
