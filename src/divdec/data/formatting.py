@@ -191,6 +191,11 @@ def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> 
     )
 
 
+def left_padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Pad prompts on the left, and return token ids and attention mask: int64 [batch, width] each."""
+    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the padding token, or the end token if the tokenizer has no padding token."""
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompts, padded, padding_id
+from divdec.data.formatting import Format, encode_prompts, left_padded, padding_id
 from divdec.data.records import Record
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import device_of
@@ -173,13 +171,6 @@ def samples(
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
-
-
-def left_padded(
-    prompts: Sequence[Sequence[int]], padding: int
-) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"]]:
-    """Pad prompts on the left, and return token ids and attention mask."""
-    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from divdec.data.formatting import encode_prompts, encode_set, padding_id
+from divdec.data.formatting import encode_prompts, encode_set, left_padded, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.generation import left_padded
+from divdec.experts.neural import positions_of
 from divdec.model.checkpoint import load_config, load_model
-from divdec.model.checks import positions_of
 from divdec.research.baselines import losses
 from divdec.research.baselines.gradient import RETAIN, Batch, frozen_target, read_lines, unlearn
 from divdec.research.baselines.job import BuiltModel, Job
