@@ -1,5 +1,6 @@
 """What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -31,6 +32,13 @@ def pytest_configure(config):
     from jaxtyping import install_import_hook
 
     install_import_hook(shaped_modules(), "beartype.beartype")
+
+
+def pytest_collection_finish():
+    # accelerate collects garbage before and after each training; what was imported until now is none, and takes most
+    # of the time of a search.
+    gc.collect()
+    gc.freeze()
 
 
 def shaped_modules():

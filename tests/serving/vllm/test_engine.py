@@ -21,6 +21,20 @@ def is_steered(model, prompts, answers, apart=1.0):
     assert from_target > apart
 
 
+def test_compile_cache_is_not_shared_between_auxiliaries(ask, make_bundle, ngrams, prompts, tmp_path):
+    """vLLM keeps compiled code by the target's shape: auxiliaries of one architecture, or of two, must not share it."""
+    own_cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    # Models of one and two layers: compiling takes its time by the layer.
+    shallow = make_bundle("flat-target", "flat-retain", "flat-forget")
+    deep = make_bundle("flat-target", ngram=ngrams, steering="rank:20")
+    for bundle in (shallow, deep, shallow):
+        (answers,) = ask(bundle, [requests(prompts[:8], logprobs=5)], own_cache, **ALONE)
+        model = Reference(bundle)
+        same_answers(model, prompts[:8], answers)
+        # The rank rule moves what it does not suppress by little.
+        is_steered(model, prompts[:8], answers, apart=0.1)
+
+
 def test_mixed_batch_with_prefix_caching(ask, make_bundle, prompts):
     bundle = make_bundle()
     # vLLM takes no higher temperature.
@@ -38,19 +52,6 @@ def test_mixed_batch_with_prefix_caching(ask, make_bundle, prompts):
     assert sum(answer["cached"] for answer in cached) > 500
     for asked, answers in ((prompts, together), (prompts[::-1], cached), (prompts, heated)):
         is_steered(model, asked, answers)
-
-
-def test_compile_cache_is_not_shared_between_auxiliaries(ask, make_bundle, ngrams, prompts, tmp_path):
-    """vLLM keeps compiled code by the target's shape: auxiliaries of one architecture, or of two, must not share it."""
-    own_cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    shallow = make_bundle()
-    deep = make_bundle(retain="deep-retain", forget="deep-forget", ngram=ngrams, steering="rank:20")
-    for bundle in (shallow, deep, shallow):
-        (answers,) = ask(bundle, [requests(prompts[:8], logprobs=5)], own_cache, **ALONE)
-        model = Reference(bundle)
-        same_answers(model, prompts[:8], answers)
-        # The rank rule moves what it does not suppress by little.
-        is_steered(model, prompts[:8], answers, apart=0.1)
 
 
 def test_tensor_parallel_with_two_families_and_ngrams(ask, make_bundle, ngrams, prompts):
