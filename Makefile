@@ -17,7 +17,7 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -98,6 +98,8 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 # Tests of one server stay with one process, and all others go to the next that is free.
 test-vllm: $(VENV)-vllm/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm -n 2 --dist loadgroup --durations 0 tests/serving/vllm
+
+install-vllm: $(VENV)-vllm/.installed
 
 $(VENV)-vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-vllm
