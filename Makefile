@@ -95,9 +95,9 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
-# Tests of one server stay with one process, and all others go to the next that is free.
+# A file stays with one process, which starts its server once; the longest files come first by name.
 test-vllm: $(VENV)-vllm/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm -n 2 --dist loadgroup --durations 0 tests/serving/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder --durations 0 tests/serving/vllm
 
 install-vllm: $(VENV)-vllm/.installed
 

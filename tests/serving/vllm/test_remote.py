@@ -18,7 +18,7 @@ from exactness import assert_same_answer
 from vllm_reference import KEY, Reference, environment
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.xdist_group("remote")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

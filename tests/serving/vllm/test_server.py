@@ -9,7 +9,7 @@ from divdec.takedowns.registry import Registry
 from exactness import assert_same_text
 from vllm_reference import HEADERS, KEY, Reference, vllm_serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-3
 
