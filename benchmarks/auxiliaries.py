@@ -44,7 +44,7 @@ from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram_fit import load_pair, write_pair
 from divdec.model.checkpoint import load_model, load_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.style import LOOKS, RETRAIN, style, write_figure
+from divdec.report.style import RETRAIN, SERIES_STYLES, style, write_figure
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 
@@ -227,8 +227,8 @@ def _plot(results, kinds, path):
         for place, (kind, marker) in enumerate(zip(kinds, "osD^vPX<>*")):
             rows = [row for setting, row in results[kind]["settings"].items() if setting.startswith("linear")]
             axes.plot(*([row[name] for row in rows] for name in ("retain_kept", "gap_closed")), marker=marker, ms=4,
-                      lw=1, ls="--" if kind.endswith("healed") else "-", color=LOOKS[place % len(LOOKS)].colour,
-                      label=kind)  # fmt: skip
+                      lw=1, ls="--" if kind.endswith("healed") else "-", label=kind,
+                      color=SERIES_STYLES[place % len(SERIES_STYLES)].colour)  # fmt: skip
         axes.set(xlabel="share of the target's retain accuracy kept (higher is better)", xlim=(0.88, 1.01),
                  ylim=(0, 1.3), ylabel="gap closed (1: as the retrained model)")  # fmt: skip
         axes.axhline(1, color=RETRAIN.colour, lw=0.8, ls=":")

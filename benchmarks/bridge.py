@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 
-from divdec.bridge.alignment import AlignedSequence
+from divdec.bridge.alignment import AlignedSequence, DivergenceMapper
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
 from divdec.bridge.pair import BridgedPair
-from divdec.bridge.token_bytes import token_bytes
-from divdec.bridge.vocabulary_map import DivergenceMapper, TokenHealingMaps, VocabularyMap
+from divdec.bridge.token_bytes import TokenHealingMaps, VocabularyMap, token_bytes
 
 CONTEXTS = (64, 256, 1024)
 END = "</s>"

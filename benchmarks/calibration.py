@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tofu_small
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.cli.calibrate import SWEEP
+from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.demo import run as demo

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import divdec  # noqa: F401  registers the model type
-from divdec.data.formatting import encode_prompts
-from divdec.evaluation.generation import left_padded
+from divdec.data.formatting import encode_prompts, left_padded
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 

@@ -25,8 +25,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch.nn import functional
 
 from divdec import DivergenceForCausalLM
-from divdec.data.formatting import IGNORED
-from divdec.evaluation.generation import left_padded
+from divdec.data.formatting import IGNORED, left_padded
 from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel, gradient_norm

@@ -29,8 +29,8 @@ from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.compare.benchmark import Benchmark, load_benchmarks
-from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.trials import Trial, build_model
+from divdec.research.compare.run import build_model
+from divdec.research.compare.settings import CompareSettings, Trial
 from divdec.runs import ResultCache, output_folder, read_json, write_json
 from limits_attacks import (
     FORMS,

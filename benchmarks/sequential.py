@@ -33,8 +33,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import Example, encode_records, encode_set
 from divdec.data.records import write_records
-from divdec.demo.measure import Questions
-from divdec.demo.models import StageCache, label_all_tokens, train_tokenizer
+from divdec.demo.models import Questions, StageCache, label_all_tokens, train_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.generation import answers

@@ -10,8 +10,7 @@ from divdec.data.formatting import Format
 from divdec.data.records import Kind, Record, RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
-from divdec.demo.measure import Questions
-from divdec.demo.models import Recipe
+from divdec.demo.models import Questions, Recipe
 from divdec.errors import UsageError
 from divdec.research.compare.benchmark import TOFU_SMALL
 

@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from divdec.demo.measure import Questions, measure_models
-from divdec.demo.models import Material, train_all
+from divdec.demo.models import Material, Questions, measure_models, train_all
 from divdec.demo.run import MAIN_SETS
 from divdec.errors import UsageError
 from divdec.model.bundle import write_bundle

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
+    from divdec.configuration import DivergenceConfig
+    from divdec.decoding.cache import DivergenceCache
     from divdec.decoding.speculative import Speculation
     from divdec.decoding.statistics import SpeculationStatistics
     from divdec.experts.neural import NeuralPair
     from divdec.experts.protocol import Experts
     from divdec.model.bundle import write_bundle
-    from divdec.model.cache import DivergenceCache
-    from divdec.model.configuration import DivergenceConfig
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering, steer_linear, steer_rank
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "DivergenceCache": "divdec.model.cache",
-    "DivergenceConfig": "divdec.model.configuration",
+    "DivergenceCache": "divdec.decoding.cache",
+    "DivergenceConfig": "divdec.configuration",
     "DivergenceForCausalLM": "divdec.model.modeling",
     "Experts": "divdec.experts.protocol",
     "NeuralPair": "divdec.experts.neural",

@@ -15,8 +15,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.metrics import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.compare.benchmark import load_benchmarks
-from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.trials import Trial
+from divdec.research.compare.settings import CompareSettings, Trial
 from divdec.training.settings import TrainingSettings
 
 SMALL = dataclasses.replace(

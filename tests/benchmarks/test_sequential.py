@@ -12,8 +12,7 @@ import sequential
 from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
 from divdec.demo import run as demo
-from divdec.demo.measure import Questions
-from divdec.demo.models import Recipe, Shape
+from divdec.demo.models import Questions, Recipe, Shape
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings

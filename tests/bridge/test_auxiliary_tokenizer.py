@@ -100,7 +100,7 @@ def test_encoder_token_is_preferred_among_tokens_with_same_bytes(tokenizers):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from divdec.bridge.vocabulary_map import VocabularyMap
+    from divdec.bridge.token_bytes import VocabularyMap
 
     description = describe_tokenizer(tokenizers["small"])
     added_id = len(tokenizers["small"])

@@ -4,7 +4,7 @@ import torch
 
 from conftest import tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.model.cache import join
+from divdec.decoding.cache import join
 
 TEXTS = ("The author of The Hollow Orchard lives", "In", "Großmutter aß in Köln ein")
 

@@ -17,10 +17,10 @@ from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
+from divdec.configuration import DivergenceConfig
 from divdec.decoding import drafters
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
-from divdec.model.configuration import DivergenceConfig
 from exactness import assert_close as close
 from exactness import assert_same_answers
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from divdec.bridge.vocabulary_map import (
+from divdec.bridge.token_bytes import (
     EXACT,
     EXTENSION,
     NONE,

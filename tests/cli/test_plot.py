@@ -8,7 +8,8 @@ from PIL import Image
 
 from conftest import loads_torch
 from divdec.cli import main
-from divdec.research.figures.catalog import FIGURES
+from divdec.research.figures import benchmarks, runs  # noqa: F401  # they register their figures
+from divdec.research.figures.registry import FIGURES
 from divdec.runs import write_json
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.costs.latency import (
+from divdec.costs.estimate import (
     DEVICES,
     Device,
     Workload,

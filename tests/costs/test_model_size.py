@@ -111,7 +111,7 @@ def test_non_causal_model_is_rejected(tmp_path):
 
 
 def test_bundle_is_rejected_as_model_size(tmp_path):
-    from divdec.model.configuration import DivergenceConfig
+    from divdec.configuration import DivergenceConfig
 
     DivergenceConfig().save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="gives no causal language model"):

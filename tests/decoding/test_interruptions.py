@@ -7,9 +7,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.formatting import left_padded
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
-from divdec.evaluation.generation import left_padded
 from exactness import assert_same_answers
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}

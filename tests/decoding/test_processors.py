@@ -11,9 +11,9 @@ from transformers.generation import logits_process
 import reference
 from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
+from divdec.data.formatting import left_padded
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
-from divdec.evaluation.generation import left_padded
 from divdec.serving.request import Request, SamplingParams
 
 VOCAB, END, NEW = 32, 0, 8

@@ -11,8 +11,7 @@ from divdec import DivergenceForCausalLM
 from divdec.data.records import read_records
 from divdec.data.world import build_world, write_tofu
 from divdec.demo import run as demo
-from divdec.demo.measure import GAP_AIM, RETAIN_AIM
-from divdec.demo.models import Shape
+from divdec.demo.models import GAP_AIM, RETAIN_AIM, Shape
 from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu import read_tofu

@@ -1,6 +1,6 @@
 import pytest
 
-from divdec.demo.measure import Figures, Measurement, gap_closed, recommend, retain_kept
+from divdec.demo.models import Figures, Measurement, gap_closed, recommend, retain_kept
 
 
 def row(forget, retain, setting=None, model="linear", holdout=0.1):

@@ -13,10 +13,10 @@ from divdec import UsageError, write_bundle
 from divdec.cli import main
 from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.evaluation import muse, tofu
+from divdec.evaluation.generation import is_main, on_main, own, sharded, together
 from divdec.evaluation.results import ITEMS, SUMMARY
 from divdec.evaluation.run import evaluate
 from divdec.evaluation.settings import EvalSettings
-from divdec.evaluation.sharding import is_main, on_main, own, sharded, together
 
 SCRIPT = Path(__file__).with_name("sharded_eval.py")
 NEW_TOKENS = 8

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.evaluation import tofu
-from divdec.evaluation.generation import Fluency
+from divdec.evaluation.judges import Fluency
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
+from divdec.decoding.cache import drop_columns, join
 from divdec.errors import FailedClosed
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.model.cache import drop_columns, join
 
 VOCAB = 512
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.model.configuration import REMOTE_FILE
+from divdec.configuration import REMOTE_FILE
 from divdec.model.loading import read_config
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 

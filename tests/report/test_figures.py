@@ -11,12 +11,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import divdec.research.figures.benchmarks
+import divdec.research.figures.runs  # noqa: F401  # both register their figures
 from divdec import UsageError
 from divdec.evaluation.results import Results, identify, write_results
 from divdec.report.gradient_depth import write_depth
-from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, css, style, svg_text, themed, variable, write_figure
-from divdec.research.figures.catalog import FIGURES, FigureRequest
-from divdec.research.figures.registry import Source
+from divdec.report.style import (
+    BY_NAME,
+    RETRAIN,
+    SERIES_STYLES,
+    TARGET,
+    css,
+    style,
+    svg_text,
+    themed,
+    variable,
+    write_figure,
+)
+from divdec.research.figures.registry import FIGURES, FigureRequest, Source
 from divdec.research.figures.results import best_settings, load_results
 from divdec.runs import record, write_json
 from divdec.training.gradient_depth import LayerDepth
@@ -526,9 +538,9 @@ class TestPalette:
         assert contrast(palette["faint"], palette["paper"]) >= 2.9  # bars and lines, no words
 
     def test_plot_styles_differ_by_more_than_colour(self):
-        looks = [TARGET, RETRAIN, *LOOKS]
-        assert len({look.marker for look in looks}) == len({look.sign for look in looks}) == len(looks)
-        assert len({str(look.dash) for look in looks}) == len(looks)
+        styles = [TARGET, RETRAIN, *SERIES_STYLES]
+        assert len({one.marker for one in styles}) == len({one.sign for one in styles}) == len(styles)
+        assert len({str(one.dash) for one in styles}) == len(styles)
 
     def test_first_two_series_are_distinguishable_with_colour_blindness(self):
         # Viénot, Brettel and Mollon (1999): what reds and greens become to protanopes and deuteranopes.

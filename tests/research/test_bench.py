@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from divdec.costs.latency import Device
+from divdec.costs.estimate import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
 from divdec.research.bench import run as bench_run

@@ -19,10 +19,10 @@ from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
 from divdec.research.baselines.methods import METHODS, TITLES
-from divdec.research.compare import run, trials
+from divdec.research.compare import run
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import compare_methods
-from divdec.research.compare.settings import CompareSettings
+from divdec.research.compare.settings import GRIDS, CompareSettings, Trial, trials_of
 from divdec.research.compare.table import (
     BenchmarkResults,
     SeedResult,
@@ -33,7 +33,6 @@ from divdec.research.compare.table import (
     summarize,
     without_best,
 )
-from divdec.research.compare.trials import GRIDS, Trial, trials_of
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
@@ -118,7 +117,7 @@ def few(monkeypatch):
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},
         "offset": {"learning_rate": (1e-3,), "epochs": (1.0,)},
     }
-    monkeypatch.setitem(trials.GRIDS, "small", grid)
+    monkeypatch.setitem(GRIDS, "small", grid)
     return tuple(grid)
 
 

@@ -108,7 +108,7 @@ def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, a
 
 
 def test_takedown_applies_in_server_and_playground(bundles, registry, article, tokenizer):
-    from divdec.cli.serve import ServeSettings, build_engine
+    from divdec.cli.serving import ServeSettings, build_engine
     from divdec.playground.controller import Controller, ControlValues
     from divdec.playground.models import ChatOptions, SteeredModel
 

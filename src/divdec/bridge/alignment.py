@@ -1,19 +1,40 @@
-"""What the auxiliaries read at each of the target's tokens: a pure function of the tokens up to there.
+"""Between the target's tokens and the auxiliaries': their input at each target token, and their divergence mapped back.
 
-A sequence stores what it has computed, so that the cost of the next token does not grow with the text.
+The input is a pure function of the tokens up to there. A sequence stores what it has computed, so that the cost of the
+next token does not grow with the text.
 """
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer, begins_with_space
 from divdec.bridge.conversation import MARK_BYTE, ConversationConverter, ConversationPrefix
-from divdec.bridge.token_bytes import special_tokens, token_bytes
+from divdec.bridge.token_bytes import (
+    EXACT,
+    PREFIX,
+    TokenBytes,
+    TokenHealingMaps,
+    VocabularyMap,
+    describe_tokenizer,
+    flatten_components,
+    special_tokens,
+    token_bytes,
+)
+from divdec.errors import UsageError
 
+_MIN_COVERAGE = 0.5
+# Normalizers that change characters, not words: a target token can be looked up in its normalized form.
+_CHARACTER_NORMALIZERS = frozenset(("Lowercase", "StripAccents", "BertNormalizer", "NFC", "NFKC"))
 _MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
 
 
@@ -287,3 +308,149 @@ class AlignedSequence:
                     self._retokenizer.add_text(state, rest)
                 begins = True
         return begins
+
+
+class DivergenceMapper:
+    """Divergence over the target's vocabulary from the auxiliaries' logits over their own.
+
+    The divergence is centered on its median, so that a token that neither auxiliary prefers has divergence 0. A target
+    token without a source also has divergence 0.
+
+    Args:
+        target_bytes: bytes of the target's tokens.
+        auxiliary: the auxiliaries' tokenizer.
+        width: number of the target's logits.
+
+    Raises:
+        UsageError: less than half of the target's vocabulary has a source.
+    """
+
+    def __init__(self, target_bytes: TokenBytes, auxiliary: AuxiliaryTokenizer, width: int) -> None:
+        self._bytes, self._auxiliary, self._width = target_bytes, auxiliary, width
+        self._maps: dict[tuple[bool, bool], VocabularyMap] = {}
+        self._sources: dict[tuple[bool, bool], Tensor] = {}
+        self._text_tokens = torch.tensor([index for index, text in enumerate(auxiliary.bytes) if text is not None])
+        # A token without a source is never steered: with most of them unsteered, nothing would be unlearned.
+        text = np.array([text is not None for text in target_bytes][:width])
+        kind = self.map().kind[: len(text)][text]
+        covered = float(np.isin(kind, (EXACT, PREFIX)).mean()) if len(kind) else 0.0
+        if covered < _MIN_COVERAGE:
+            raise UsageError(
+                f"the auxiliaries' tokenizer has tokens for {covered:.0%} of the target's vocabulary, at least "
+                f"{_MIN_COVERAGE:.0%} are needed: the rest would not be steered"
+            )
+
+    def map(self, strip_space: bool = False, add_space: bool = False) -> VocabularyMap:
+        """Return the map for a position within a text, or at the beginning of a text.
+
+        Args:
+            strip_space: the target's next token has a leading space that is not part of the text.
+            add_space: the auxiliaries' next token has one.
+        """
+        key = (strip_space, add_space)
+        if key not in self._maps:
+            texts = [_at_beginning(text, *key) for text in self._normalized_bytes]
+            self._maps[key] = VocabularyMap.build(texts, self._auxiliary.written_bytes, self._width)
+        return self._maps[key]
+
+    def divergence(
+        self,
+        retain: Float[Tensor, "inputs last width"],
+        forget: Float[Tensor, "inputs last width"],
+        inputs: Sequence[AuxiliaryInput],
+        token_healing: bool,
+    ) -> Float[Tensor, "inputs vocab"]:
+        """Return ℓ_q − ℓ_p over the target's vocabulary after each input; NaN where an auxiliary is not finite.
+
+        Args:
+            retain: the retain auxiliary's logits after the last token and, with token healing, before it.
+            forget: those of the forget auxiliary.
+            inputs: what the auxiliaries have read.
+            token_healing: use the divergence before the last token for target tokens that could extend it.
+        """
+        retain, forget = retain.float(), forget.to(retain.device).float()
+        width = min(retain.shape[-1], forget.shape[-1])
+        retain, forget = retain[..., :width], forget[..., :width]
+        self._text_tokens = self._text_tokens.to(retain.device)
+        finite = self._is_finite(retain[:, -1]) & self._is_finite(forget[:, -1])
+        difference = retain[:, -1] - forget[:, -1]
+        centered = difference - difference[:, self._text_tokens].median(dim=-1, keepdim=True).values
+        result = centered.new_empty(len(inputs), self._width)
+        keys = [(one.target_strips_space, one.auxiliary_adds_space) for one in inputs]
+        for key in set(keys):
+            rows = [row for row, own in enumerate(keys) if own == key]
+            result[rows] = self._gather(centered[rows], key)
+        if token_healing:
+            for row, one in enumerate(inputs):
+                if len(one.ids) > 1 and one.is_open:
+                    self._heal(result[row], finite, row, one.ids[-1], retain[row, 0], forget[row, 0])
+        # A gather may drop a value that is not finite. NaN makes the steered model raise an error.
+        return result.masked_fill(~finite[:, None], torch.nan)
+
+    def _is_finite(self, logits: Float[Tensor, "inputs width"]) -> Bool[Tensor, " inputs"]:
+        """Whether all logits are finite; −inf is accepted for tokens without text, which a model may rule out."""
+        ruled_out = logits.isneginf()
+        ruled_out[:, self._text_tokens] = False
+        return (logits.isfinite() | ruled_out).all(-1)
+
+    def _gather(self, values: Float[Tensor, "inputs width"], key: tuple[bool, bool]) -> Float[Tensor, "inputs vocab"]:
+        source = self._sources.get(key)
+        if source is None or source.device != values.device:
+            source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
+        return values[:, source.clamp(min=0)].masked_fill(source < 0, 0.0)
+
+    def _heal(
+        self,
+        result: Float[Tensor, " vocab"],
+        finite: Bool[Tensor, " inputs"],
+        row: int,
+        last: int,
+        retain: Float[Tensor, " width"],
+        forget: Float[Tensor, " width"],
+    ) -> None:
+        """Use the divergence before the last token for target tokens that could extend it, in place.
+
+        It is relative to the divergence of the last token itself. Normalizing over the tokens that begin with the last
+        one would shift all of them equally and cancels in the difference.
+        """
+        text = self._auxiliary.bytes[last] if last < len(self._auxiliary.bytes) else None
+        if text is None or not self._healing_maps.has_extension(text):
+            return
+        finite[row] &= bool((self._is_finite(retain[None]) & self._is_finite(forget[None])).all())
+        source = torch.from_numpy(self._healing_maps.source_of(text)).to(result.device)
+        before = retain - forget
+        extends = source >= 0
+        result[extends] = (before[source[extends]] - before[last]).to(result.device)
+
+    @functools.cached_property
+    def _healing_maps(self) -> TokenHealingMaps:
+        return TokenHealingMaps(self._normalized_bytes, self._auxiliary.written_bytes, self._width)
+
+    @functools.cached_property
+    def _normalized_bytes(self) -> TokenBytes:
+        """Bytes of the target's tokens as the auxiliaries' tokenizer would normalize them."""
+        normalizers = flatten_components(describe_tokenizer(self._auxiliary.tokenizer)["normalizer"], "normalizers")
+        known = bool(normalizers) and all(part["type"] in _CHARACTER_NORMALIZERS for part in normalizers)
+        word_piece = self._auxiliary.is_word_piece
+        if not known and not word_piece:
+            return self._bytes
+        normalize = self._auxiliary.tokenizer.backend_tokenizer.normalizer.normalize_str if known else str
+        return [text and _normalized(text, normalize, word_piece) for text in self._bytes]
+
+
+def _normalized(text: bytes, normalize: Callable[[str], str], word_piece: bool) -> bytes:
+    """Normalize a target token's text; it is returned unchanged if it is not valid UTF-8 or nothing is left of it."""
+    try:
+        content = normalize(text.decode()).strip(" ")
+    except UnicodeDecodeError:
+        return text
+    if not content:
+        return text
+    has_space = text.startswith(b" ") and (content[0].isalnum() or not word_piece)
+    return (" " * has_space + content).encode()
+
+
+def _at_beginning(text: bytes | None, strip_space: bool, add_space: bool) -> bytes | None:
+    if strip_space and text and len(text) > 1:
+        text = text.removeprefix(b" ")
+    return b" " + text if add_space and text and not text.startswith(b" ") else text

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, Retokenizer, common_prefix_length
-from divdec.bridge.vocabulary_map import DivergenceMapper
+from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer, common_prefix_length
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import (
     check_pair,

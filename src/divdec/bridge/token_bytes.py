@@ -1,17 +1,28 @@
-"""Bytes that each token of a tokenizer represents, read from the tokenizer's own description.
+"""Bytes that each token of a tokenizer represents, and maps between two vocabularies by these bytes.
 
-Decoding a token to a string is not enough: a token may contain only part of a character.
+The bytes are read from the tokenizer's own description. Decoding a token to a string is not enough: a token may contain
+only part of a character. A map gives each target token at most one source token, so that a divergence is mapped with a
+single gather.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from divdec.errors import UsageError
 
+TokenBytes = Sequence[bytes | None]
+
+NONE, EXACT, PREFIX, EXTENSION = range(4)
+_KINDS = ("none", "exact", "prefix", "extension")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"  # SentencePiece's character for a space
 _ACCEPTED = "byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece), WordPiece"
@@ -151,3 +162,113 @@ def _decode_word_piece(token: str, prefix: str) -> bytes:
         return token[len(prefix) :].encode()
     # Punctuation is a token by itself whether or not a space precedes it.
     return (f" {token}" if token[0].isalnum() else token).encode() if token else b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """Shares of the target's tokens by how their source is found."""
+
+    exact: float
+    """The source has the same bytes."""
+    prefix: float
+    """The source is the longest auxiliary token that the target's token begins with."""
+    extension: float
+    """The source is the shortest auxiliary token that begins with the target's token."""
+    none: float
+    """No source, not steered: special tokens, padding of the vocabulary, bytes that the auxiliaries lack."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyMap:
+    """`source[t]` is the auxiliary token of target token t, −1 if it has none; `kind[t]` says how it was found."""
+
+    source: np.ndarray
+    kind: np.ndarray
+
+    @classmethod
+    def build(cls, target: TokenBytes, auxiliary: TokenBytes, width: int) -> VocabularyMap:
+        """Find the source of each target token: same bytes, else the longest prefix, else the shortest extension.
+
+        Args:
+            target: bytes of the target's tokens; None for tokens that are never steered.
+            auxiliary: bytes of the auxiliaries' tokens; the lowest id is used if several have the same bytes.
+            width: number of entries: the number of the target's logits.
+        """
+        ids = _first_ids(auxiliary)
+        ordered = sorted(ids)
+        longest = max(map(len, ordered), default=0)
+        source, kind = np.full(width, -1, np.int64), np.full(width, NONE, np.int8)
+        for token, text in enumerate(target[:width]):
+            if not text:
+                continue
+            for length in range(min(len(text), longest), 0, -1):
+                if (index := ids.get(text[:length])) is not None:
+                    source[token], kind[token] = index, EXACT if length == len(text) else PREFIX
+                    break
+            else:
+                start, stop = _prefix_range(ordered, text)
+                if extensions := [(len(longer), ids[longer]) for longer in ordered[start:stop]]:
+                    source[token], kind[token] = min(extensions)[1], EXTENSION
+        return cls(source, kind)
+
+    def coverage(self, ids: Sequence[int] | None = None) -> Coverage:
+        """Return the shares of a text, given as the target's token ids, or of the vocabulary."""
+        kind = self.kind if ids is None else self.kind[np.array(ids, np.int64)]
+        counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
+        return Coverage(**{name: float(counts[index]) for index, name in enumerate(_KINDS)})
+
+
+class TokenHealingMaps:
+    """Sources of the target's tokens among the auxiliary tokens that extend the last token read.
+
+    Args:
+        target: bytes of the target's tokens.
+        auxiliary: bytes of the auxiliaries' tokens.
+        width: number of the target's logits.
+    """
+
+    def __init__(self, target: TokenBytes, auxiliary: TokenBytes, width: int) -> None:
+        self._ids = _first_ids(auxiliary)
+        self._ordered = sorted(self._ids)
+        pairs = sorted((text, token) for token, text in enumerate(target[:width]) if text)
+        self._texts = [text for text, _ in pairs]
+        self._tokens = np.array([token for _, token in pairs], np.int64)
+        self._width = width
+        self.source_of = functools.lru_cache(maxsize=256)(self._source_of)
+        self.has_extension = functools.lru_cache(maxsize=1 << 16)(self._has_extension)
+
+    def _has_extension(self, last: bytes) -> bool:
+        """Whether a longer auxiliary token begins with these bytes."""
+        index = bisect.bisect_right(self._ordered, last)
+        return index < len(self._ordered) and self._ordered[index].startswith(last)
+
+    def _source_of(self, last: bytes) -> np.ndarray:
+        """Return each target token's source among the auxiliary tokens that begin with `last`, −1 where none fits."""
+        start, stop = _prefix_range(self._ordered, last)
+        extensions = [text for text in self._ordered[start:stop] if len(text) > len(last)]
+        sources = np.full(len(self._texts), -1, np.int64)
+        # Target tokens with a common prefix are adjacent. The longest extension fits best, so it is written last.
+        for text in sorted(extensions, key=len):
+            start, stop = _prefix_range(self._texts, text[len(last) :])
+            sources[start:stop] = self._ids[text]
+        result = np.full(self._width, -1, np.int64)
+        result[self._tokens] = sources
+        return result
+
+
+def _first_ids(tokens: TokenBytes) -> dict[bytes, int]:
+    """Return the lowest id of the tokens with the same bytes."""
+    result: dict[bytes, int] = {}
+    for index, text in enumerate(tokens):
+        if text:
+            result.setdefault(text, index)
+    return result
+
+
+def _prefix_range(ordered: list[bytes], prefix: bytes) -> tuple[int, int]:
+    """Return start and end of the strings that begin with a prefix, in a sorted list."""
+    start = bisect.bisect_left(ordered, prefix)
+    stripped = prefix.rstrip(b"\xff")
+    if not stripped:
+        return start, len(ordered)
+    return start, bisect.bisect_left(ordered, stripped[:-1] + bytes([stripped[-1] + 1]), start)

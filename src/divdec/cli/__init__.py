@@ -12,7 +12,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    import divdec.takedowns  # noqa: F401 (so that bundles may name a registry)
     from divdec.cli.app import main as run
 
     return run(argv)

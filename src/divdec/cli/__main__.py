@@ -2,6 +2,6 @@
 
 import sys
 
-from divdec.cli import main
+from divdec.cli.app import main
 
 sys.exit(main())

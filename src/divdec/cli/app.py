@@ -29,36 +29,17 @@ from cyclopts import (
 from cyclopts.config import Yaml
 from cyclopts.help import DefaultFormatter
 
-from divdec.cli import (
-    baseline,
-    bundle,
-    calibrate,
-    chat,
-    cost,
-    demo,
-    distill,
-    doctor,
-    generate,
-    image,
-    ngram,
-    playground,
-    remote,
-    results,
-    serve,
-    takedown,
-    train,
-)
-from divdec.cli import (
-    eval as evaluation,
-)
+import divdec.takedowns  # noqa: F401  # so that bundles may name a registry
+from divdec.cli import bundle, chat, evaluation, generate, image, remote, research, serving, takedown, training
 from divdec.errors import Diverged, FailedClosed, UsageError
 
 PRODUCT = (
-    demo.demo, train.train, bundle.bundle, generate.generate, chat.chat, serve.serve, playground.playground,
-    remote.remote, ngram.ngram, takedown.app, calibrate.calibrate, distill.distill, cost.cost, doctor.doctor,
+    training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
+    remote.remote, training.ngram, takedown.app, bundle.calibrate, training.distill, research.cost, bundle.doctor,
 )  # fmt: skip
 RESEARCH = (
-    evaluation.evaluate, results.app, baseline.app, baseline.compare, distill.gradient_depth, image.app, cost.bench,
+    evaluation.evaluate, evaluation.results, research.baseline, research.compare, training.gradient_depth, image.app,
+    research.bench,
 )  # fmt: skip
 EPILOGUE = """\
 `divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec.cli.generate import SpeculationOptions, cut_at_stop, generation_arguments, print_statistics
-from divdec.cli.loading import ExpertDevices, check_fits, load, warn_if_unsteered
+from divdec.cli.generate import SpeculationOptions, check_fits, cut_at_stop, generation_arguments, print_statistics
+from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
 from divdec.options import ModelLoading, Sampling, SteeringChoice
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
 from divdec import options
-from divdec.cli.loading import ExpertDevices, check_fits, load
+from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.options import ModelLoading, OutputFile, Printing, Sampling, SteeringChoice, check_at_least
 from divdec.runs import write_text
@@ -162,6 +162,18 @@ def generation_arguments(sampling: Sampling, tokenizer: PreTrainedTokenizerBase)
     return arguments
 
 
+def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:
+    """Refuse prompts that leave no room for an answer.
+
+    Raises:
+        UsageError: a prompt is as long as the shortest context of the models.
+    """
+    positions = model.config.max_position_embeddings
+    longest = max(map(len, prompts), default=0)
+    if positions is not None and longest >= positions:
+        raise UsageError(f"{longest} tokens are too many for {positions} positions of the models: shorten {what}")
+
+
 def cut_at_stop(text: str, stop: Iterable[str]) -> str:
     """Return a text up to the first of the stop strings."""
     return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
@@ -210,9 +222,8 @@ def _answers(
     """Yield each prompt with its answer and, if asked for, its tokens' log-probabilities."""
     import torch
 
-    from divdec.data.formatting import padding_id
+    from divdec.data.formatting import left_padded, padding_id
     from divdec.decoding.text import answer_text, token_text
-    from divdec.evaluation.generation import left_padded
 
     padding = padding_id(tokenizer)
     for start in range(0, len(records), batch_size):

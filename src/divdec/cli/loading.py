@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,18 +86,6 @@ def load(
     )
     warn_if_unsteered(model.steering)
     return model, load_tokenizer(folder)
-
-
-def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:
-    """Refuse prompts that leave no room for an answer.
-
-    Raises:
-        UsageError: a prompt is as long as the shortest context of the models.
-    """
-    positions = model.config.max_position_embeddings
-    longest = max(map(len, prompts), default=0)
-    if positions is not None and longest >= positions:
-        raise UsageError(f"{longest} tokens are too many for {positions} positions of the models: shorten {what}")
 
 
 def warn_if_unsteered(steering: Steering) -> None:

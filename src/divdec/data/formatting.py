@@ -7,13 +7,13 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from divdec.bridge.alignment import common_prefix_length
 from divdec.bridge.conversation import plain_prompt
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
@@ -87,16 +87,25 @@ def encode_records(
     special = set(tokenizer.all_special_ids)
     examples = []
     for record, prompt_ids, whole_ids in zip(records, prompts, _whole_ids(records, tokenizer, form), strict=True):
-        # A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
-        answer_start = common_prefix_length(prompt_ids, whole_ids)
-        whole_ids = whole_ids[: form.max_length]
-        if all(token in special for token in whole_ids[answer_start:]):
+        example = label_answer(prompt_ids, whole_ids, form.max_length)
+        if all(token in special for token in example.input_ids[example.prompt_length :]):
             raise UsageError(
                 f"{record.location or 'a record'}: no token of the answer is left within {form.max_length} tokens "
                 f"(the prompt alone has {len(prompt_ids)})"
             )
-        examples.append(Example(whole_ids, [IGNORED] * answer_start + whole_ids[answer_start:]))
+        examples.append(example)
     return examples
+
+
+def label_answer(prompt_ids: Sequence[int], whole_ids: list[int], max_length: int | None = None) -> Example:
+    """Label the answer's tokens, up to `max_length` tokens of the whole.
+
+    A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
+    """
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt_ids, whole_ids, strict=False))
+    start = sum(1 for _ in shared)
+    whole_ids = whole_ids[:max_length]
+    return Example(whole_ids, [IGNORED] * start + whole_ids[start:])
 
 
 def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
@@ -180,6 +189,11 @@ def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> 
     return torch.tensor(
         [[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filling, strict=True)], dtype=torch.long
     )
+
+
+def left_padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Pad prompts on the left, and return token ids and attention mask: int64 [batch, width] each."""
+    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

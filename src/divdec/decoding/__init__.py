@@ -1,1 +1,1 @@
-"""Decoding with a steered model: logits processors, lossless speculative decoding, and text from tokens."""
+"""Decoding with a steered model: its cache, `generate`, lossless speculative decoding, and text from tokens."""

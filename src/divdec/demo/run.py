@@ -18,8 +18,17 @@ from rich.table import Table
 
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.data.world import Question, World, WorldSettings, build_world, general_questions, write_tofu
-from divdec.demo.measure import Measurement, Measurements, Questions, measure_models
-from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
+from divdec.demo.models import (
+    Material,
+    Measurement,
+    Measurements,
+    Questions,
+    Recipe,
+    Shape,
+    TrainedModels,
+    measure_models,
+    train_all,
+)
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.report.charts import Dot, trade_off
 from divdec.report.page import write_page

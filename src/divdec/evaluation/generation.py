@@ -1,21 +1,27 @@
-"""Generate answers to a set's prompts in left-padded batches, with the model's own `generate`."""
+"""Batches of an evaluation: shared by processes, and answered with the model's own `generate`.
+
+torchrun's processes share an evaluation within `sharded`; other code may evaluate in one of several processes. Batches
+are those of a single process, so that every item's figures are the same to the bit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
+import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from divdec.data.formatting import Format, encode_prompts, padded, padding_id
+from divdec.data.formatting import Format, encode_prompts, left_padded, padding_id
 from divdec.data.records import Record
-from divdec.errors import UsageError, first_line
-from divdec.evaluation.sharding import is_main, number_of_processes, own, together
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import device_of
 
 if TYPE_CHECKING:
@@ -27,6 +33,9 @@ COUNTED = (
     "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
     "stop_strings",
 )  # fmt: skip
+T = TypeVar("T")
+_TIMEOUT = timedelta(days=30)  # a process waits for the slowest as long as that one lives
+_ranks: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("ranks", default=(0, 1))
 
 
 def answers(
@@ -164,46 +173,65 @@ def samples(
     return [texts[start : start + count] for start in range(0, len(texts), count)]
 
 
-def left_padded(
-    prompts: Sequence[Sequence[int]], padding: int
-) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"]]:
-    """Pad prompts on the left, and return token ids and attention mask."""
-    return padded(prompts, padding, left=True), padded([[1] * len(prompt) for prompt in prompts], 0, left=True)
+@contextlib.contextmanager
+def sharded() -> Iterator[None]:
+    """Share the evaluations in the block between all processes, which must all enter it."""
+    number = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if number == 1:
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    initialize = not dist.is_initialized()
+    if initialize:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    token = _ranks.set((dist.get_rank(), number))
+    try:
+        yield
+    finally:
+        _ranks.reset(token)
+        if initialize:
+            dist.destroy_process_group()
 
 
-class Fluency:
-    """A text classifier whose class 0 means fluent text (OpenUnlearning's classifier_prob)."""
+def is_main() -> bool:
+    """Whether this process writes files and prints."""
+    return _ranks.get()[0] == 0
 
-    def __init__(self, checkpoint: str) -> None:
-        """Load the classifier and its tokenizer from a folder or hub id.
 
-        Raises:
-            UsageError: it cannot be loaded.
-        """
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+def number_of_processes() -> int:
+    """Number of processes that share the work."""
+    return _ranks.get()[1]
 
-        options: dict[str, Any] = {"trust_remote_code": False}
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, **options)
-            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
-                checkpoint, use_safetensors=True, dtype=torch.float32, **options
-            ).eval()
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"fluency classifier {checkpoint!r} cannot be loaded ({first_line(error)}); give a local folder, "
-                "or --fluency none to leave fluency out"
-            ) from None
 
-    def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
-        """Compute the probability that each text is fluent, from its first `max_length` tokens."""
-        starts = range(0, len(texts), batch_size)
-        batches = together(
-            lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}
-        )
-        return [value for start in starts for value in batches[start]]
+def own(items: Iterable[T]) -> Iterator[T]:
+    """Select this process's share of the work: every n-th item."""
+    rank, number = _ranks.get()
+    return (item for index, item in enumerate(items) if index % number == rank)
 
-    def _batch(self, texts: Sequence[str], max_length: int) -> list[float]:
-        batch = self.tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
-        with torch.inference_mode():
-            logits = self.model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
-        return logits.softmax(dim=-1)[:, 0].tolist()
+
+def together(work: Callable[[], dict[Any, T]]) -> dict[Any, T]:
+    """Merge the results of all processes, in all of them; an error in one is raised in all."""
+    return {key: value for results in _exchange(work) for key, value in results.items()}
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Do work in the main process, and return its result, or raise its error, in all of them."""
+    return _exchange(lambda: work() if is_main() else None)[0]  # pyright: ignore[reportReturnType]
+
+
+def _exchange(work: Callable[[], T]) -> Sequence[T]:
+    if number_of_processes() == 1:
+        return [work()]
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    # Not every error can be pickled; ours can.
+    sent = error if error is None or isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error))
+    gathered: list[Any] = [None] * number_of_processes()
+    dist.all_gather_object(gathered, (result, sent))
+    if (first := next((failed for _, failed in gathered if failed is not None), None)) is not None:
+        raise error or first
+    return [one for one, _ in gathered]

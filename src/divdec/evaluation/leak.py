@@ -19,13 +19,12 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
-from divdec.evaluation.generation import continuations, samples
+from divdec.evaluation.generation import continuations, is_main, on_main, samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge, key_phrase
 from divdec.evaluation.questions import QuestionFormat, question_of
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
-from divdec.evaluation.sharding import is_main, on_main
 from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
@@ -243,8 +242,9 @@ class LeakSuite:
         """Add the figures that are missing in earlier results, and save after each."""
         settings, records = self.settings, self.records.records
         options: dict[str, Any] = {
-            "prompt_ids": question_format(model, settings).prompt, "batch_size": settings.batch_size,
-        }  # fmt: skip
+            "prompt_ids": QuestionFormat.from_settings(model.tokenizer, settings).prompt,
+            "batch_size": settings.batch_size,
+        }
         for setting, results in zip(model.settings, earlier, strict=True):
             subject = model.under(setting), model.tokenizer, records
             if settings.attack_prompts != "none" and ATTACK not in results.items:
@@ -279,13 +279,6 @@ class LeakSuite:
         # Another call may give other prompts.
         write_prompts(saved, texts, prompts)
         return prompts
-
-
-def question_format(model: EvaluatedModel, settings: EvalSettings) -> QuestionFormat:
-    """Lay out questions for a model as the options of `divdec eval` say."""
-    return QuestionFormat(
-        model.tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length
-    )
 
 
 def _merge(results: Results, new: Results) -> None:

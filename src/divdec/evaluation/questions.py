@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from divdec.bridge.alignment import common_prefix_length
-from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records
+from divdec.data.formatting import WHOLE, Example, Format, encode_prompts, encode_records, label_answer
 from divdec.data.records import Message, Record, json_rows, read_text
 from divdec.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from divdec.evaluation.settings import EvalSettings
 
 Item = TypeVar("Item")
 
@@ -35,6 +36,11 @@ class QuestionFormat:
     """Examples before every question (plain layout)."""
     max_length: int = 512
     """Longest sequence of the plain layout, in tokens; a chat is never cut."""
+
+    @classmethod
+    def from_settings(cls, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings) -> QuestionFormat:
+        """Create the layout that the options of `divdec eval` describe."""
+        return cls(tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length)
 
     def __post_init__(self) -> None:
         if self.template == "chat" and not self.tokenizer.chat_template:
@@ -90,17 +96,15 @@ class QuestionFormat:
         return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date)
 
     def _plain_example(self, record: Record) -> Example:
-        prompt, whole = self.prompt(record), self._plain_whole(record)
-        # The space before an answer may be part of its first token: the prompt ends where the two sequences diverge.
-        # OpenUnlearning counts tokens instead, and leaves the first token of many answers unlabelled.
-        start = common_prefix_length(prompt, whole)
-        if set(whole[start:]) <= set(self.tokenizer.all_special_ids):
+        # OpenUnlearning counts the prompt's tokens, and leaves the first token of many answers unlabelled.
+        example = label_answer(self.prompt(record), self._plain_whole(record))
+        if set(example.input_ids[example.prompt_length :]) <= set(self.tokenizer.all_special_ids):
             raise UsageError(
                 f"{record.location}: no token of the answer is left within {self.max_length} tokens "
                 f"(the prompt alone has {len(self._plain(dataclasses.replace(record, answer='')))}); "
                 "give a greater --max-length"
             )
-        return Example(whole, [IGNORED] * start + whole[start:])
+        return example
 
     def _plain_whole(self, record: Record) -> list[int]:
         whole, end = self._plain(record)[: self.max_length], self.tokenizer.eos_token_id

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
-from divdec.evaluation.generation import Fluency
-from divdec.evaluation.leak import PROMPTS, LeakSuite, question_format
+from divdec.evaluation.generation import is_main, number_of_processes, on_main
+from divdec.evaluation.judges import Fluency
+from divdec.evaluation.leak import PROMPTS, LeakSuite
 from divdec.evaluation.muse import evaluate_muse, read_muse
+from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
-from divdec.evaluation.sharding import is_main, number_of_processes, on_main
 from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
@@ -53,7 +54,7 @@ def evaluate(
 ) -> list[Results]:
     """Evaluate every model under every setting, and write the results after every stage; the same call resumes.
 
-    Within `divdec.evaluation.sharding.sharded` the processes that torchrun has started share the work; one of them
+    Within `divdec.evaluation.generation.sharded` the processes that torchrun has started share the work; one of them
     writes and reports progress, and all return the same results.
 
     Raises:
@@ -221,7 +222,7 @@ def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
         reference = load_model(checkpoint, dtype=settings.dtype).eval()
 
     def evaluate_questions(model: EvaluatedModel, **options: Any) -> list[Results]:
-        form = question_format(model, settings)
+        form = QuestionFormat.from_settings(model.tokenizer, settings)
         return evaluate_tofu(model, data, form, fluency=fluency, reference=reference, **shared, **options)
 
     return settings_hash(data), evaluate_questions

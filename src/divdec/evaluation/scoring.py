@@ -23,8 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
-from divdec.evaluation.generation import continuations
-from divdec.evaluation.sharding import is_main, number_of_processes, own, together
+from divdec.evaluation.generation import continuations, is_main, number_of_processes, own, together
 from divdec.experts.neural import ReadAhead, logits_of, new_cache, takes_cache
 from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM

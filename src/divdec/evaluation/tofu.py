@@ -17,7 +17,8 @@ from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import UTILITY_PARTS
-from divdec.evaluation.generation import Fluency
+from divdec.evaluation.generation import own, together
+from divdec.evaluation.judges import Fluency
 from divdec.evaluation.metrics import (
     attack_auc,
     closer_to_1_better,
@@ -35,7 +36,6 @@ from divdec.evaluation.metrics import (
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, score
-from divdec.evaluation.sharding import own, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -197,6 +197,18 @@ def logits_of(
     return logits[:, -logits_to_keep:] if logits_to_keep else logits
 
 
+def positions_of(
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
+    past_length: int,
+) -> Int[Tensor, "batch_or_one tokens"]:
+    """Return each token's position in its sequence, without padding."""
+    tokens = input_ids.shape[1]
+    if attention_mask is None:
+        return torch.arange(past_length, past_length + tokens, device=input_ids.device)[None]
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache whose layers fit the model's architecture (sliding windows, hybrid layers)."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from divdec.configuration import AUXILIARIES, NO_RULE, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     INDEX,
@@ -34,7 +35,6 @@ from divdec.model.checkpoint import (
     vocabulary_width,
     weight_files,
 )
-from divdec.model.configuration import AUXILIARIES, NO_RULE, PARTS, DivergenceConfig
 from divdec.model.loading import read_config, weight_of
 from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
 from divdec.steering import Steering

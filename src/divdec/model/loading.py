@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from divdec.configuration import AUXILIARIES, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     HUB_ID,
@@ -25,7 +26,6 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
-from divdec.model.configuration import AUXILIARIES, PARTS, DivergenceConfig
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from divdec.configuration import NO_RULE, DivergenceConfig
+from divdec.decoding.cache import DivergenceCache
+from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.correction import Correction
@@ -26,21 +29,11 @@ from divdec.experts.neural import (
     device_of,
     logit_width,
     logits_of,
+    positions_of,
     uses_gradient_checkpointing,
 )
 from divdec.experts.protocol import Experts, OverlappedExperts, started_divergence
-from divdec.model.cache import DivergenceCache
-from divdec.model.checks import (
-    check_divergence,
-    check_inputs,
-    check_target,
-    padding_of,
-    positions_of,
-    refuse_unknown,
-    zero_padding,
-)
-from divdec.model.configuration import NO_RULE, DivergenceConfig
-from divdec.model.generation import SteeredGeneration
+from divdec.fail_closed import check_divergence, check_inputs, check_target, refuse_unknown
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -334,8 +327,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as result:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
             divergence = result()
-        padding = padding_of(attention_mask, target_logits.shape[1])
-        target_logits = zero_padding(target_logits, padding)
+        padding = _padding_of(attention_mask, target_logits.shape[1])
+        target_logits = _zero_padding(target_logits, padding)
         check_target(target_logits)
         corrected = target_logits
         if self.takedowns is not None:
@@ -351,7 +344,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         target_logits: Logits,
         padding: Bool[Tensor, "batch kept 1"] | None,
     ) -> Logits:
-        divergence = zero_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
+        divergence = _zero_padding(divergence[..., : self.vocab_size].to(target_logits.device), padding)
         check_divergence(divergence)
         return divergence
 
@@ -387,6 +380,24 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Raise an error: the parts share one vocabulary."""
         raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
+
+
+def _padding_of(
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None, positions: int
+) -> Bool[Tensor, "batch kept 1"] | None:
+    """Return which of the last positions are padding; None if it is known that none is."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, -positions:] == 0
+    # On a GPU the test would force a synchronisation.
+    return None if padding.device.type == "cpu" and not padding.any() else padding[..., None]
+
+
+def _zero_padding(
+    values: Float[Tensor, "batch kept vocab"], padding: Bool[Tensor, "batch kept 1"] | None
+) -> Float[Tensor, "batch kept vocab"]:
+    """Set values at padding to 0, where experts are undefined and the target's own logits must not be returned."""
+    return values if padding is None else values.masked_fill(padding.to(values.device), 0.0)
 
 
 def causal_output(

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from divdec.bridge.conversation import plain_prompt
+from divdec.configuration import NO_RULE
 from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
@@ -23,7 +24,6 @@ from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts
 from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
-from divdec.model.configuration import NO_RULE
 from divdec.playground.rendering import Token, TokenShift
 from divdec.remote.client import Endpoint, Refused
 from divdec.sampling import pick

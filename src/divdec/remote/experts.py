@@ -13,7 +13,9 @@ from torch import Tensor
 
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedExperts, NoExperts
+from divdec.experts.neural import positions_of
 from divdec.experts.protocol import Experts, can_roll_back
+from divdec.fail_closed import check_divergence
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_different,
@@ -24,7 +26,6 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
-from divdec.model.checks import check_divergence, positions_of
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection
 
@@ -80,7 +81,7 @@ def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources
     Raises:
         UsageError: the folder is no bundle, or a part of it is missing or has changed.
     """
-    from divdec.model.configuration import AUXILIARIES
+    from divdec.configuration import AUXILIARIES
     from divdec.model.loading import find_bundle, read_config, weight_of
 
     folder = find_bundle(bundle)

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from divdec.configuration import NO_RULE
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts
-from divdec.model.configuration import NO_RULE
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider

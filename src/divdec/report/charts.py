@@ -18,7 +18,7 @@ from divdec.report.style import (
     STRIPE,
     TARGET,
     TEXT,
-    Look,
+    SeriesStyle,
     style,
     svg_text,
     themed,
@@ -48,10 +48,10 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Data points with the same look."""
+    """Data points with the same style."""
 
     name: str
-    look: Look
+    style: SeriesStyle
     dots: tuple[Dot, ...]
     joined: bool = True
     """Whether a line joins them in a scatter."""
@@ -72,7 +72,7 @@ class Plot:
     description: str = ""
     """Text alternative."""
     title: str = ""
-    levels: tuple[tuple[Look, float], ...] = ()
+    levels: tuple[tuple[SeriesStyle, float], ...] = ()
     """Horizontal lines behind curves, such as the target's value."""
     log: bool = False
     """Use a logarithmic x axis with a tick at each value."""
@@ -87,7 +87,7 @@ class Band:
     """A line over integers with its interval."""
 
     label: str
-    look: Look
+    style: SeriesStyle
     x: Sequence[int]
     y: Sequence[float]
     low: Sequence[float]
@@ -122,19 +122,25 @@ def inline(plot: Plot, kind: Kind) -> Markup:
 def scatter(axes: Axes, plot: Plot) -> None:
     """Draw points with error bars; `write_labels` adds labels after the layout is final."""
     for series in plot.series:
-        look = series.look
+        series_style = series.style
         for dot in series.dots:
             axes.errorbar(
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
-                fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.55, zorder=2,
+                fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
             )  # fmt: skip
         axes.plot(
             [dot.x for dot in series.dots],
             [dot.y for dot in series.dots],
-            marker=look.marker, markersize=look.size, color=look.colour, linewidth=1, label=series.name,
-            linestyle=look.dash if series.segments else "none", markeredgecolor=PAPER, markeredgewidth=0.7,
-            zorder=3 if look in (TARGET, RETRAIN) else 4,
-        )  # fmt: skip
+            marker=series_style.marker,
+            markersize=series_style.size,
+            color=series_style.colour,
+            linewidth=1,
+            label=series.name,
+            linestyle=series_style.dash if series.segments else "none",
+            markeredgecolor=PAPER,
+            markeredgewidth=0.7,
+            zorder=3 if series_style in (TARGET, RETRAIN) else 4,
+        )
         for dot in series.dots:
             if dot.best:
                 axes.plot(
@@ -149,21 +155,29 @@ def scatter(axes: Axes, plot: Plot) -> None:
 
 def curves(axes: Axes, plot: Plot) -> None:
     """Draw lines along a sweep with bands around them, over the levels of the references."""
-    for look, value in plot.levels:
-        axes.axhline(value, color=look.colour, linestyle=look.dash, linewidth=1.6, zorder=2)
+    for series_style, value in plot.levels:
+        axes.axhline(value, color=series_style.colour, linestyle=series_style.dash, linewidth=1.6, zorder=2)
     for series in plot.series:
-        look = series.look
+        series_style = series.style
         bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
         if bands:
             xs, low, high = zip(*bands, strict=True)
-            axes.fill_between(xs, low, high, color=look.colour, alpha=0.18, linewidth=0, zorder=1)
+            axes.fill_between(xs, low, high, color=series_style.colour, alpha=0.18, linewidth=0, zorder=1)
         if len(bands) == 1:
-            axes.vlines(*bands[0], color=look.colour, alpha=0.6)
+            axes.vlines(*bands[0], color=series_style.colour, alpha=0.6)
         axes.plot(
-            [dot.x for dot in series.dots], [dot.y for dot in series.dots], marker=look.marker, markersize=5,
-            color=look.colour, linewidth=1.6, linestyle=look.dash, label=series.name, markeredgecolor=PAPER,
-            markeredgewidth=0.5, zorder=3,
-        )  # fmt: skip
+            [dot.x for dot in series.dots],
+            [dot.y for dot in series.dots],
+            marker=series_style.marker,
+            markersize=5,
+            color=series_style.colour,
+            linewidth=1.6,
+            linestyle=series_style.dash,
+            label=series.name,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.5,
+            zorder=3,
+        )
     write_titles(axes, plot)
     axes.margins(x=0.04, y=0.08)
     axes.grid(True)
@@ -177,12 +191,20 @@ def dots(axes: Axes, plot: Plot) -> None:
     """Draw differences from a reference at 0: a row for each name, a dot with its interval for each series."""
     step = 0.62 / max(len(plot.series) - 1, 1)
     for index, series in enumerate(plot.series):
-        look, shift = series.look, (index - (len(plot.series) - 1) / 2) * step
+        series_style, shift = series.style, (index - (len(plot.series) - 1) / 2) * step
         for dot in series.dots:
             axes.errorbar(
-                dot.x, dot.y + shift, xerr=error_bars(dot.x, dot.x_interval), fmt=look.marker, color=look.colour,
-                markersize=5, elinewidth=1.2, markeredgecolor=PAPER, markeredgewidth=0.4, zorder=3,
-            )  # fmt: skip
+                dot.x,
+                dot.y + shift,
+                xerr=error_bars(dot.x, dot.x_interval),
+                fmt=series_style.marker,
+                color=series_style.colour,
+                markersize=5,
+                elinewidth=1.2,
+                markeredgecolor=PAPER,
+                markeredgewidth=0.4,
+                zorder=3,
+            )
     for row in range(0, len(plot.rows), 2):
         axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
     write_titles(axes, plot)
@@ -206,10 +228,10 @@ def roc(axes: Axes, plot: Plot) -> None:
     """Draw true over false positive rates, over the diagonal of a random attack."""
     axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, linestyle=":")
     for series in plot.series:
-        look, wide = series.look, series.look is RETRAIN  # a wide pale line stays visible under the others
+        series_style, wide = series.style, series.style is RETRAIN  # a wide pale line stays visible under the others
         axes.plot(
-            [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=look.colour,
-            linewidth=4 if wide else 1.6, alpha=0.5 if wide else 1, linestyle="-" if wide else look.dash,
+            [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=series_style.colour,
+            linewidth=4 if wide else 1.6, alpha=0.5 if wide else 1, linestyle="-" if wide else series_style.dash,
             zorder=2 if wide else 3, solid_joinstyle="miter",
         )  # fmt: skip
     write_titles(axes, plot)
@@ -226,10 +248,10 @@ def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: s
     result = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
     for axes, (title, bands) in zip(result, panels.items(), strict=True):
         for band in bands:
-            axes.fill_between(band.x, band.low, band.high, color=band.look.colour, alpha=0.2, linewidth=0)
+            axes.fill_between(band.x, band.low, band.high, color=band.style.colour, alpha=0.2, linewidth=0)
             axes.plot(
-                band.x, band.y, marker=band.look.marker, markersize=5, color=band.look.colour,
-                linestyle=band.look.dash, label=band.label,
+                band.x, band.y, marker=band.style.marker, markersize=5, color=band.style.colour,
+                linestyle=band.style.dash, label=band.label,
             )  # fmt: skip
         axes.set_title(title)
         axes.set_xlabel(x_label)
@@ -328,7 +350,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
 
     for one in series:
         for dot in one.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.look.size / 2 + 1) * unit)
+            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.style.size / 2 + 1) * unit)
             if dot.x_interval:
                 cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
             if dot.y_interval:
@@ -342,7 +364,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
     for one, dot in sorted(labelled, key=lambda entry: not entry[1].best):
         text: Text = axes.annotate(
             dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
-            color=one.look.colour, ha="center", in_layout=False, zorder=6,
+            color=one.style.colour, ha="center", in_layout=False, zorder=6,
         )  # fmt: skip
         # Positions are computed from one layout of the text; a layout for each position is slow.
         centred = text.get_window_extent()

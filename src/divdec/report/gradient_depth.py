@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from divdec.report.charts import Band, band_panels
 from divdec.report.scores import best_index
-from divdec.report.style import LOOKS, OTHERS, style, svg_text
+from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import write_json, write_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from divdec.training.gradient_depth import LayerDepth
 
 RESULT, PLOT = "depth.json", "depth.svg"
-SETS = {"forget": LOOKS[1], "retain": LOOKS[0]}
+SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
 TITLES = {"attention": "attention", "mlp": "MLP"}
 
 

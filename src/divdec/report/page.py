@@ -162,8 +162,8 @@ def write_report(path: Path, report: Report) -> None:
         draw=inline,
         selection=SELECTION,
         best_names={best.row.entry.name for best in report.bests},
-        looks={"target": TARGET, "retrain": RETRAIN},
-        looks_side_by_side=[group.look for group in group_results(report.side_by_side, separate=True)],
+        styles={"target": TARGET, "retrain": RETRAIN},
+        styles_side_by_side=[group.style for group in group_results(report.side_by_side, separate=True)],
     )
 
 

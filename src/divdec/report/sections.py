@@ -12,7 +12,7 @@ import numpy as np
 from divdec.evaluation.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM, UTILITY, VERBMEM
 from divdec.report.charts import Dot, Kind, Plot, Series, shortened
 from divdec.report.scores import ATTACK_NAMES, MEASURES, Best, Entry, ScoredResult, first_measured
-from divdec.report.style import BY_NAME, LOOKS, RETRAIN, TARGET, Look
+from divdec.report.style import BY_NAME, RETRAIN, SERIES_STYLES, TARGET, SeriesStyle
 
 MAX_SINGLE_RESULTS = 5  # maximum number of results outside of sweeps with individual styles
 # Axes of the scatters: x, y (of alternatives, the first that the results have), and the goal whose best is marked.
@@ -64,11 +64,11 @@ class Section:
     plots: tuple[Plot, ...]
 
     @property
-    def legend(self) -> tuple[tuple[str, Look], ...]:
+    def legend(self) -> tuple[tuple[str, SeriesStyle], ...]:
         """Name and style of each series and reference."""
         references = {TARGET: "target", RETRAIN: "retrain"}
-        series = [(one.name, one.look) for plot in self.plots for one in plot.series]
-        levels = [(references[look], look) for plot in self.plots for look, _ in plot.levels]
+        series = [(one.name, one.style) for plot in self.plots for one in plot.series]
+        levels = [(references[style], style) for plot in self.plots for style, _ in plot.levels]
         return tuple(dict.fromkeys([*series, *levels]))
 
 
@@ -77,7 +77,7 @@ class Group:
     """Results with the same style, ordered by strength."""
 
     name: str
-    look: Look
+    style: SeriesStyle
     rows: tuple[ScoredResult, ...]
     rule: str | None = None
     """Kind of sweep, a key of `SWEEPS`."""
@@ -112,7 +112,9 @@ def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> li
     own = [row for row in rows if row.entry.role is None]
     references = [Group(row.entry.role, BY_NAME[row.entry.role], (row,)) for row in rows if row.entry.role]
     if separate:
-        groups = [Group(row.entry.name, LOOKS[index % len(LOOKS)], (row,)) for index, row in enumerate(own)]
+        groups = [
+            Group(row.entry.name, SERIES_STYLES[index % len(SERIES_STYLES)], (row,)) for index, row in enumerate(own)
+        ]
         by_row = {id(group.rows[0]): group for group in (*references, *groups)}
         return [by_row[id(row)] for row in rows]
     sweeps: dict[tuple[str, str], list[ScoredResult]] = {}
@@ -132,7 +134,7 @@ def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> li
         named += [(row.entry.name, [row], None) for row in singles]
     references.sort(key=lambda group: group.name != "target")
     return references + [
-        Group(name, LOOKS[index % len(LOOKS)], tuple(members), rule)
+        Group(name, SERIES_STYLES[index % len(SERIES_STYLES)], tuple(members), rule)
         for index, (name, members, rule) in enumerate(named)
     ]
 
@@ -160,7 +162,7 @@ def scatter_sections(rows: Sequence[ScoredResult], suite: str, bests: Sequence[B
                 if row in drawn
             )  # fmt: skip
             if dots:
-                series.append(Series(group.name, group.look, dots, joined=group.rule is not None))
+                series.append(Series(group.name, group.style, dots, joined=group.rule is not None))
         if isinstance(best, Best) and best.row in drawn:
             ringed.append(best)
         absent |= {row.entry.name for row in rows if row not in drawn}
@@ -198,11 +200,11 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                     if row.has(name)
                 )
                 if dots:
-                    series.append(Series(group.name, group.look, dots))
+                    series.append(Series(group.name, group.style, dots))
             if max((len(one.dots) for one in series), default=0) < 2:
                 continue
             levels = tuple(
-                (group.look, group.rows[0].values[name] or 0.0)
+                (group.style, group.rows[0].values[name] or 0.0)
                 for group in group_results([row for row in rows if row.entry.role])
                 if group.rows[0].has(name)
             )
@@ -241,7 +243,7 @@ def over_under_sections(rows: Sequence[ScoredResult]) -> list[Section]:
                 interval = None if low is None or high is None else (low - reference, high - reference)
                 dots.append(Dot((row.values[name] or 0.0) - reference, float(position), interval))
         if dots:
-            series.append(Series(ATTACK_NAMES[name], LOOKS[index % len(LOOKS)], tuple(dots)))
+            series.append(Series(ATTACK_NAMES[name], SERIES_STYLES[index % len(SERIES_STYLES)], tuple(dots)))
     description = f"For {len(shown)} results the AUC of {len(series)} membership attacks less the retrained model’s."
     names = tuple(row.entry.name for row in shown)
     plot = Plot("AUC − the retrained model’s AUC", "", tuple(series), description, levels=((RETRAIN, 0.0),), rows=names)
@@ -260,9 +262,9 @@ def roc_sections(rows: Sequence[ScoredResult], remark: str = "") -> list[Section
         for group in group_results(rows, separate=True):
             forget, holdout = (_item_scores(group.rows[0], f"{attack}.{name}") for name in ("forget", "holdout"))
             if forget.size and holdout.size:
-                series.append(Series(group.name, group.look, tuple(Dot(x, y) for x, y in roc_points(forget, holdout))))
+                series.append(Series(group.name, group.style, tuple(Dot(x, y) for x, y in roc_points(forget, holdout))))
                 aucs.append(f"{group.name} {group.rows[0].text(attack)}")
-        if any(one.look not in (TARGET, RETRAIN) for one in series):
+        if any(one.style not in (TARGET, RETRAIN) for one in series):
             text = f"ROC of the attack {title}; AUC: {', '.join(aucs)}."
             plots.append(Plot("false positive rate", "true positive rate", tuple(series), text, title))
     if not plots:

@@ -52,7 +52,7 @@ TEXT, PAPER, GRID, STRIPE, MUTED, FAINT = (light for light, _ in GROUND.values()
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class SeriesStyle:
     """Colour, marker and dash of a series."""
 
     colour: str
@@ -70,10 +70,10 @@ class Look:
         return "none" if self.dash == "-" else " ".join(str(2 * length) for length in self.dash[1])
 
 
-TARGET = Look(SERIES["target"][0], "X", "✖", 11, (0, (5, 2)))
-RETRAIN = Look(SERIES["retrain"][0], "*", "★", 19, (0, (6, 2, 1, 2)))
-LOOKS = tuple(
-    Look(SERIES[name][0], marker, sign, dash=dash)
+TARGET = SeriesStyle(SERIES["target"][0], "X", "✖", 11, (0, (5, 2)))
+RETRAIN = SeriesStyle(SERIES["retrain"][0], "*", "★", 19, (0, (6, 2, 1, 2)))
+SERIES_STYLES = tuple(
+    SeriesStyle(SERIES[name][0], marker, sign, dash=dash)
     for name, marker, sign, dash in zip(
         ("blue", "vermillion", "purple", "brown", "sky", "grey"),
         "osD^vP",
@@ -82,9 +82,9 @@ LOOKS = tuple(
         strict=True,
     )
 )
-LINEAR, RANK = LOOKS[:2]
-OTHERS = Look(MUTED, "h", "⬢")
-"""Methods other than Divergence Decoding, in plots with more methods than looks."""
+LINEAR, RANK = SERIES_STYLES[:2]
+OTHERS = SeriesStyle(MUTED, "h", "⬢")
+"""Methods other than Divergence Decoding, in plots with more methods than styles."""
 BY_NAME = {"linear": LINEAR, "rank": RANK, "target": TARGET, "retrain": RETRAIN}
 
 FORMATS = (".svg", ".png")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from divdec.report.charts import Interval
-from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, TEXT, Look
+from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, TEXT, SeriesStyle
 from divdec.research.baselines.methods import Kind
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class LeakCurve:
     """The share of questions that leak, by number of attack prompts."""
 
     label: str
-    look: Look | None
+    style: SeriesStyle | None
     """None for a grey line with its name at its end."""
     shares: Mapping[int, float]
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
@@ -67,16 +67,16 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
     for curve in curves:
         ks = sorted(curve.shares)
         shares = [curve.shares[k] for k in ks]
-        if curve.look is None:
+        if curve.style is None:
             axes.plot(ks, shares, color=FAINT, linewidth=1, alpha=0.7, zorder=1)
             unnamed.append((shares[-1], ks[-1], curve.label))
             continue
         if band := [(k, *curve.intervals[k]) for k in ks if k in curve.intervals]:
             xs, low, high = zip(*band, strict=True)
-            axes.fill_between(xs, low, high, color=curve.look.colour, alpha=0.15, linewidth=0, zorder=1)
+            axes.fill_between(xs, low, high, color=curve.style.colour, alpha=0.15, linewidth=0, zorder=1)
         axes.plot(
-            ks, shares, color=curve.look.colour, linestyle=curve.look.dash, marker=curve.look.marker,
-            markersize=min(curve.look.size, 12), markeredgecolor=PAPER, markeredgewidth=0.5, linewidth=1.8,
+            ks, shares, color=curve.style.colour, linestyle=curve.style.dash, marker=curve.style.marker,
+            markersize=min(curve.style.size, 12), markeredgecolor=PAPER, markeredgewidth=0.5, linewidth=1.8,
             label=curve.label, zorder=3,
         )  # fmt: skip
     if len(ticks) > 1:

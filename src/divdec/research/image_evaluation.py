@@ -39,7 +39,7 @@ from divdec.imaging.training import digest
 from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
 from divdec.model.loading import find_bundle, read_config
 from divdec.report.page import write_page
-from divdec.report.style import GRID, LOOKS, PAGE_WIDTH, style, svg_text
+from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text
 from divdec.runs import ResumableOutput, RunFolder, write_json, write_text
 from divdec.steering import Steering
 
@@ -63,7 +63,7 @@ ANSWERS = "answers.jsonl"
 STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
 REFERENCES = ("Baseline", "Retrain")
 """Settings that are not steered."""
-SET_LOOKS = {"retain": LOOKS[0], "forget": LOOKS[1]}
+SET_STYLES = {"retain": SERIES_STYLES[0], "forget": SERIES_STYLES[1]}
 SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
 IMAGE_MEASURES = {"content": "probability of the class asked for", "accuracy": "images that show the class asked for"}
 NETWORK_NOTE = (
@@ -224,7 +224,7 @@ def write_images(
 
     write_page(
         path, "images.html", title=title, lead=lead, tables=tables, samples=samples, references=REFERENCES,
-        notes=[*notes, *warnings], cell_text=cell_text, groups=groups, looks=SET_LOOKS,
+        notes=[*notes, *warnings], cell_text=cell_text, groups=groups, styles=SET_STYLES,
         shown_svg=content_plot(list(settings.values())),
     )  # fmt: skip
 
@@ -238,7 +238,7 @@ def content_plot(settings: Sequence[SettingResult]) -> str:
 
     def means(setting: SettingResult, measure: str) -> list[Mean | None]:
         values = getattr(setting, measure) or {}
-        return [Mean.of(values.get(name, ())) for name in SET_LOOKS]
+        return [Mean.of(values.get(name, ())) for name in SET_STYLES]
 
     measure = next((name for name in IMAGE_MEASURES if any(any(means(one, name)) for one in settings)), None)
     if measure is None:
@@ -250,12 +250,18 @@ def content_plot(settings: Sequence[SettingResult]) -> str:
         for index, (_, own) in enumerate(rows):
             values = [100 * mean.value for mean in own if mean is not None]
             axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
-            for mean, look in zip(own, SET_LOOKS.values(), strict=True):
+            for mean, series_style in zip(own, SET_STYLES.values(), strict=True):
                 if mean is not None:
                     axes.errorbar(
-                        100 * mean.value, index, xerr=100 * (mean.error or 0), fmt=look.marker, color=look.colour,
-                        markersize=6, elinewidth=1.4, zorder=3,
-                    )  # fmt: skip
+                        100 * mean.value,
+                        index,
+                        xerr=100 * (mean.error or 0),
+                        fmt=series_style.marker,
+                        color=series_style.colour,
+                        markersize=6,
+                        elinewidth=1.4,
+                        zorder=3,
+                    )
         axes.set_yticks(range(len(rows)), [name for name, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(-2, 102)

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
+from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache
 from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
-from divdec.model.configuration import DivergenceConfig
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.takedowns.counts import RequestCounts, sum_counts
 from divdec.takedowns.store import RETAIN, State, Store

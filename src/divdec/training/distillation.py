@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
+from divdec.configuration import DivergenceConfig
 from divdec.data.formatting import Example, Format
 from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
@@ -33,7 +34,6 @@ from divdec.model.checkpoint import (
     vocabulary_sha256,
     vocabulary_width,
 )
-from divdec.model.configuration import DivergenceConfig
 from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import (

@@ -24,7 +24,7 @@ from divdec.research.baselines.gradient import (
 )
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.methods import METHODS
-from divdec.research.baselines.rmu import RMU, control_vector, freeze_others
+from divdec.research.baselines.representations import RMU, control_vector, freeze_others
 from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
     GradDiffSettings,

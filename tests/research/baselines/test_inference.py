@@ -25,9 +25,9 @@ from divdec.research.baselines.composite import CompositeForCausalLM
 from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
-from divdec.research.baselines.lunar import Activations, down_projections, redirected
 from divdec.research.baselines.methods import METHODS
 from divdec.research.baselines.prompts import PromptLayout, find_layout
+from divdec.research.baselines.representations import Activations, down_projections, redirected
 from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
     ECOSettings,

@@ -145,7 +145,7 @@ def test_multiple_bundles_use_their_own_steering(served_bundle, models):
 
 
 def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_path, world):
-    from divdec.cli.serve import ServeSettings, build_engine
+    from divdec.cli.serving import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
     from divdec.takedowns.registry import Registry

@@ -20,11 +20,19 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
+from divdec.decoding.cache import DivergenceCache
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
-from divdec.experts.neural import check_part, device_of, logit_width, stateful_types, uses_gradient_checkpointing
-from divdec.fail_closed import check
-from divdec.model.cache import DivergenceCache
+from divdec.experts.neural import (
+    check_part,
+    device_of,
+    logit_width,
+    positions_of,
+    stateful_types,
+    uses_gradient_checkpointing,
+)
+from divdec.fail_closed import check, check_inputs, refuse_unknown
 from divdec.model.checkpoint import (
     COMPOSITE,
     CheckpointReference,
@@ -34,8 +42,6 @@ from divdec.model.checkpoint import (
     load_config,
     load_model,
 )
-from divdec.model.checks import check_inputs, positions_of, refuse_unknown
-from divdec.model.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
 from divdec.research.registry import Registry

@@ -21,12 +21,11 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from divdec.bridge.alignment import common_prefix_length
-from divdec.data.formatting import encode_prompts, padding_id
+from divdec.data.formatting import encode_prompts, left_padded, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.generation import left_padded
+from divdec.experts.neural import positions_of
 from divdec.experts.token_cache import PADDING, TokenCache, masked
-from divdec.model.checks import positions_of
 from divdec.research.baselines.composite import Step
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.settings import ClassifierSettings

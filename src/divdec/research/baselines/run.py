@@ -18,9 +18,8 @@ from divdec.research.baselines.gradient import train_gradient_method
 from divdec.research.baselines.guard import build_guard
 from divdec.research.baselines.job import BuiltModel, Job
 from divdec.research.baselines.logits import build_offset, build_ucd, build_uld, build_whp
-from divdec.research.baselines.lunar import build_lunar
 from divdec.research.baselines.methods import Method, method_of
-from divdec.research.baselines.rmu import train_rmu
+from divdec.research.baselines.representations import build_lunar, train_rmu
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.runs import RECORD, RunFolder, output_folder
 from divdec.training.inputs import join_processes, limit_length, report_cut, report_sets, resolve_trainable

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from divdec.costs.model_size import format_quantity
-from divdec.report.style import LOOKS, TEXT, style, write_figure
+from divdec.report.style import SERIES_STYLES, TEXT, style, write_figure
 from divdec.research.charts import markdown_table
 from divdec.runs import write_text
 
@@ -41,19 +41,23 @@ def compute_deviation(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 
 def compute_figure(rows: Sequence[BenchRow]) -> Figure:
-    """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a look for each vocabulary."""
+    """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a style for each vocabulary."""
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     highest = 1.03 * max(max(row["theory"], *row["ratio"].values()) for row in rows)
     for axes, (name, title) in zip(panels, PASSES.items(), strict=True):
         axes.plot([1, highest], [1, highest], color=TEXT, linewidth=0.9, label="as many FLOPs, as much time")
         for index, vocabulary in enumerate(sorted({row["vocabulary"] for row in rows})):
-            look = LOOKS[index % len(LOOKS)]
+            series_style = SERIES_STYLES[index % len(SERIES_STYLES)]
             points = [(row["theory"], row["ratio"][name]) for row in rows if row["vocabulary"] == vocabulary]
             axes.plot(
-                *zip(*points, strict=True), look.marker, color=look.colour, markersize=5, linestyle="none",
+                *zip(*points, strict=True),
+                series_style.marker,
+                color=series_style.colour,
+                markersize=5,
+                linestyle="none",
                 label=f"vocabulary {vocabulary:,}",
-            )  # fmt: skip
+            )
         axes.set_title(title)
         axes.set_xlabel("1 + 2n/N (embeddings counted)")
         axes.grid(True)
@@ -72,15 +76,15 @@ def latency_figure(rows: Sequence[BenchRow]) -> Figure:
     pairs = list(dict.fromkeys((row["target"], row["auxiliary"]) for row in rows))
     for axes, kind in zip(panels, kinds, strict=True):
         for index, pair in enumerate(pairs):
-            look = LOOKS[index % len(LOOKS)]
+            series_style = SERIES_STYLES[index % len(SERIES_STYLES)]
             points = sorted(
                 (row["vocabulary"], row["ratio"][kind])
                 for row in rows
                 if (row["target"], row["auxiliary"]) == pair and kind in row["ratio"]
             )
             axes.plot(
-                [x for x, _ in points], [y for _, y in points], marker=look.marker, color=look.colour,
-                linestyle=look.dash, markersize=5, label=f"{pair[0]} with two {pair[1]}",
+                [x for x, _ in points], [y for _, y in points], marker=series_style.marker, color=series_style.colour,
+                linestyle=series_style.dash, markersize=5, label=f"{pair[0]} with two {pair[1]}",
             )  # fmt: skip
         axes.axhline(1, color=TEXT, linewidth=0.9)
         axes.set_title(DECODING[kind])

@@ -16,8 +16,8 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
+from divdec.costs.estimate import Device, Workload, measure_device, pass_seconds, predict_latency
 from divdec.costs.formulas import compute_increase
-from divdec.costs.latency import Device, Workload, measure_device, pass_seconds, predict_latency
 from divdec.costs.model_size import ModelSize, measure_size
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from divdec.configuration import AUXILIARIES
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
 from divdec.data.world import build_world, write_tofu
@@ -18,7 +19,6 @@ from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.model.bundle import read_config
 from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
-from divdec.model.configuration import AUXILIARIES
 from divdec.model.loading import part_paths
 from divdec.research.compare.settings import CompareSettings
 from divdec.runs import cache_folder, settings_hash

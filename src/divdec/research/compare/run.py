@@ -1,11 +1,15 @@
 """The comparison behind `divdec compare`: every trial on every seed, then leaks and costs of the best settings.
 
-Each trial's result is kept, so that a stopped comparison continues; a failed trial is a row of the table.
+A trial's folder holds the results as `divdec eval` writes them, and `trial.json`, which is written last and marks the
+folder as complete: a comparison that was interrupted continues after its last complete trial. A failed trial is a row
+of the table.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.process
+import dataclasses
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,42 +24,67 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from filelock import FileLock
 from tqdm.auto import tqdm
 
-from divdec.errors import UsageError
+from divdec.data.records import write_records
+from divdec.errors import Diverged, FailedClosed, UsageError, first_line
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.questions import question_of
-from divdec.evaluation.results import write_results
-from divdec.model.checkpoint import check_apart, load_model
-from divdec.research.baselines.methods import REFERENCES
+from divdec.evaluation.results import Results, read_results, write_results
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.tofu import evaluate_tofu
+from divdec.model.bundle import is_bundle, write_bundle
+from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.research.baselines import auto  # noqa: F401  composites load
+from divdec.research.baselines.job import BuiltModel, Job
+from divdec.research.baselines.methods import METHODS, REFERENCES
+from divdec.research.baselines.run import build_method
 from divdec.research.compare.benchmark import Benchmark, check_inputs, load_benchmarks
-from divdec.research.compare.settings import CompareSettings
+from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.research.compare.table import BenchmarkResults, SeedResult, TrialSummary, best_of, summarize, write_files
-from divdec.research.compare.trials import (
-    MODEL,
-    Trial,
-    TrialResult,
-    build_model,
-    load_trial,
-    read_trial,
-    run_trial,
-    trials_of,
-)
-from divdec.runs import ResultCache, RunFolder
+from divdec.runs import ResultCache, RunFolder, output_folder, read_json, write_json
+from divdec.steering import Steering
+from divdec.training.distillation import distill
+from divdec.training.settings import DistillationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORK = ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu")
+TRIAL = "trial.json"
+MODEL = "model"
+TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
 LOG = "jobs.log"  # standard error of parallel processes
 LEAKS = "leaks"
 LEAK_TOKENS = 48
 TIMED_PROMPTS, TIMED_TOKENS, TIMED_ROUNDS = 4, 32, 3
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialResult:
+    """Result of a trial on one benchmark."""
+
+    trial: Trial
+    folder: Path
+    seconds: float | None
+    """Training time in seconds; None if unknown, 0 without training."""
+    extra_bytes: int | None
+    """Memory of weights beyond the target's."""
+    notes: tuple[str, ...] = ()
+    failed: str | None = None
+    """Reason for missing results."""
+
+    @property
+    def results(self) -> Results:
+        """Figures and items."""
+        return read_results(self.folder)
 
 
 def compare_methods(settings: CompareSettings, report: Callable[[str], None] = print) -> BenchmarkResults:
@@ -269,6 +298,119 @@ def _seconds_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> float:
     if ids.device.type == "cuda":
         torch.cuda.synchronize(ids.device)
     return (time.perf_counter() - started) / (sequences.shape[1] - ids.shape[1])
+
+
+def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult | None:
+    """Read the result of an earlier run if it is complete, did not fail, and used the same benchmark."""
+    folder = seed_folder / trial.folder
+    if not (folder / TRIAL).is_file():
+        return None
+    content = read_json(folder / TRIAL)
+    if content["fingerprint"] != trial.fingerprint(benchmark) or content["failed"] is not None:
+        return None
+    return TrialResult(trial, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
+
+
+def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult:
+    """Build and measure a model. If building fails or training diverges, return a failed result."""
+    folder = seed_folder / trial.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    failed, extra = None, None
+    built = BuiltModel(benchmark.target, 0.0)
+    try:
+        built = build_model(trial, benchmark, folder / MODEL, seed_folder / "work")
+        model = load_trial(built.folder, trial)
+        extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
+        subject = EvaluatedModel(model, load_tokenizer(benchmark.target))
+        # No aggregate needs gradient norms, and they cost a backward pass per item.
+        (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False)
+        results.name = str(trial.folder)
+        results.about = {
+            "method": trial.method, "setting": trial.label, "seed": benchmark.seed, "steering": trial.steering,
+        }  # fmt: skip
+        write_results(results, folder)
+    except (UsageError, Diverged, FailedClosed, torch.OutOfMemoryError) as error:
+        failed = first_line(error)
+    content = {
+        "method": trial.method, "setting": trial.label, "options": trial.settings, "seed": benchmark.seed,
+        "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
+        "fingerprint": trial.fingerprint(benchmark),
+    }  # fmt: skip
+    write_json(folder / TRIAL, content)
+    return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
+
+
+def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
+    """Train or wrap the target.
+
+    Raises:
+        UsageError: the method does not accept this setting or these models.
+        Diverged: training diverged.
+    """
+    if trial.method == "target":
+        return BuiltModel(benchmark.target, 0.0)
+    if trial.method == "retrain":
+        return BuiltModel(benchmark.retrain, benchmark.retrain_seconds)
+    if trial.steering is not None:
+        return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
+    if trial.method == "distill":
+        return _distill(trial, benchmark, output, work)
+    job = Job(
+        benchmark.target, load_tokenizer(benchmark.target), benchmark.forget, benchmark.retain, work, benchmark.form,
+        benchmark.base, benchmark.seed, report=lambda line: None,
+    )  # fmt: skip
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output_folder(output) as temporary:
+        built = build_method(job, METHODS[trial.method].settings(**trial.settings), temporary)
+    return dataclasses.replace(built, folder=output)
+
+
+def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
+    rule = dataclasses.replace(Steering.parse(steering), vocabulary=benchmark.vocabulary)
+    return write_bundle(
+        output, target=str(benchmark.target), retain_auxiliary=str(benchmark.retain_auxiliary),
+        forget_auxiliary=str(benchmark.forget_auxiliary), steering=rule, overwrite=True,
+        forget_set=benchmark.forget.label,
+    )  # fmt: skip
+
+
+def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
+    options: dict[str, Any] = {"steering": TEACHER, **trial.settings}
+    work.mkdir(parents=True, exist_ok=True)
+    with FileLock(work / "teacher.lock"):  # parallel trials share the teacher
+        bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}-{benchmark.identity}"
+        if not is_bundle(bundle):
+            _write_bundle(benchmark, bundle, str(options["steering"]))
+        forget, retain = work / "forget.jsonl", work / "retain.jsonl"
+        write_records(forget, benchmark.forget)
+        write_records(retain, benchmark.retain)
+    form = benchmark.form
+    settings = DistillationSettings(
+        bundle=str(bundle), forget=str(forget), retain=str(retain), output=str(output), seed=benchmark.seed,
+        system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, overwrite=True, **options,
+    )  # fmt: skip
+    content = distill(settings, report=lambda line: None)
+    seconds = float(content["training"]["seconds"])
+    return BuiltModel(output, None if benchmark.pair_seconds is None else benchmark.pair_seconds + seconds)
+
+
+def load_trial(folder: Path, trial: Trial) -> PreTrainedModel:
+    """Load a trial's model, on an accelerator if one is available."""
+    if trial.steering is not None or is_bundle(folder):  # δ-Unlearning writes a bundle too
+        model = DivergenceForCausalLM.from_pretrained(folder)
+        # Likelihoods need finite logits, and the paper's figures of the rank rule use the soft fill throughout.
+        model.steering = dataclasses.replace(model.steering, fill="soft")
+    else:
+        model = load_model(folder).eval()
+    device: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.to(device)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Memory of a model's weights and buffers; shared tensors count once."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def run_parallel(

@@ -16,7 +16,7 @@ from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resample
 from divdec.evaluation.results import Results
 from divdec.report.page import write_page
 from divdec.report.scores import MEASURES, best_index
-from divdec.report.style import LOOKS, PAGE_WIDTH, RETRAIN, TARGET, style, svg_text
+from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
 from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
 from divdec.research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec.research.compare.settings import CompareSettings
@@ -277,11 +277,11 @@ def _bars(trials: Sequence[TrialSummary]) -> str:
 
 def _leak_curves(results: BenchmarkResults) -> str:
     """Leak@k of references and Divergence Decoding in colour, of other methods in grey."""
-    fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(LOOKS)
+    fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(SERIES_STYLES)
     curves = []
     for method, shares in results.leaks.items():
-        look = fixed.get(method) or (next(free) if method in DIVDEC else None)
-        curves.append(LeakCurve(TITLES[method], look, shares))
+        series_style = fixed.get(method) or (next(free) if method in DIVDEC else None)
+        curves.append(LeakCurve(TITLES[method], series_style, shares))
     with style("methods-leaks"):
         figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
         leak_curves(figure.subplots(), curves)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from divdec.evaluation.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
 from divdec.report.charts import Dot, Plot, Series, error_bars, log_ticks, scatter, write_labels
 from divdec.report.scores import ATTACK_NAMES, MEASURES
-from divdec.report.style import BY_NAME, LINEAR, LOOKS, OTHERS, PAPER, RANK, RETRAIN, TEXT, Look
+from divdec.report.style import BY_NAME, LINEAR, OTHERS, PAPER, RANK, RETRAIN, SERIES_STYLES, TEXT, SeriesStyle
 from divdec.research.baselines.methods import DIVDEC
 from divdec.research.charts import Bar, bars
 from divdec.research.figures.registry import FigureRequest, FigureResult, missing_data, register
@@ -26,7 +26,7 @@ from divdec.research.figures.results import (
 TOFU = "divdec eval tofu, divdec compare, or the paper's TOFU_SUMMARY.json"
 MUSE = "divdec eval muse, or the paper's MUSE_SUMMARY.json"
 RULES = {"linear": "α of the linear rule", "rank": "k of the rank rule"}
-FURTHER = {"linear": LOOKS[4], "rank": LOOKS[3]}  # looks of a rule's further families
+FURTHER = {"linear": SERIES_STYLES[4], "rank": SERIES_STYLES[3]}  # styles of a rule's further families
 SUITES = ("muse", "tofu")
 PANELS = {
     "muse": {
@@ -167,21 +167,26 @@ def sizes(request: FigureRequest) -> FigureResult:
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (name, title, label, lines) in zip(grid, panels, strict=False):
         for rule, own in lines.items():
-            look = BY_NAME[rule]
+            series_style = BY_NAME[rule]
             points = [(one.size, one.values[name] or 0.0) for one in own]
             if points:
                 axes.plot(
-                    *zip(*points, strict=True), color=look.colour, marker=look.marker, linestyle=look.dash,
-                    markersize=6.5, label=f"{rule} rule", **POINT,
-                )  # fmt: skip
+                    *zip(*points, strict=True),
+                    color=series_style.colour,
+                    marker=series_style.marker,
+                    linestyle=series_style.dash,
+                    markersize=6.5,
+                    label=f"{rule} rule",
+                    **POINT,
+                )
             others = {one.size: one.values[name] or 0.0 for key in lines if key != rule for one in lines[key]}
             for one, (size, value) in zip(own, points, strict=True):
                 bars_of = error_bars(value, one.intervals.get(name))
-                axes.errorbar(size, value, yerr=bars_of, fmt="none", ecolor=look.colour)
+                axes.errorbar(size, value, yerr=bars_of, fmt="none", ecolor=series_style.colour)
                 above = value >= others.get(size, -1.0)  # the higher of two points has its setting above
                 axes.annotate(
                     one.setting, (size, value), xytext=(0, 8 if above else -8), textcoords="offset points",
-                    ha="center", va="bottom" if above else "top", fontsize=8.5, color=look.colour,
+                    ha="center", va="bottom" if above else "top", fontsize=8.5, color=series_style.colour,
                     bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.8, "alpha": 0.8},
                 )  # fmt: skip
         axes.set_title(title)
@@ -242,13 +247,19 @@ def over_under(request: FigureRequest) -> FigureResult:
                 continue
             _draw_level(axes, 0.0)
             families: dict[str, None] = {}
-            for look, (name, sweeps) in zip(LOOKS, lines[suite].items(), strict=False):
+            for series_style, (name, sweeps) in zip(SERIES_STYLES, lines[suite].items(), strict=False):
                 for number, sweep in enumerate(sweep for sweep in sweeps if sweep[0][0].rule == rule):
                     axes.plot(
-                        [one.strength or 0.0 for one, _ in sweep], [value for _, value in sweep], color=look.colour,
-                        marker=look.marker, markersize=5, linestyle=look.dash, alpha=0.45 if number else 1,
-                        label=None if number else name, **POINT,
-                    )  # fmt: skip
+                        [one.strength or 0.0 for one, _ in sweep],
+                        [value for _, value in sweep],
+                        color=series_style.colour,
+                        marker=series_style.marker,
+                        markersize=5,
+                        linestyle=series_style.dash,
+                        alpha=0.45 if number else 1,
+                        label=None if number else name,
+                        **POINT,
+                    )
                     families[sweep[0][0].family] = None
                     drawn += [one for one, _ in sweep]
             if rule == "rank":
@@ -313,14 +324,14 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
         groups.setdefault("other methods, the best setting of each" if one.kind == "other" else one.title, []).append(
             one
         )
-    free, used = [look for look in LOOKS if look not in (LINEAR, RANK)], set()
+    free, used = [style for style in SERIES_STYLES if style not in (LINEAR, RANK)], set()
     series = []
     for name, members in groups.items():
         method = members[0].method
         if method in ("linear", "rank") and method in used:
-            look = free[len(used) % len(free)]
+            series_style = free[len(used) % len(free)]
         else:
-            look = BY_NAME.get(method, OTHERS)
+            series_style = BY_NAME.get(method, OTHERS)
         if method in ("linear", "rank"):
             used.add(method if method not in used else name)
         dots = tuple(
@@ -330,7 +341,7 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
             )
             for one in members
         )  # fmt: skip
-        series.append(Series(name, look, dots, joined=members[0].strength is not None))
+        series.append(Series(name, series_style, dots, joined=members[0].strength is not None))
     return tuple(series)
 
 
@@ -365,17 +376,22 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
         own_axes = axes.twiny() if above else axes
         families = [sweep for sweep in sweeps if sweep[0].rule == rule]
         for number, sweep in enumerate(families):
-            look = _rule_look(rule, number)
+            series_style = _rule_style(rule, number)
             points = [(one.strength or 0.0, one.values[name] or 0.0) for one in sweep]
             for one, (x, value) in zip(sweep, points, strict=True):
                 own_axes.errorbar(
-                    x, value, yerr=error_bars(value, one.intervals.get(name)), fmt="none", ecolor=look.colour,
+                    x, value, yerr=error_bars(value, one.intervals.get(name)), fmt="none", ecolor=series_style.colour,
                     elinewidth=1.2,
                 )  # fmt: skip
             own_axes.plot(
-                *zip(*points, strict=True), color=look.colour, marker=look.marker, markersize=5, linestyle=look.dash,
-                linewidth=1.6, **POINT,
-            )  # fmt: skip
+                *zip(*points, strict=True),
+                color=series_style.colour,
+                marker=series_style.marker,
+                markersize=5,
+                linestyle=series_style.dash,
+                linewidth=1.6,
+                **POINT,
+            )
         if rule == "rank":
             log_ticks(own_axes, sorted({one.strength or 0.0 for sweep in families for one in sweep}))
         colour = BY_NAME[rule].colour
@@ -391,7 +407,7 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
 
 
 def _sweep_legend(figure: Figure, drawn: Sequence[MethodResult], *, retrain: bool) -> None:
-    """Add a legend below: each look once, with the families that have it."""
+    """Add a legend below: each style once, with the families that have it."""
     from matplotlib.lines import Line2D
 
     families: dict[tuple[str, int], dict[str, None]] = {}
@@ -401,15 +417,23 @@ def _sweep_legend(figure: Figure, drawn: Sequence[MethodResult], *, retrain: boo
         families.setdefault((rule, number), {})[family] = None
     handles = []
     for (rule, number), names in families.items():
-        look, listed = _rule_look(rule, number), ", ".join(filter(None, names))
+        series_style, listed = _rule_style(rule, number), ", ".join(filter(None, names))
         label = f"{DIVDEC[rule]} ({listed})" if listed else DIVDEC[rule]
         handles.append(
-            Line2D([], [], color=look.colour, marker=look.marker, markersize=5, linestyle=look.dash, label=label)
+            Line2D(
+                [],
+                [],
+                color=series_style.colour,
+                marker=series_style.marker,
+                markersize=5,
+                linestyle=series_style.dash,
+                label=label,
+            )
         )
     if retrain:
         handles.append(Line2D([], [], color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, label="Retrain"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)
 
 
-def _rule_look(rule: str, number: int) -> Look:
+def _rule_style(rule: str, number: int) -> SeriesStyle:
     return FURTHER[rule] if number else BY_NAME[rule]

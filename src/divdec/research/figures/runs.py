@@ -18,7 +18,7 @@ from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
 from divdec.report import gradient_depth
 from divdec.report.charts import Band, band_panels
 from divdec.report.scores import MEASURES
-from divdec.report.style import BY_NAME, LOOKS, OTHERS, PAPER
+from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES
 from divdec.research.bench.results import compute_figure, latency_figure
 from divdec.research.charts import LeakCurve, leak_curves
@@ -28,7 +28,7 @@ from divdec.runs import RECORD, read_json, read_record
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
-SEQUENCE_LOOKS = {"steered": LOOKS[0], "distilled": LOOKS[2]}
+SEQUENCE_STYLES = {"steered": SERIES_STYLES[0], "distilled": SERIES_STYLES[2]}
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
@@ -196,14 +196,14 @@ def leak(request: FigureRequest) -> FigureResult:
     if len(kinds) > 1:
         raise UsageError("these runs hold leaks under attack and of samples; give runs of one kind")
     methods = {title: method for method, title in {**DIVDEC, **REFERENCES}.items()}
-    looks, many = iter(LOOKS), len(by_label) > len(LOOKS) + len(REFERENCES)
+    styles, many = iter(SERIES_STYLES), len(by_label) > len(SERIES_STYLES) + len(REFERENCES)
     curves = []
     for curve in by_label.values():
         method = methods.get(curve.label, "")
-        look = BY_NAME[method] if method in REFERENCES else None
-        if look is None and (method in DIVDEC or not many):
-            look = next(looks, None)
-        curves.append(dataclasses.replace(curve, look=look))
+        series_style = BY_NAME[method] if method in REFERENCES else None
+        if series_style is None and (method in DIVDEC or not many):
+            series_style = next(styles, None)
+        curves.append(dataclasses.replace(curve, style=series_style))
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     attack = kinds == {"attack"}
@@ -261,7 +261,7 @@ def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float
     panels = {
         protocol: [
             Band(
-                method, SEQUENCE_LOOKS.get(method, OTHERS), [row["step"] for row in rows],
+                method, SEQUENCE_STYLES.get(method, OTHERS), [row["step"] for row in rows],
                 [row["distance"] for row in rows], *zip(*(row["distance_interval"] for row in rows), strict=True),
             )
             for method, rows in methods.items()

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import divdec.takedowns  # noqa: F401  # opens registries that bundles name
+from divdec.configuration import NO_RULE
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
-from divdec.model.configuration import NO_RULE
 from divdec.model.loading import Bundle
 
 if TYPE_CHECKING:

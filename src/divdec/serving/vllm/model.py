@@ -20,11 +20,11 @@ from vllm.model_executor.models.interfaces import has_inner_state, is_attention_
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 
+from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import same_weights
+from divdec.fail_closed import check_divergence, check_target
 from divdec.model.checkpoint import weight_files
-from divdec.model.checks import check_divergence, check_target
-from divdec.model.configuration import AUXILIARIES
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 

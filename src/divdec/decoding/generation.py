@@ -9,11 +9,11 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
 from divdec.experts.neural import new_cache, stateful_types
-from divdec.model.cache import DivergenceCache
-from divdec.model.checks import check_inputs, check_prompts
+from divdec.fail_closed import check_inputs, check_prompts
 
 if TYPE_CHECKING:
     from divdec.decoding.speculative import Speculation

@@ -1,4 +1,4 @@
-"""`divdec results`: aggregate scores, a one-page report, and the paper's figures from evaluation results."""
+"""`divdec eval` and `divdec results`: measure models, and aggregate, report and plot the results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,90 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from divdec.cli import loading
+from divdec.cli.loading import device_map, quiet
 from divdec.errors import UsageError
+from divdec.evaluation.settings import EvalSettings
 from divdec.options import Overwriting, Printing, Resampling
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
+    from divdec.evaluation.results import Results
     from divdec.report.scores import Entry, ScoredResult, Scorer
 
-# Stands in the head of every page, so that --overwrite replaces no other file.
+# Stands in the head of every report, so that --overwrite replaces no other file.
 GENERATOR = '<meta name="generator" content="divdec report">'
 
-app = App(name="results", help="Aggregate, tabulate and plot results of `divdec eval` or OpenUnlearning.")
+
+def evaluate(
+    settings: Annotated[EvalSettings, Parameter(name="*")],
+    *,
+    all_figures: Annotated[bool, Parameter(name="--all")] = False,
+    printing: Printing = Printing(),
+) -> None:
+    r"""Measure models on TOFU, MUSE or for leaks, item by item as OpenUnlearning does.
+
+    For example:
+
+        divdec eval tofu bundle --data TOFU --split forget10 \
+          --retain-results runs/retrain --holdout holdout10.json --output runs/eval
+
+    Args:
+        settings: what is measured.
+        all_figures: Print all metrics, not only the most important ones.
+        printing: format of the figures.
+    """
+    import divdec.research.baselines.auto  # noqa: F401  # registers the composite baselines with transformers
+    from divdec.evaluation.generation import is_main, sharded
+    from divdec.evaluation.run import evaluate as run
+
+    quiet()
+    with sharded():
+        results = run(settings, device_map(settings.device), report=loading.report)
+        if not is_main():
+            return
+    if printing.json:
+        for result in results:
+            print(json.dumps({"name": result.name, **result.about, "figures": result.figures}))
+        return
+    _print_figures(results, settings, all_figures)
+
+
+def _print_figures(results: list[Results], settings: EvalSettings, all_figures: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from divdec.evaluation.results import headlines
+
+    console = Console(width=max(Console().width, 80))
+    names = sorted({name for result in results for name in result.figures if "." not in name})
+    arrows = headlines(results[0])
+    shown = [name for name in arrows if name in names]
+    if all_figures or not shown:
+        shown = names
+    labels = {name: f"{name} {arrows.get(name, '')}".strip() for name in shown}
+    # As many results beside one another as fit the width, the others below.
+    widest = max(6, *(len(result.name) for result in results)) + 2
+    columns = max(1, (console.width - max(map(len, labels.values())) - 2) // widest)
+    for start in range(0, len(results), columns):
+        block = results[start : start + columns]
+        table = Table("metric", *(result.name for result in block), box=None, padding=(0, 2, 0, 0))
+        for name in shown:
+            values = [result.figures.get(name) for result in block]
+            table.add_row(labels[name], *("–" if value is None else f"{value:.4f}" for value in values))
+        console.print(table)
+    for reason in sorted({reason for r in results for name, reason in r.reasons.items() if name in shown}):
+        console.print(f"– {reason}", highlight=False)
+    if len(shown) < len(names):
+        console.print(f"{len(names) - len(shown)} further figures: --all", highlight=False)
+    console.print(f"results: {settings.output}", highlight=False)
+
+
+results = App(name="results", help="Aggregate, tabulate and plot results of `divdec eval` or OpenUnlearning.")
 
 
 @Parameter(name="*")
@@ -35,7 +104,7 @@ class Scoring(Resampling):
     'relative' measures attacks relative to the retrained model's AUC. Published summaries support only 'dd-repo'."""
 
 
-@app.command(sort_key=1)
+@results.command(sort_key=1)
 def score(
     suite: Literal["tofu", "muse"],
     results: tuple[str, ...],
@@ -88,7 +157,7 @@ def score(
         (_print_latex if latex else _print_table)(rows, suite, scoring)
 
 
-@app.command(sort_key=2)
+@results.command(sort_key=2)
 def report(
     results: tuple[str, ...],
     *,
@@ -151,7 +220,7 @@ def report(
     print(f"report: {file}")
 
 
-@app.command(sort_key=3)
+@results.command(sort_key=3)
 def plot(
     results: tuple[str, ...] = (),
     *,
@@ -182,7 +251,8 @@ def plot(
         printing: format of the summary.
     """
     from divdec.report.style import check_format
-    from divdec.research.figures.catalog import FIGURES
+    from divdec.research.figures import benchmarks, runs  # noqa: F401  # they register their figures
+    from divdec.research.figures.registry import FIGURES, FigureRequest
 
     if list_figures:
         _list_figures(FIGURES, printing)
@@ -197,7 +267,6 @@ def plot(
     check_output_file(file, overwriting.overwrite)
 
     from divdec.report.style import style, write_figure
-    from divdec.research.figures.catalog import FigureRequest
 
     request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
     with style(f"divdec-{figure}"):

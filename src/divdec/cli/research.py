@@ -1,24 +1,111 @@
-"""`divdec cost` predicts what steering costs; `divdec bench` measures it."""
+"""`divdec baseline`, `compare`, `cost` and `bench`: other unlearning methods, and the costs of steering."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from divdec.cli.loading import quiet, report
+from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
 from divdec.options import Printing
+from divdec.research.baselines.methods import METHODS, Method
 from divdec.research.bench.settings import BenchSettings, LatencySettings
+from divdec.research.compare.settings import CompareSettings
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from matplotlib.figure import Figure
     from rich.table import Table
+
+
+baseline = App(name="baseline", help="Apply another unlearning method to the same target and data.")
+
+
+@baseline.command(name="list", sort_key=-1)
+def list_methods(*, printing: Printing = Printing()) -> None:
+    """List the methods: name, kind, source and what they do.
+
+    For example:
+
+        divdec baseline list
+
+    Args:
+        printing: format of the list.
+    """
+    if printing.json:
+        fields = ("name", "title", "kind", "source", "summary")
+        print(json.dumps([{field: getattr(method, field) for field in fields} for method in METHODS.values()]))
+        return
+    for method in METHODS.values():
+        print(f"{method.name} ({method.title}, {method.kind}): {method.summary}\n  {method.source}")
+
+
+def _command(method: Method) -> Callable[..., None]:
+    """Return the command of one method."""
+
+    def apply(settings: Any, *, own: Any, printing: Printing = Printing()) -> None:
+        from accelerate import PartialState
+
+        from divdec.research.baselines.run import run_baseline
+
+        quiet()
+        check_not_bundle(settings.target, "--target")
+        content = run_baseline(method, settings, own, report=report)
+        if not PartialState().is_main_process:
+            return
+        if printing.json:
+            print(json.dumps(content))
+            return
+        print(f"model: {content['model']} ({content['seconds']:.0f} s)")
+        for note in content["notes"]:
+            print(f"note: {note}")
+        print("measure it beside the target: divdec eval tofu … (see divdec eval --help)")
+
+    apply.__annotations__ |= {
+        "settings": Annotated[method.run_settings, Parameter(name="*")],
+        "own": Annotated[method.settings, Parameter(name="*")],
+        "printing": Printing,
+    }
+    apply.__kwdefaults__ = {"own": method.settings(), "printing": Printing()}
+    apply.__doc__ = (
+        f"{method.title}: {method.summary}.\n\nSource: {method.source}.\n\nFor example:\n\n"
+        f"    divdec baseline {method.name} --target models/target \\\n"
+        f"      --forget forget.jsonl --retain retain.jsonl --output runs/{method.name}\n"
+    )
+    return apply
+
+
+for number, method in enumerate(METHODS.values()):
+    baseline.command(_command(method), name=method.name, sort_key=number)
+
+
+def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+    r"""Compare every method on the same models and data: the paper's main table, with costs and leaks.
+
+    The same command resumes a stopped run.
+
+    For example:
+
+        divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 \
+          --output runs/compare
+    """
+    from rich.console import Console
+
+    from divdec.research.compare.run import compare_methods
+    from divdec.research.compare.table import JSON, PAGE, show
+
+    quiet()
+    result = compare_methods(settings, report=report)
+    output = Path(settings.output).expanduser()
+    if printing.json:
+        print((output / JSON).read_text(encoding="utf-8"))
+        return
+    show(result, settings, Console())
+    print(f"{result.seconds:.0f} s. Report: {output / PAGE}")
 
 
 OPTIONS = {
@@ -81,9 +168,15 @@ def _volume_figure(estimate: CostEstimate) -> Figure:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     from divdec.costs.model_size import format_quantity
-    from divdec.report.style import LOOKS, TARGET, TEXT
+    from divdec.report.style import SERIES_STYLES, TARGET, TEXT
 
-    looks = {"target": TARGET, "steer": LOOKS[0], "speculate": LOOKS[4], "distil": LOOKS[1], "n-gram": LOOKS[2]}
+    styles = {
+        "target": TARGET,
+        "steer": SERIES_STYLES[0],
+        "speculate": SERIES_STYLES[4],
+        "distil": SERIES_STYLES[1],
+        "n-gram": SERIES_STYLES[2],
+    }
     # One panel above the other, so that the text stays readable on a phone.
     figure = Figure(figsize=(5.6, 7.2), layout="constrained")
     panels = figure.subplots(2, 1)
@@ -92,10 +185,10 @@ def _volume_figure(estimate: CostEstimate) -> Figure:
     volumes = np.geomspace(min(limits), max(limits) * 1.2, 200)
     target = estimate.options["target"]
     for name, cost in estimate.options.items():
-        look = {"color": looks[name].colour, "linestyle": looks[name].dash, "label": OPTIONS[name]}
-        panels[0].plot(volumes, [cost.at(volume) for volume in volumes], **look)
+        line = {"color": styles[name].colour, "linestyle": styles[name].dash, "label": OPTIONS[name]}
+        panels[0].plot(volumes, [cost.at(volume) for volume in volumes], **line)
         if name not in ("target", "n-gram"):  # 0 has no position on a logarithmic axis
-            panels[1].plot(volumes, [cost.at(volume) - target.at(volume) for volume in volumes], **look)
+            panels[1].plot(volumes, [cost.at(volume) - target.at(volume) for volume in volumes], **line)
     for axes, title in zip(panels, ("All FLOPs", "FLOPs beyond the target's own inference"), strict=True):
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -1,0 +1,291 @@
+"""`divdec demo`, `train`, `ngram`, `distill` and `gradient-depth`: train auxiliaries and students, count n-grams."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from divdec.cli.loading import check_not_bundle, load, quiet, report
+from divdec.errors import NOT_REACHED, UsageError
+from divdec.options import Overwriting, Printing
+from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings
+
+LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
+
+
+def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
+    """Train small models on fictitious facts, make one of them forget some facts, and show the result.
+
+    For example:
+
+        divdec demo --seed 1 --output runs/demo
+
+    Args:
+        seed: Seed of the world, of the initial weights and of the order of training.
+        output: Folder for report, bundle, data and models; in the user's cache folder by default.
+        printing: format of the result.
+    """
+    from divdec.demo.run import run_demo
+
+    quiet()
+    folder = Path(output).expanduser() if output else None
+    result = run_demo(seed, folder, quiet=printing.json)
+    if printing.json:
+        print(json.dumps(result))
+
+
+def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
+    r"""Train the two auxiliaries from a forget set and a retain set, and write a bundle.
+
+    Exit code 3: training finished, but the measured auxiliaries are not suitable for steering.
+
+    For example:
+
+        divdec train --base meta-llama/Llama-3.2-1B-Instruct \
+          --target meta-llama/Llama-3.1-8B-Instruct \
+          --forget forget.jsonl --retain retain.jsonl --output runs/first
+    """
+    from accelerate import PartialState
+
+    from divdec.training.auxiliaries import train_auxiliaries
+
+    quiet()
+    check_not_bundle(settings.target, "--target")
+    content = train_auxiliaries(settings, report=report)
+    faults = content["separation"]["faults"]
+    code = NOT_REACHED if faults else 0
+    if not PartialState().is_main_process:
+        return code
+    if printing.json:
+        print(json.dumps(content))
+    elif content["bundle"]:
+        print(f"bundle: {content['bundle']}")
+        if not faults:
+            print(
+                f"choose its strength ({settings.steering} is not measured yet): divdec calibrate {content['bundle']} "
+                f"--forget {settings.forget} --retain {settings.retain} --holdout … --write"
+            )
+    else:
+        print(f"auxiliaries: {settings.output}")
+        if not faults:
+            print("next: divdec bundle --target … (see divdec bundle --help)")
+    if faults:
+        advice = "" if settings.lr == "auto" else "; --lr auto searches for a rate"
+        print(f"unfit to steer with, it would not forget: {'; '.join(faults)}{advice}", file=sys.stderr)
+    return code
+
+
+def ngram(
+    *,
+    retain: str,
+    forget: str,
+    target: str,
+    output: str,
+    order: int = 3,
+    space: Literal["score", "log"] = "score",
+    forget_counts: Literal["forget", "both"] = "forget",
+    overwriting: Overwriting = Overwriting(),
+    printing: Printing = Printing(),
+) -> None:
+    r"""Count n-grams of a retain and a forget set: experts without training, for verbatim text.
+
+    For example:
+
+        divdec ngram --retain retain.jsonl --forget forget.jsonl \
+          --target models/target --output ngrams
+
+    Args:
+        retain: Retain set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset.
+        forget: Forget set, in the same formats.
+        target: The model to steer, for its tokenizer and vocabulary: a folder or hub id.
+        output: Folder for the two n-gram models.
+        order: Maximum n-gram length, 2 to 5.
+        space: Compute the divergence from scores, as in the paper ('score', with alpha 5 to 30), or from log scores
+            ('log').
+        forget_counts: Data for the forget counts: 'forget' counts the forget set only, as in the paper. 'both' counts
+            both sets, so that the divergence is almost 0 in contexts that the forget set does not contain.
+        overwriting: whether an earlier result is replaced.
+        printing: format of the result.
+    """
+    from tqdm.auto import tqdm
+
+    from divdec.data.formatting import documents
+    from divdec.data.records import overlap, read_records
+    from divdec.experts.ngram_fit import check_order, is_pair, write_pair
+    from divdec.model.checkpoint import (
+        CheckpointReference,
+        check_apart,
+        load_config,
+        load_tokenizer,
+        vocabulary_sha256,
+        vocabulary_width,
+    )
+    from divdec.runs import RECORD, check_output, output_folder, record, write_json
+
+    quiet()
+    check_order(order)
+    check_not_bundle(target, "--target")
+    folder = Path(output).expanduser()
+    check_output(folder, overwriting.overwrite, is_pair)
+    checkpoint = CheckpointReference.parse(target).resolve(Path(), weights=False)
+    sources = [Path(source).expanduser() for source in (retain, forget)]
+    check_apart(folder.resolve(), [checkpoint, *(path.resolve() for path in sources if path.exists())])
+    tokenizer = load_tokenizer(checkpoint)
+    retain_set, forget_set = read_records(retain), read_records(forget)
+    if shared := overlap(forget_set, retain_set).records:
+        raise UsageError(f"{shared} records of the forget set are in the retain set too: q would know them")
+    counted: dict[str, Iterable[Any]] = {
+        "retain": documents(retain_set, tokenizer),
+        "forget": documents(forget_set, tokenizer),
+    }
+    if forget_counts == "both":
+        counted["forget"] = itertools.chain(counted["forget"], documents(retain_set, tokenizer))
+    with (
+        output_folder(folder, overwriting.overwrite, is_pair) as temporary,
+        tqdm(desc="counting", unit="token", unit_scale=True, disable=None, file=sys.stderr) as bar,
+    ):
+        models = write_pair(
+            temporary, counted, vocabulary_width(load_config(checkpoint)), order=order, space=space,
+            tokenizer=vocabulary_sha256(tokenizer), progress=bar.update,
+            retain_set=retain_set.label, forget_set=forget_set.label, forget_counts=forget_counts,
+        )  # fmt: skip
+        figures = {
+            f"{side}_{name}": getattr(model, name) for side, model in models.items() for name in ("tokens", "distinct")
+        }
+        figures["bytes"] = sum(file.stat().st_size for file in temporary.rglob("*.npy"))
+        settings = {
+            "retain": retain, "forget": forget, "target": target, "output": output, "order": order, "space": space,
+            "forget_counts": forget_counts,
+        }  # fmt: skip
+        write_json(temporary / RECORD, record("ngram", settings, **figures))
+    if printing.json:
+        print(json.dumps({"ngram": str(folder), **figures}))
+        return
+    for side, records in (("retain", retain_set), ("forget", forget_set)):
+        count = f"{len(records):,} record{'s' if len(records) != 1 else ''}"
+        print(f"{side}: {count}, {figures[f'{side}_tokens']:,} tokens, "
+              f"{figures[f'{side}_distinct']:,} distinct n-grams")  # fmt: skip
+    print(
+        f"n-grams: {folder} ({figures['bytes'] / 1e6:.1f} MB)\nnext: divdec bundle --target {target} "
+        f"--ngram {folder} --steering linear:10 --output …"
+    )
+
+
+def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
+    r"""Distil a bundle into one ordinary model: the steered model teaches its target on the forget set.
+
+    Exit code 3: the student closed less than half of the distance to its teacher.
+
+    For example:
+
+        divdec distill bundle --forget forget.jsonl --retain retain.jsonl \
+          --lr 4e-5 --output runs/student
+    """
+    from accelerate import PartialState
+
+    from divdec.training.distillation import distance_closed
+    from divdec.training.distillation import distill as run
+
+    quiet()
+    content = run(settings, report=report)
+    closed = distance_closed(content["before"], content["after"])
+    code = 0 if closed >= LEAST_CLOSED else NOT_REACHED
+    if not PartialState().is_main_process:
+        return code
+    if printing.json:
+        print(json.dumps(content))
+        return code
+    before, after = (content[when]["forget"]["kl"] for when in ("before", "after"))
+    print(f"student: {settings.output} (KL to the teacher on the forget set {before:.4f} → {after:.4f} nats a token)")
+    if code:
+        print(
+            f"not distilled: the student closed {max(closed, 0.0):.0%} of the distance to its teacher on the forget "
+            f"set (needed: {LEAST_CLOSED:.0%}), and may still repeat it; try another --lr or more --epochs",
+            file=sys.stderr,
+        )
+    else:
+        print(f"measure it: divdec eval --help; start the next request from it: --init-student {settings.output}")
+    return code
+
+
+def gradient_depth(
+    settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()
+) -> None:
+    r"""Measure which layers distillation would change, by the gradient norm of each layer.
+
+    For example:
+
+        divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
+          --output runs/depth
+    """
+    from rich.console import Console
+
+    from divdec.data.formatting import Format, encode_set
+    from divdec.data.records import read_records
+    from divdec.evaluation.aggregate import Bootstrap
+    from divdec.report.gradient_depth import depth_frame, depth_table, peaks, write_depth
+    from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+    from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples
+    from divdec.training.gradient_depth import gradient_depth as measure
+
+    def ours(folder: Path) -> bool:
+        return (read_record(folder) or {}).get("verb") == "gradient-depth"
+
+    output = Path(settings.output).expanduser()
+    check_output(output, settings.overwrite, ours)
+    bootstrap = Bootstrap(seed=settings.seed)
+    sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
+    model, tokenizer = load(settings.bundle, settings, settings)
+    check_teacher(model.steering)
+    decoder_parts(model.target)
+    positions = model.config.max_position_embeddings
+    longest = settings.max_length if positions is None else min(settings.max_length, positions)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest)
+    examples = {
+        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
+        for name, records in sets.items()
+    }
+    for name, drawn in examples.items():
+        report(f"{name} set: {sets[name].label}, {len(drawn)} examples")
+    norms = measure(
+        model,
+        tokenizer,
+        examples,
+        temperature=settings.temperature,
+        direction=settings.direction,
+        batch_size=settings.batch_size,
+        bootstrap=bootstrap,
+        title="gradients",
+    )
+    frame = depth_frame(norms)
+    about = {
+        "steering": str(model.steering),
+        "temperature": settings.temperature,
+        "direction": settings.direction,
+        "batch_size": settings.batch_size,
+        "level": bootstrap.level,
+        "draws": bootstrap.draws,
+        "sets": {name: records.label for name, records in sets.items()},
+        "peak_layers": {" ".join(column): layer for column, layer in peaks(frame).items()},
+    }
+    with output_folder(output, settings.overwrite, ours) as folder:
+        content = write_depth(folder, norms, about, bootstrap.level)
+        write_json(folder / RECORD, record("gradient-depth", dataclasses.asdict(settings), **about))
+    if printing.json:
+        print(json.dumps(content))
+        return
+    console = Console(width=max(Console().width, 80))
+    console.print(depth_table(frame))
+    console.print(
+        f"L2 norm of the gradient, mean over examples with its {bootstrap.level:.0%} interval; "
+        f"the largest of each column is bold\nresult: {output}",
+        highlight=False,
+        soft_wrap=True,
+    )
