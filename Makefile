@@ -13,11 +13,11 @@ LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
 # What divdec and its tests need and vLLM does not bring; what vLLM brings stays as it pins it.
 BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datasets defusedxml dill docstring-parser \
-	docutils fonttools hypothesis iniconfig jaxtyping joblib kiwisolver matplotlib multiprocess narwhals nltk \
-	pandas pluggy pyarrow pyparsing pytest pytest-timeout python-dateutil rich-rst rouge-score scikit-learn \
+	docutils execnet fonttools hypothesis iniconfig jaxtyping joblib kiwisolver matplotlib multiprocess narwhals nltk \
+	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -95,8 +95,11 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
+# A file stays with one process, which starts its server once; the longest files come first by name.
 test-vllm: $(VENV)-vllm/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm --durations 0 tests/serving/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder --durations 0 tests/serving/vllm
+
+install-vllm: $(VENV)-vllm/.installed
 
 $(VENV)-vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-vllm

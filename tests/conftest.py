@@ -1,5 +1,7 @@
 """What the tests share: a real tokenizer, tiny models of several families, and the folder with real data."""
 
+import gc
+import importlib
 import importlib.util
 import os
 import signal
@@ -27,10 +29,21 @@ def pytest_configure(config):
         import rounding
 
         rounding.install(float(os.environ["DIVDEC_TEST_ROUNDING"]))
-    # Shapes in signatures are checked while tests run, and only then.
+    # Shapes in signatures are checked while tests run, and only then. The hook compiles anew, in every process, what
+    # one of these modules is the first to import; so the large libraries are imported before.
     from jaxtyping import install_import_hook
 
+    for name in ("beartype", "datasets", "peft", "transformers.trainer", "transformers.generation"):
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     install_import_hook(shaped_modules(), "beartype.beartype")
+
+
+def pytest_collection_finish():
+    # accelerate collects garbage before and after each training; what was imported until now is none, and takes most
+    # of the time of a search.
+    gc.collect()
+    gc.freeze()
 
 
 def shaped_modules():

@@ -7,9 +7,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import torch
+
+from divdec.serving.middleware import write_log
 
 CONTEXT = 4096
 STEPS = 40
@@ -42,23 +45,24 @@ def bundle_of(models, name, steering):
 
 
 @contextlib.contextmanager
-def serving(engines, **options):
-    """A server of started engines; gives its URL."""
-    from divdec.serving import ServerOptions, bind
+def serving(engines, log=False, **options):
+    """A server of started engines; gives its URL. It writes an access log only where a test reads it."""
+    from divdec.serving import ServerOptions, bind, middleware
     from divdec.serving.server import HttpServer
 
     server = HttpServer({engine.name: engine for engine in engines}, bind("127.0.0.1", 0), ServerOptions(**options))
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield server.url
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
+    with mock.patch.object(middleware, "write_log", write_log if log else lambda **fields: None):
+        thread.start()
+        assert ready.wait(30)
+        try:
+            yield server.url
+        finally:
+            server.stop()
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def engine_of(bundle, name="tiny", **options):

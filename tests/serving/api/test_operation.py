@@ -225,7 +225,7 @@ def test_streams_exceeding_shutdown_timeout_end_with_error(served_bundle):
 
 
 def test_log_prompts_option_logs_prompts(served_bundle, capsys):
-    with serving([engine_of(served_bundle)], log_prompts=True) as url:
+    with serving([engine_of(served_bundle)], log=True, log_prompts=True) as url:
         httpx.post(url + PATH, json=SHORT | {"prompt": "an unmistakable prompt"})
     line = json.loads(capsys.readouterr().err.strip().splitlines()[-1])
     assert line["prompt"] == "an unmistakable prompt"

@@ -20,8 +20,9 @@ def models(tmp_path_factory, tokenizer):
         "gpt2": ("gpt2", 256, 2),
         "retain": ("llama", 128, 2),
         "forget": ("llama", 128, 2),
-        "deep-retain": ("llama", 128, 3),
-        "deep-forget": ("llama", 128, 3),
+        "flat-target": ("llama", 256, 1),
+        "flat-retain": ("llama", 128, 1),
+        "flat-forget": ("llama", 128, 1),
     }
     for seed, (name, (family, width, layers)) in enumerate(shapes.items()):
         model = tiny_model(family, len(tokenizer), seed, width=width, layers=layers)
