@@ -12,8 +12,9 @@ from divdec.data.records import record_set
 from divdec.demo.models import Shape, new_model
 from divdec.errors import Diverged
 from divdec.training import fine_tuning
-from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
-from divdec.training.inputs import Companion, ExampleDataset, model_inputs
+from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
+from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss, uses_bfloat16
+from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from stopping import stopping_at
 
@@ -216,3 +217,35 @@ def test_on_epoch_is_called_after_each_epoch(examples, tokenizer, tmp_path):
     assert [epoch for epoch, _ in seen] == [1, 2, 3, 4]
     assert seen[-1][1] == pytest.approx(result.loss_after, rel=1e-5)
     assert seen[-1][1] < seen[0][1]
+
+
+@pytest.mark.parametrize("labelled", [None, 100])
+def test_cross_entropy_of_labelled_tokens_alone_equals_the_models_own_loss(examples, tokenizer, labelled):
+    batch = next(Collator(tokenizer).batches(examples, range(8), 8, torch.device("cpu")))
+    own, ours = model_for(tokenizer), model_for(tokenizer)
+    options = {} if labelled is None else {"num_items_in_batch": labelled}
+    expected = own(**model_inputs(batch), **options).loss
+    loss = LabelledCrossEntropy(plain_head(ours)).loss(ours, batch, labelled)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected.backward()
+    loss.backward()
+    for one, other in zip(ours.parameters(), own.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_auto_precision_is_bfloat16_for_large_models_on_a_cpu_that_has_it(tokenizer, monkeypatch):
+    model, auto = model_for(tokenizer), TrainingSettings()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for instructions, least, expected in ((True, 1, True), (True, 30_000_000, False), (False, 1, False)):
+        monkeypatch.setattr(fine_tuning, "has_bfloat16_instructions", lambda instructions=instructions: instructions)
+        monkeypatch.setattr(fine_tuning, "LEAST_FOR_BFLOAT16", least)
+        assert uses_bfloat16(auto, model) is expected
+        assert uses_bfloat16(dataclasses.replace(auto, precision="bfloat16"), model)
+        assert not uses_bfloat16(dataclasses.replace(auto, precision="float32"), model)
+
+
+def test_training_in_bfloat16_learns_and_says_so(examples, tokenizer, tmp_path, whole):
+    settings = dataclasses.replace(SETTINGS, precision="bfloat16")
+    _, result = fine_tune(model_for(tokenizer), tokenizer, examples, settings, tmp_path, title="bfloat16")
+    assert (result.precision, whole[1].precision) == ("bfloat16", "float32")
+    assert result.loss_after == pytest.approx(whole[1].loss_after, rel=0.1)

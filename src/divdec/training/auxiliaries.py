@@ -421,7 +421,7 @@ class _PairTrainer:
         }
         self.report(
             f"{role} auxiliary: loss {result.loss_before:.3f} → {result.loss_after:.3f} "
-            f"in {result.steps} steps, {result.seconds:.0f} s"
+            f"in {result.steps} steps, {result.seconds:.0f} s, {result.precision}"
         )
         if PartialState().is_main_process:
             with output_folder(folder, overwrite=True, ours=lambda folder: (folder / RESULT).is_file()) as temporary:

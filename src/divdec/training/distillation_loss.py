@@ -130,6 +130,34 @@ class Distillation:
         return total / (predicting(batch["labels"]).sum() if labelled is None else labelled)
 
 
+@dataclasses.dataclass
+class LabelledCrossEntropy:
+    """Mean cross entropy of the labelled tokens: an `Objective` that computes no logits for prompts.
+
+    With a vocabulary of 50,000 tokens the output layer is half of a small model's work.
+    """
+
+    head: nn.Linear | None
+    """The model's output layer, from `plain_head`."""
+    counts_tokens = True
+
+    def to(self, device: torch.device) -> None:
+        """Do nothing: there are no tensors."""
+
+    def loss(
+        self, model: PreTrainedModel, batch: Mapping[str, Tensor], labelled: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        """See `divdec.training.fine_tuning.Objective.loss`."""
+        labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
+
+        def cross_entropy(logits: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.float(), labels.to(logits.device), reduction="none")
+
+        everything = [(torch.arange(len(labels), device=labels.device), cross_entropy)]
+        total = sum_over_positions(model, self.head, batch, everything).sum()
+        return total / (len(labels) if labelled is None else labelled)
+
+
 def sum_over_positions(
     model: PreTrainedModel, head: nn.Linear | None, batch: Mapping[str, Tensor], pieces: Pieces, gradient: bool = True
 ) -> Float[Tensor, " figures"]:

@@ -94,7 +94,7 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     documents to forget. By default samples of the target."""
     minutes: float = 10.0
     """Time for that learning (healing), without loading and sampling. 0 only removes layers."""
-    samples: int = 512
+    samples: int = 256
     """Number of samples of the target, if there is no text."""
     max_length: int = 512
     """Maximum sequence length in tokens."""

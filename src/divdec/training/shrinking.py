@@ -87,7 +87,9 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         target = target.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     if texts is None:
         report(f"no text is given: {settings.samples} samples of the target take its place")
-        texts = sample_records(target, tokenizer, settings.samples, seed=settings.seed, title="samples of the target")
+        texts = sample_records(
+            target, tokenizer, settings.samples, max_new_tokens=64, seed=settings.seed, title="samples of the target"
+        )
     report_set("healing", texts, report)
     examples = encode_set(texts, tokenizer, Format(max_length=settings.max_length))
     held_out, trained = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
