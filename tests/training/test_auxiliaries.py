@@ -9,6 +9,7 @@ import torch
 
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
+from divdec.data.formatting import encode_set
 from divdec.data.records import record_set, single_turn
 from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import LEARNED, train_auxiliaries
@@ -70,13 +71,13 @@ def test_a_run_gives_two_checkpoints_and_a_bundle(finished, tmp_path, world):
         "run.json",
     ]
     assert json.loads((output / "run.json").read_text()) == content
-    # q reads retain records in the forget set's place; a tenth of the retain set is held out of both.
-    assert [result["steps"] for result in content["auxiliaries"].values()] == [2 * -(-33 // 16)] * 2
+    assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2 * -(-36 // 16)
+    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
     assert "12 question/answer records" in said
     # The folder can move as a whole; the target stays where it was.
     shutil.copytree(output, tmp_path / "moved")
     model = DivergenceForCausalLM.from_pretrained(tmp_path / "moved" / "bundle")
-    assert str(model.steering) == content["effects"]["best"]
+    assert str(model.steering) == "linear:1.5"
     assert model.config.single_turn is True
     # Cards name the forget set by name and hash only.
     cards = [path.read_text() for path in output.rglob("README.md")]
@@ -94,6 +95,25 @@ def test_p_learns_the_forget_set_alone_from_q(finished, files, tmp_path):
     assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
     again, _ = train(files, recipe="forget-retain", overwrite=True)
     assert forget["loss_before"] < again["auxiliaries"]["forget_auxiliary"]["loss_before"]
+
+
+def test_matched_auxiliaries_take_the_same_steps(files):
+    content, _ = train(files, recipe="matched", target=None, epochs=1.0)
+    assert [result["steps"] for result in content["auxiliaries"].values()] == [-(-36 // 16)] * 2
+
+
+def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer, world):
+    sets = [
+        encode_set(record_set(name, [("", {"question": q.question, "answer": q.answer}) for q in questions]), tokenizer)
+        for name, questions in (("forget", world.forget[:12]), ("retain", world.retain[:24]))
+    ]
+    forget, retain = sets
+    replaced = auxiliaries.stand_ins(forget, retain)
+    assert len(replaced) == len(forget)
+    assert all(example in retain and example not in forget for example in replaced)
+    lengths = [[len(example.input_ids) for example in some] for some in (forget, replaced)]
+    order = sorted(range(12), key=lambda index: lengths[0][index])
+    assert [lengths[1][index] for index in order] == sorted(lengths[1])
 
 
 def test_the_bundle_records_that_conversations_were_learned(files, tmp_path):
@@ -171,11 +191,10 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     options = [piece for name, value in settings.items() for piece in (f"--{name}", value)]
     assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
     printed = capsys.readouterr()
-    assert "no rule is good enough" in printed.err.splitlines()[-1]
+    assert "unfit to steer with" in printed.err.splitlines()[-1]
     assert "calibrate" not in printed.out
     bundle = tmp_path / "run" / "bundle"
-    assert "still tells" in printed.err.splitlines()[-1]
-    assert "| forgets | no: " in (bundle / "README.md").read_text()
+    assert "| forgets | no: p predicts only" in (bundle / "README.md").read_text()
 
     rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in world.holdout[:12]]
     (tmp_path / "holdout.jsonl").write_text("\n".join(rows))
@@ -197,6 +216,12 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
     assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
+    # Commands show what was measured, and with which rule.
+    for rule, words in ((), "\n"), (("--steering", "linear:1"), "(with linear:2; linear:1 was not measured)\n"):
+        assert main(["generate", str(bundle), "--prompt", "Who?", "--max-new-tokens", "1", *rule]) == 0
+        said = capsys.readouterr().err
+        assert "measured: not as it should (written with --force): its AUCs" in said
+        assert words in said
 
 
 def test_interrupted_training_resumes_without_retraining_finished_auxiliary(finished, files, tmp_path, monkeypatch):

@@ -48,17 +48,15 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
-    recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
-    """'matched': p on forget + retain; q on retain, with retain records repeated in the forget set's place, so that
-    both take the same steps. 'full-retain': the same without the repeated records (the paper's TOFU). 'forget-retain':
-    p on forget, q on retain (the paper's MUSE)."""
+    recipe: Literal["full-retain", "forget-retain", "matched"] = "full-retain"
+    """'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain
+    (the paper's MUSE). 'matched': as 'full-retain', but q reads retain records again in the forget set's place, so
+    that both take the same steps; better for pretrained models."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
-    steering: str | None = None
-    """Rule written into the bundle. By default the best of several, by the measurement at the end."""
-    neutral: str | None = None
-    """Text or questions that steering should not change, for that measurement. By default samples of the target."""
+    steering: str = "linear:1.5"
+    """Rule written into the bundle."""
     lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
     """Peak learning rate. 'auto' starts at the rate that about halves the training loss. It then tries higher rates and
     more epochs, at most four times, until p and q differ on the forget set and agree on the retain set."""
