@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -282,6 +281,8 @@ def file_sha256(path: Path) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return versions of Python and of the libraries that decide a run's figures; None where one is absent."""
+    import importlib.metadata  # a tenth of the time of `divdec --help`, which needs no versions
+
     installed = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

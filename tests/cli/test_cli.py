@@ -40,26 +40,23 @@ def parts(models):
     ]
 
 
-def test_help_is_fast_and_lists_commands():
-    times = []
-    while len(times) < 10 and min(times, default=1.0) >= 0.5:  # other processes may slow some of the runs
-        started = time.perf_counter()
-        result = divdec("--help")
-        times.append(time.perf_counter() - started)
+def test_help_lists_commands():
+    result = divdec("--help")
     assert result.returncode == 0
     assert all(verb in result.stdout for verb in ("demo", "train", "bundle", "generate", "chat", "doctor"))
-    assert min(times) < 0.5
 
 
-def test_cli_help_does_not_import_torch():
+def test_help_imports_no_large_library():
+    """The help of every command stays fast; docs/benchmarks.md has the times."""
     code = (
         "import sys; from divdec.cli import main; main(['--help'])\n"
         "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor', 'remote', 'playground', 'results'):\n"
         "    main([verb, '--help'])\n"
-        "print('torch' in sys.modules)"
+        "large = {'torch', 'transformers', 'numpy', 'pandas', 'matplotlib', 'datasets', 'openai', 'fastapi', 'gradio'}\n"
+        "print(sorted(large & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip().endswith("False"), result.stderr
+    assert result.stdout.strip().endswith("[]"), result.stderr
 
 
 def test_bundle_command_writes_bundle_that_generates(own_checkpoints, tmp_path, capsys):
