@@ -52,7 +52,7 @@ def test_help_imports_no_large_library():
         "import sys; from divdec.cli import main; main(['--help'])\n"
         "for verb in ('demo', 'train', 'bundle', 'generate', 'chat', 'doctor', 'remote', 'playground', 'results'):\n"
         "    main([verb, '--help'])\n"
-        "large = {'torch', 'transformers', 'numpy', 'pandas', 'matplotlib', 'datasets', 'openai', 'fastapi', 'gradio'}\n"
+        "large = {'torch', 'transformers', 'numpy', 'pandas', 'matplotlib', 'datasets', 'openai', 'gradio'}\n"
         "print(sorted(large & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
