@@ -13,9 +13,9 @@ NESTED = [[group, name] for group in GROUPS for name in app[group] if not name.s
 
 def test_every_command_is_registered():
     assert set(COMMANDS) == {
-        "demo", "train", "bundle", "generate", "chat", "serve", "playground", "remote", "ngram", "takedown",
-        "calibrate", "distill", "gradient-depth", "baseline", "compare", "eval", "results", "image", "cost", "bench",
-        "doctor",
+        "demo", "train", "bundle", "generate", "chat", "serve", "playground", "remote", "shrink", "ngram",
+        "takedown", "calibrate", "distill", "gradient-depth", "baseline", "compare", "eval", "results", "image",
+        "cost", "bench", "doctor",
     }  # fmt: skip
 
 

@@ -202,7 +202,7 @@ class TestRejectsInvalidInput:
 
     def test_a_missing_checkpoint(self, own_checkpoints, tmp_path):
         shutil.rmtree(own_checkpoints / "retain")
-        self.refused(own_checkpoints, tmp_path, "is not a folder, nor a hub id")
+        self.refused(own_checkpoints, tmp_path, "is not a folder, nor a GGUF file, nor a hub id")
 
     def test_a_truncated_weight_file(self, own_checkpoints, tmp_path):
         weights = own_checkpoints / "forget" / "model.safetensors"
