@@ -9,7 +9,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "vllm": ("vllm",),
     "ui": ("gradio",),
-    "smollm2": ("gguf",),
+    "gguf": ("gguf",),
     "image": ("diffusers", "torchmetrics"),
 }
 

@@ -71,7 +71,7 @@ def test_settings_of_single_layers_follow_the_layers():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layers": 3}, "accepted: 1 to 2"),
+        ({"layers": 3}, r"accepted: 1 to 2 \(the target has 3\)"),
         ({"layers": 0}, "--layers is 0"),
         ({"minutes": -1.0}, "--minutes is -1"),
         ({"text": "none.jsonl"}, "does not exist"),

@@ -1,4 +1,4 @@
-"""Sample text from a model itself, as data for what it should go on doing."""
+"""Sample training or evaluation data from a model."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def sample_records(
     seed: int = 0,
     title: str | None = None,
 ) -> RecordSet:
-    """Let a model write questions and answer them greedily; a model without a chat template writes plain texts.
+    """Sample question/answer pairs from a chat model, or plain texts from a model without a chat template.
 
-    A chat model writes a question when its prompt ends where the user's turn begins (Magpie, arXiv 2406.08464).
+    Questions are sampled after the chat template's text before the user's message, and answered greedily (Magpie, arXiv
+    2406.08464).
 
     Args:
         model: any causal language model.
         tokenizer: its tokenizer.
         count: number of records.
-        max_new_tokens: longest answer or text.
+        max_new_tokens: maximum length of an answer or text, in tokens.
         batch_size: sequences in a pass.
         seed: seed of the questions or texts.
         title: title of the progress bar; None shows none.
 
     Raises:
-        UsageError: fewer than half of the samples differ and hold text.
+        UsageError: fewer than half of the samples are non-empty and distinct.
     """
     chat = tokenizer.chat_template is not None
     prompt, length = (user_prefix(tokenizer), QUESTION_LENGTH) if chat else (start_ids(tokenizer), max_new_tokens)
@@ -68,8 +69,8 @@ def sample_records(
 def _enough(records: list[Record], count: int) -> tuple[Record, ...]:
     if 2 * len(records) < count:
         raise UsageError(
-            f"only {len(records)} of {count} samples of the model differ and hold text: it ends at once or repeats "
-            "itself; give a file of text of the kind that it is used for"
+            f"only {len(records)} of {count} samples of the model are non-empty and distinct: it stops immediately or "
+            "repeats itself; pass a text file instead (--text)"
         )
     return tuple(records)
 
@@ -81,7 +82,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token that begins a text; the end token in models without one, such as GPT-2."""
+    """Return the token that begins a text, or the end token of models without one, such as GPT-2."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(token, int):
         raise UsageError("the tokenizer has neither a begin nor an end token to sample from; give text (--text)")

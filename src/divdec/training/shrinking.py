@@ -1,7 +1,7 @@
 """Shrink a model to a small sibling with the same tokenizer: remove layers, then heal it by distillation.
 
-Many models have no small sibling that could become their auxiliaries. A pruned one that is healed on text without the
-forget set has mostly lost the forget set, as q must have.
+Many models have no small sibling to train auxiliaries from. Pruning makes one. Heal it on text without the forget set,
+because q must not know the forget set.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from divdec.training.teachers import positions_per_piece
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROBE_STEPS = 4  # training steps that are timed to fill the minutes
-HELD_OUT = 10  # of so many texts one is not trained on
+PROBE_STEPS = 4  # training steps that are timed to convert minutes to steps
+HELD_OUT = 10  # every tenth text is held out
 IMPORTANCE_BATCHES = 4
 DECODED = 32  # tokens decoded to compare speeds
 
 
 @dataclasses.dataclass(frozen=True)
 class Likeness:
-    """How much a small model is like the target, on texts that it was not trained on."""
+    """Similarity of a small model to the target on held-out text."""
 
     perplexity: float
     target_perplexity: float
     agreement: float
-    """Share of tokens for which both models have the same first choice."""
+    """Top-1 agreement: share of positions where both models predict the same token."""
 
     def __str__(self) -> str:
         return (
-            f"perplexity {self.perplexity:.1f} (target's {self.target_perplexity:.1f}), same first choice as the "
-            f"target for {self.agreement:.0%} of the tokens"
+            f"perplexity {self.perplexity:.1f} (target's {self.target_perplexity:.1f}), top-1 agreement "
+            f"{self.agreement:.0%}"
         )
 
 
 def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Prune a target's layers, heal the rest by distillation, and save it with the target's tokenizer.
+    """Prune a target's layers, heal the pruned model by distillation, and save it with the target's tokenizer.
 
     Args:
         settings: target, number of layers, text and training.
@@ -80,13 +80,13 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     target = load_model(folder, dtype=torch.float32).eval()
     total = len(layers_of(target)[1])
     if not 1 <= settings.layers < total:
-        raise UsageError(f"--layers is {settings.layers}; accepted: 1 to {total - 1}, fewer than the target has")
+        raise UsageError(f"--layers is {settings.layers}; accepted: 1 to {total - 1} (the target has {total})")
     training = settings.training()
     bfloat16 = uses_bfloat16(training, target)
     if bfloat16:
         target = target.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     if texts is None:
-        report(f"no text is given: {settings.samples} samples of the target take its place")
+        report(f"--text is not given: healing on {settings.samples} samples of the target")
         texts = sample_records(
             target, tokenizer, settings.samples, max_new_tokens=64, seed=settings.seed, title="samples of the target"
         )
@@ -126,7 +126,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     report(f"healed in {steps} steps: {after}" if steps else "not healed (--minutes 0)")
     price = decoding_time(small) / decoding_time(target)
     parameters = small.num_parameters() / target.num_parameters()
-    report(f"it has {parameters:.0%} of the target's parameters, and a token takes {price:.0%} of the target's time")
+    report(f"it has {parameters:.0%} of the target's parameters, and decoding takes {price:.0%} of its time per token")
     content = record(
         "shrink",
         settings,
@@ -169,7 +169,7 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @torch.no_grad()
 def layer_importance(model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """Measure how much each layer changes the states that pass it: 1 − cosine similarity (ShortGPT, arXiv 2403.03853).
+    """Measure how much each layer changes the hidden states: 1 − cosine similarity (ShortGPT, arXiv 2403.03853).
 
     Returns:
         The mean over all tokens, one number for each layer.
