@@ -76,7 +76,7 @@ class DivergenceConfig(RemoteCodeConfig):
         max_position_embeddings: the shortest context of the models, in the target's tokens, or None.
         single_turn: whether the models were trained on single questions alone; `divdec chat` and the playground then
             treat each line as a new conversation.
-        measured: what `steering` was measured to forget and to keep, in a sentence, or None.
+        measured: `{"steering": the rule, "result": what it was measured to forget and keep, in a sentence}`, or None.
     """
 
     model_type = "divergence"
@@ -97,7 +97,7 @@ class DivergenceConfig(RemoteCodeConfig):
         vocab_size: int = 0,
         max_position_embeddings: int | None = None,
         single_turn: bool = False,
-        measured: str | None = None,
+        measured: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.target = target

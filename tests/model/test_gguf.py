@@ -74,7 +74,8 @@ def test_smollm2_names_its_package_where_it_is_missing(monkeypatch):
         resolve("smollm2")
 
 
-def test_a_folder_called_smollm2_is_taken_before_the_package(models, tmp_path, monkeypatch):
-    shutil.copytree(models / "target", tmp_path / "smollm2")
+@pytest.mark.parametrize("name", ["smollm2", "model.gguf"])
+def test_a_folder_is_a_checkpoint_whatever_its_name(models, tmp_path, monkeypatch, name):
+    shutil.copytree(models / "target", tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    assert resolve("smollm2") == tmp_path / "smollm2"
+    assert resolve(name) == tmp_path / name

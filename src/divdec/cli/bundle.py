@@ -326,7 +326,7 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
         "name": name,
         "loads": True,
         "steering": model.rule,
-        "measured": model.config.measured or "not measured",
+        "measured": (model.config.measured or {"result": "not measured"})["result"],
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
         "experts": _kinds(model.experts),

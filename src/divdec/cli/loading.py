@@ -85,10 +85,10 @@ def load(
         overlap=experts.overlap or bool(experts.expert_devices),
     )
     warn_if_unsteered(model.steering)
-    if model.config.measured:
-        rule = Steering.from_dict(read_config(folder).steering or {})
-        other = "" if steering in (None, rule) else f" (with {rule}; {steering} was not measured)"
-        report(f"measured: {model.config.measured}{other}")
+    if measured := model.config.measured:
+        rule = str(model.steering)
+        other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
+        report(f"measured: {measured['result']}{other}")
     return model, load_tokenizer(folder)
 
 

@@ -204,7 +204,7 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measure
     if config.retain_auxiliary is None and config.ngram is None:
         raise UsageError(NO_RULE)
     config.steering = steering.to_dict()
-    config.measured = None if measured == NOT_MEASURED else measured
+    config.measured = None if measured == NOT_MEASURED else {"steering": str(steering), "result": measured}
     write_text(folder / "config.json", config.to_json_string())
     card = folder / "README.md"
     if card.is_file():

@@ -29,7 +29,9 @@ def gguf_file(name: str) -> Path | None:
     Raises:
         UsageError: the file does not exist, or the package with SmolLM2 is not installed.
     """
-    if name == SMOLLM2 and not Path(name).exists():
+    if Path(name).expanduser().is_dir():
+        return None
+    if name == SMOLLM2:
         return _smollm2()
     if not name.lower().endswith(".gguf"):
         return None

@@ -235,7 +235,7 @@ def read_config(folder: Path) -> DivergenceConfig:
 
 
 def _check_fields(folder: Path, config: DivergenceConfig) -> None:
-    for name in ("bridge", "ngram", "registry"):
+    for name in ("bridge", "ngram", "registry", "measured"):
         if not isinstance(getattr(config, name), dict | None):
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
     if unknown := set(config.bridge or ()) - {"token_healing"}:
