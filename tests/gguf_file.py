@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 
-def write_gguf(folder, file):
+def write_gguf(folder, file, blocks=None):
     """Write a checkpoint's folder as one GGUF file."""
     from gguf import GGUFWriter, TokenType
     from transformers import AutoModelForCausalLM
@@ -16,7 +16,7 @@ def write_gguf(folder, file):
     writer = GGUFWriter(str(file), "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(blocks or config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)

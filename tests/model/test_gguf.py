@@ -79,3 +79,16 @@ def test_a_folder_is_a_checkpoint_whatever_its_name(models, tmp_path, monkeypatc
     shutil.copytree(models / "target", tmp_path / name)
     monkeypatch.chdir(tmp_path)
     assert resolve(name) == tmp_path / name
+
+
+def test_a_part_of_a_model_is_refused(models, cache, tmp_path):
+    """transformers would make up the missing weights at random."""
+    whole, part = load_model(models / "target"), tmp_path / "part"
+    whole.config.num_hidden_layers -= 1
+    whole.model.layers = whole.model.layers[:-1]
+    shutil.copytree(models / "target", part)
+    whole.save_pretrained(part)
+    write_gguf(part, tmp_path / "part.gguf", blocks=whole.config.num_hidden_layers + 1)
+    with pytest.raises(UsageError, match="lacks weights of the model"):
+        resolve(tmp_path / "part.gguf")
+    assert not list(cache.rglob("*.safetensors"))

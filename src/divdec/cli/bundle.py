@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from divdec.cli.loading import ExpertDevices, check_not_bundle, load
+from divdec.cli.loading import ExpertDevices, check_not_bundle, load, measured_text
 from divdec.errors import NOT_REACHED, UsageError
 from divdec.extras import EXTRAS, missing
 from divdec.options import RARE, Flag, ModelLoading, Overwriting, Printing, SteeringChoice, check_at_least
@@ -326,7 +326,7 @@ def _check_bundle(name: str, text: str | None) -> dict[str, Any]:
         "name": name,
         "loads": True,
         "steering": model.rule,
-        "measured": (model.config.measured or {"result": "not measured"})["result"],
+        "measured": measured_text(model),
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(model.experts)},
         "experts": _kinds(model.experts),

@@ -85,11 +85,20 @@ def load(
         overlap=experts.overlap or bool(experts.expert_devices),
     )
     warn_if_unsteered(model.steering)
-    if measured := model.config.measured:
-        rule = str(model.steering)
-        other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
-        report(f"measured: {measured['result']}{other}")
+    if model.config.measured:
+        report(
+            f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
+        )
     return model, load_tokenizer(folder)
+
+
+def measured_text(model: DivergenceForCausalLM) -> str:
+    """Return what a bundle's rule was measured to do, and whether another rule is used."""
+    measured, rule = model.config.measured, str(model.steering)
+    if not measured:
+        return "not measured"
+    other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
+    return f"{measured['result']}{other}"
 
 
 def warn_if_unsteered(steering: Steering) -> None:

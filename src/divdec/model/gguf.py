@@ -73,9 +73,16 @@ def _read(file: Path) -> tuple[PreTrainedModel, Any]:
             (Path(folder) / file.name).symlink_to(file.resolve())
             options: Any = {"gguf_file": file.name, "local_files_only": True}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **options
+            )
+            loaded, loading = read
     except Exception as error:  # the parsers raise many types of exceptions on a malformed file
         raise UsageError(f"{file} cannot be read as a language model ({first_line(error)})") from None
+    if missing := sorted([*map(str, loading["missing_keys"]), *map(str, loading["mismatched_keys"])]):
+        raise UsageError(
+            f"{file} lacks weights of the model, such as {missing[0]}; give the whole model as one file, not a part"
+        )
     # A model from a GGUF file refuses save_pretrained, so its weights move into a new one.
     config: Any = loaded.config
     del config.quantization_config

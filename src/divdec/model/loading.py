@@ -238,6 +238,8 @@ def _check_fields(folder: Path, config: DivergenceConfig) -> None:
     for name in ("bridge", "ngram", "registry", "measured"):
         if not isinstance(getattr(config, name), dict | None):
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+    if config.measured is not None and set(config.measured) != {"steering", "result"}:
+        raise UsageError(f"{folder}: measured is {config.measured!r}; write the bundle again")
     if unknown := set(config.bridge or ()) - {"token_healing"}:
         raise UsageError(
             f"{folder}: bridge has unknown fields {sorted(map(str, unknown))}; accepted: token_healing; "

@@ -29,7 +29,7 @@ from divdec.model.checkpoint import check_apart, load_config, load_model, load_t
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16
-from divdec.training.inputs import Collator, model_inputs, report_set, resolve_trainable
+from divdec.training.inputs import Collator, limit_length, model_inputs, report_set, resolve_trainable
 from divdec.training.settings import ShrinkSettings
 from divdec.training.teachers import positions_per_piece
 
@@ -83,6 +83,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         raise UsageError(f"--layers is {settings.layers}; accepted: 1 to {total - 1} (the target has {total})")
     training = settings.training()
     bfloat16 = uses_bfloat16(training, target)
+    training = dataclasses.replace(training, precision="bfloat16" if bfloat16 else "float32")
     if bfloat16:
         target = target.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     if texts is None:
@@ -91,7 +92,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
             target, tokenizer, settings.samples, max_new_tokens=64, seed=settings.seed, title="samples of the target"
         )
     report_set("healing", texts, report)
-    examples = encode_set(texts, tokenizer, Format(max_length=settings.max_length))
+    examples = encode_set(texts, tokenizer, Format(max_length=limit_length(settings.max_length, folder, report)))
     held_out, trained = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
     if not trained:
         raise UsageError("there is only one text; healing needs more")
