@@ -14,25 +14,29 @@ from cyclopts import Parameter
 
 from divdec.cli.loading import check_not_bundle, load, quiet, report
 from divdec.errors import NOT_REACHED, UsageError
-from divdec.options import Overwriting, Printing
+from divdec.options import Flag, Overwriting, Printing
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
 
 
-def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
-    """Train small models on fictitious facts, make one of them forget some facts, and show the result.
+def demo(*, world: Flag = False, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
+    """Let SmolLM2 forget capitals that it knows, and show the result.
 
     For example:
 
         divdec demo --seed 1 --output runs/demo
 
     Args:
-        seed: Seed of the world, of the initial weights and of the order of training.
+        world: Train small models from scratch on a fictitious world instead, where a retrained model is a reference.
+        seed: Seed of the split or the world, of the initial weights and of the order of training.
         output: Folder for report, bundle, data and models; in the user's cache folder by default.
         printing: format of the result.
     """
-    from divdec.demo.run import run_demo
+    if world:
+        from divdec.demo.run import run_demo
+    else:
+        from divdec.demo.pretrained import run_demo
 
     quiet()
     folder = Path(output).expanduser() if output else None

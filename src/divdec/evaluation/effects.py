@@ -99,6 +99,11 @@ class EffectsReport:
         return faults
 
     @property
+    def verdict(self) -> str:
+        """The figures of the best setting, or why it is not good enough."""
+        return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
+
+    @property
     def rows(self) -> list[tuple[str, ...]]:
         """A table of the settings, with its head."""
         head = ("", "forget: answered", "probability", "retain: probability", "neutral: unchanged", "perplexity")
@@ -132,6 +137,7 @@ class EffectsReport:
             "guessed": self.guessed,
             "faults": self.faults,
             "summary": str(self),
+            "verdict": self.verdict,
         }
 
 
@@ -213,7 +219,6 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
         forget: the forget set. Words with a capital letter or a digit count as names and numbers.
         retain: the retain set, whose words are no reason to leave a record out.
     """
-
     names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
     names = {word for word in names - known if word != word.lower() or word.isdigit()}
     return dataclasses.replace(neutral, records=tuple(one for one in neutral if names.isdisjoint(_words(one))))

@@ -37,7 +37,7 @@ from divdec.model.checkpoint import (
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
 from divdec.steering import Steering
-from divdec.training.fine_tuning import discard_checkpoints, fine_tune, has_bfloat16_instructions
+from divdec.training.fine_tuning import discard_checkpoints, dtype_for_passes, fine_tune
 from divdec.training.inputs import encode, join_processes, limit_length, report_sets, resolve_trainable, sample_examples
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -273,7 +273,7 @@ def _neutral_text(
     """Read the neutral text, or sample it from the target and leave out what names the forget set."""
     if settings.neutral is not None:
         return read_records(settings.neutral)
-    model = load_model(target, dtype=_dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+    model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
     samples = sample_records(
         model.eval(), load_tokenizer(target), SAMPLES, max_new_tokens=48, seed=settings.seed, title="neutral samples"
     )
@@ -290,11 +290,6 @@ def _neutral_text(
     return neutral
 
 
-def _dtype_for_passes() -> Any:
-    """The checkpoint's dtype where the hardware computes in it quickly, float32 elsewhere."""
-    return "auto" if torch.accelerator.is_available() or has_bfloat16_instructions() else torch.float32
-
-
 def _check_bundle(
     bundle: Path,
     settings: AuxiliarySettings,
@@ -304,7 +299,7 @@ def _check_bundle(
 ) -> dict[str, Any]:
     """Measure what a new bundle forgets and keeps, and write the best rule, or the given one, into it."""
     tokenizer = load_tokenizer(bundle)
-    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=_dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
     candidates = CANDIDATES if settings.steering is None else (Steering.parse(settings.steering),)
     q: Any = model.experts.retain
     measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
@@ -316,9 +311,7 @@ def _check_bundle(
         )
         report("  ".join(cells).rstrip())
     report(f"measured: {measured}")
-    faults = measured.faults
-    summary = f"no: {'; '.join(faults)}" if faults else str(measured)
-    rewrite_steering(bundle, measured.best.steering, summary)
+    rewrite_steering(bundle, measured.best.steering, measured.verdict)
     return measured.to_dict()
 
 
