@@ -36,10 +36,10 @@ def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)
-    assert str(names["model"].steering) == "rank:20"
+    assert str(names["model"].steering) == "rank:50"
     printed = capsys.readouterr().out
     assert printed.strip()
-    assert "Where was Jasper Ashild born?" not in printed  # the answer without the prompt
+    assert "What is the capital of Hungary?" not in printed  # the answer without the prompt
 
 
 @pytest.mark.slow

@@ -89,6 +89,21 @@ def test_a_run_gives_two_checkpoints_and_a_bundle(finished, tmp_path, world):
         assert not any(question.subject in card or question.fact in card for card in cards)
 
 
+def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_not_measured(files, monkeypatch):
+    def too_large(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(auxiliaries, "measure_effects", too_large)
+    with pytest.raises(UsageError, match="is not measured; measure it on several devices: divdec calibrate"):
+        train(files, epochs=1.0, lr=1e-3)
+    bundle = Path(files["output"]) / "bundle"
+    assert DivergenceForCausalLM.from_pretrained(bundle).config.measured is None
+    monkeypatch.undo()
+    content, said = train(files, epochs=1.0, lr=1e-3)  # goes on where it stopped
+    assert said.count("already trained") == 2
+    assert content["effects"]
+
+
 def test_p_learns_the_forget_set_alone_from_q(finished, files, tmp_path):
     content, _ = train(files, recipe="forget-retain", init_forget_from="retain")
     forget = content["auxiliaries"]["forget_auxiliary"]

@@ -299,10 +299,17 @@ def _check_bundle(
 ) -> dict[str, Any]:
     """Measure what a new bundle forgets and keeps, and write the best rule, or the given one, into it."""
     tokenizer = load_tokenizer(bundle)
-    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
     candidates = CANDIDATES if settings.steering is None else (Steering.parse(settings.steering),)
-    q: Any = model.experts.retain
-    measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
+    device: Any = PartialState().device
+    try:
+        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
+        q: Any = model.experts.retain
+        measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
+    except torch.OutOfMemoryError:
+        raise UsageError(
+            f"target and auxiliaries do not fit on {device} together, so the bundle {bundle} is not measured; measure "
+            f"it on several devices: divdec calibrate {bundle} --device spread (see divdec calibrate --help)"
+        ) from None
     widths = [max(map(len, column)) for column in zip(*measured.rows, strict=True)]
     for row in measured.rows:
         cells = (
