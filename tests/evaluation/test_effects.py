@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from divdec import DivergenceForCausalLM, Steering
+from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
 from divdec.evaluation.effects import MOST_PERPLEXITY, Effects, EffectsReport, measure_effects, without_names
@@ -63,6 +63,11 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.best.leaked == report.target.leaked > 0.5
     assert any("still answers" in fault for fault in report.faults)
     assert json.dumps(report.to_dict())
+
+
+def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
+    with pytest.raises(UsageError, match="forgetting is not measured"):
+        measure_effects(steered, tokenizer, steered.experts.retain, sets | {"forget": texts_of("forget", ["a"])})
 
 
 def row(retain=1.0, perplexity=1.0, leaked=0.0):

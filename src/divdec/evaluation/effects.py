@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
+from divdec.errors import UsageError
 from divdec.evaluation.calibration import UNSTEERED, count_recited, passages_of
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.judges import StringJudge
@@ -167,6 +168,9 @@ def measure_effects(
         form: layout of conversations.
         batch_size: sequences in a pass.
         progress: show progress bars.
+
+    Raises:
+        UsageError: no text of the forget set is long enough to be continued, or an item cannot be scored.
     """
     sets = {name: _sample(records) for name, records in sets.items()}
     examples = {name: encode_set(records, tokenizer, form) for name, records in sets.items()}
@@ -249,6 +253,8 @@ class _Asked:
         self._tokenizer, self._sets, self._form, self._progress = tokenizer, sets, form, progress
         self._options: dict[str, Any] = {"batch_size": batch_size}
         self._passages = passages_of(sets["forget"], tokenizer, most=MOST_RECORDS)[0]
+        if not self._passages:
+            raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
         neutral = sets["neutral"]
         prompts = encode_prompts(neutral.records, tokenizer, form)
         if neutral.kind == "text":
@@ -261,7 +267,7 @@ class _Asked:
         """Share of the forget set's questions that a model answers, or of its passages that it recites."""
         forget = self._sets["forget"]
         if forget.kind != "question/answer":
-            return count_recited(model, self._tokenizer, self._passages) / max(len(self._passages), 1)
+            return count_recited(model, self._tokenizer, self._passages) / len(self._passages)
         examples: list[Example] = encode_records(forget.records, self._tokenizer, self._form)
         longest = max(len(example.labels) - example.prompt_length for example in examples)
         texts = answers(
