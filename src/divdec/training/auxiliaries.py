@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
 DEFAULT_RULE = "rank:5"
-SAMPLES, LEAST_NEUTRAL = 48, 8  # samples of the target where no neutral text is given
+SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 MAX_ATTEMPTS = 4
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
