@@ -231,6 +231,11 @@ def has_bfloat16_instructions() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
+def dtype_for_passes() -> Any:
+    """The dtype to load a checkpoint in for forward passes: its own where it is fast, float32 elsewhere."""
+    return "auto" if torch.accelerator.is_available() or has_bfloat16_instructions() else torch.float32
+
+
 def discard_checkpoints(folder: Path) -> None:
     """Remove the checkpoints that `fine_tune` wrote below a folder."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)

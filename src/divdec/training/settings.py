@@ -48,15 +48,18 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
-    recipe: Literal["full-retain", "forget-retain", "matched"] = "full-retain"
-    """'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain
-    (the paper's MUSE). 'matched': as 'full-retain', but q also trains again on one retain example of similar
-    length for each forget example, so that p and q take the same number of steps."""
+    recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
+    """'matched': p on forget + retain; q on retain, and once more on one retain example of similar length for each
+    forget example, so that p and q take the same number of steps. 'full-retain': the same without these repetitions
+    (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
-    steering: str = "linear:1.5"
-    """Rule written into the bundle."""
+    steering: str | None = None
+    """Rule written into the bundle. By default the best of several, by the measurement after training."""
+    neutral: str | None = None
+    """Data that steering should not change, in the formats of --retain, for that measurement. By default samples of the
+    target that contain no name or number of the forget set."""
     lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
     """Peak learning rate. 'auto' starts at the rate that about halves the training loss. It then tries higher rates and
     more epochs, at most four times, until p and q differ on the forget set and agree on the retain set."""
