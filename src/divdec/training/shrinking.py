@@ -136,7 +136,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         steps = max(1, round(60 * settings.minutes / seconds))
         small, _ = heal(small, steps, "healing")
     # The figures are those of the model as it is saved.
-    saved_dtype = load_config(folder).dtype or torch.float32
+    saved_dtype: Any = load_config(folder).dtype or torch.float32
     cast_weights(small, saved_dtype)
     after = likeness(small, target, batches(held_out))
     report(f"healed in {steps} steps: {after}" if steps else "not healed (--minutes 0)")
