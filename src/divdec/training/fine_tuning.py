@@ -221,7 +221,7 @@ def uses_bfloat16(settings: TrainingSettings, model: PreTrainedModel) -> bool:
     if settings.precision != "auto":
         return settings.precision == "bfloat16"
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return has_bfloat16_instructions() and model.num_parameters() >= LEAST_FOR_BFLOAT16
 
 
