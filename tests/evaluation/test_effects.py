@@ -70,18 +70,21 @@ def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer
         measure_effects(steered, tokenizer, steered.experts.retain, sets | {"forget": texts_of("forget", ["a"])})
 
 
-def row(retain=1.0, perplexity=1.0, leaked=0.0):
-    return Effects(Steering(), forget=0.1, retain=retain, perplexity=perplexity, leaked=leaked, unchanged=1.0)
+def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
+    return Effects(Steering(), forget=0.1, retain=retain, perplexity=perplexity, leaked=leaked, unchanged=unchanged)
 
 
 @pytest.mark.parametrize(
     ("best", "guessed", "words"),
     [
         (row(), 0.0, []),
-        (row(leaked=0.3), 0.28, []),
+        (row(leaked=0.09), 0.08, []),
+        (row(leaked=0.3), 0.28, ["and q 28%: q's base knows"]),
         (row(leaked=0.3), 0.1, ["still answers 30%"]),
-        (row(retain=0.9), 0.0, ["loses more than 5%"]),
+        (row(retain=0.9), 0.0, ["keeps only 90%"]),
+        (row(unchanged=0.4), 0.0, ["leaves only 40%"]),
         (row(perplexity=MOST_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
+        (row(retain=0.9, leaked=0.3), 0.0, ["keeps only 90%", "still answers 30%"]),
     ],
 )
 def test_faults_of_the_best_setting(best, guessed, words):

@@ -86,14 +86,16 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
 
 
 def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
+    from divdec.evaluation.effects import MOST_GUESSED
+
     advice = []
     if settings.recipe != "matched":
         advice.append("--recipe matched trains p and q alike")
-    if settings.lr != "auto":
+    if (content["effects"] or {"guessed": 0.0})["guessed"] > MOST_GUESSED:
+        advice.append("a higher --lr, or a base that knows less (divdec shrink with fewer --layers)")
+    elif settings.lr != "auto":
         advice.append("--lr auto searches for a rate")
-    if (content["separation"] or {"unknown_records": 1.0})["unknown_records"] < 0.9:
-        advice.append("a base that knows less of the forget set: divdec shrink")
-    return f"; to try: {', '.join(advice)}" if advice else "; to try: more --epochs, more retain records"
+    return f"; to try: {', '.join(advice or ['more --epochs', 'more retain records'])}"
 
 
 def shrink(settings: Annotated[ShrinkSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:

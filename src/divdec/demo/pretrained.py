@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TARGET = "smollm2"
 KIND, LEAST_KNOWN = "capitals", 8
-LAYERS, MINUTES, SAMPLES = 8, 1.0, 64  # of the base of both auxiliaries: layers, and its healing
+LAYERS, STEPS, SAMPLES = 8, 24, 64  # of the base of both auxiliaries: layers, and its healing
 EPOCHS, RATE = 6.0, 3e-4
 NEUTRAL_LENGTH = 32  # tokens
 COLUMNS = {
@@ -186,7 +186,7 @@ def _write_data(output: Path, sets: Mapping[str, Sequence[Fact]], expected: Sequ
 def _make_base(folder: Path, seed: int, report: Callable[[str], None]) -> None:
     """Shrink the target to the base of both auxiliaries, unless an earlier demo with this seed did."""
     settings = ShrinkSettings(
-        target=TARGET, layers=LAYERS, minutes=MINUTES, samples=SAMPLES, seed=seed, output=str(folder), overwrite=True
+        target=TARGET, layers=LAYERS, steps=STEPS, samples=SAMPLES, seed=seed, output=str(folder), overwrite=True
     )
     earlier = read_record(folder) if folder.is_dir() else None
     if earlier is None or earlier["settings"] != dataclasses.asdict(settings):

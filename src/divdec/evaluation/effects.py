@@ -35,8 +35,12 @@ LEAST_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MOST_PERPLEXITY = 1.10
 """Largest perplexity of neutral text, relative to the target's."""
+LEAST_UNCHANGED = 0.5
+"""Least share of answers to neutral prompts that are the target's, word for word."""
 MOST_LEAKED = 0.05
-"""Largest share of the forget set's questions that may be answered, beyond what q guesses."""
+"""Largest share of the forget set's questions that may be answered, beyond what q answers."""
+MOST_GUESSED = 0.1
+"""Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
 ASKED = 3  # settings whose answers are generated
 MOST_RECORDS = 64  # of a set
 LONGEST = 32  # tokens of a generated answer to neutral text
@@ -70,6 +74,34 @@ class Effects:
         return dataclasses.asdict(self) | {"steering": str(self.steering)}
 
 
+def faults_of(row: Effects, target: Effects, guessed: float) -> list[str]:
+    """Return the reasons why a setting is not good, a sentence each.
+
+    Args:
+        row: figures of the setting.
+        target: figures of the unsteered target.
+        guessed: share of the forget set's questions that q answers.
+    """
+    faults = []
+    if row.retain < LEAST_RETAIN:
+        faults.append(f"{row.steering} keeps only {row.retain:.0%} of the retain set's probability")
+    if row.perplexity > MOST_PERPLEXITY:
+        faults.append(f"{row.steering} raises the perplexity of neutral text to {row.perplexity:.2f} times")
+    if row.unchanged is not None and row.unchanged < LEAST_UNCHANGED:
+        faults.append(f"{row.steering} leaves only {row.unchanged:.0%} of the answers to neutral prompts unchanged")
+    if row.leaked is not None and row.leaked > guessed + MOST_LEAKED:
+        faults.append(
+            f"{row.steering} still answers {row.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
+            f"{guessed:.0%})"
+        )
+    elif row.leaked is not None and row.leaked > MOST_GUESSED:
+        faults.append(
+            f"{row.steering} still answers {row.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base knows the "
+            "answers, or they are easy to guess"
+        )
+    return faults
+
+
 @dataclasses.dataclass(frozen=True)
 class EffectsReport:
     """The measured settings and the best of them."""
@@ -83,21 +115,7 @@ class EffectsReport:
     @property
     def faults(self) -> list[str]:
         """Reasons why no setting is good, a sentence each; empty if `best` is."""
-        best, faults = self.best, []
-        if best.retain < LEAST_RETAIN:
-            faults.append(
-                f"every setting loses more than {1 - LEAST_RETAIN:.0%} of the retain set's probability or raises the "
-                f"perplexity of neutral text by more than {MOST_PERPLEXITY - 1:.0%}: {best.steering} keeps "
-                f"{best.retain:.0%} of the retain set"
-            )
-        elif best.perplexity > MOST_PERPLEXITY:
-            faults.append(f"{best.steering} raises the perplexity of neutral text to {best.perplexity:.2f} times")
-        if best.leaked is not None and best.leaked > self.guessed + MOST_LEAKED:
-            faults.append(
-                f"{best.steering} still answers {best.leaked:.0%} of the forget set (the target "
-                f"{self.target.leaked:.0%}, q {self.guessed:.0%})"
-            )
-        return faults
+        return faults_of(self.best, self.target, self.guessed)
 
     @property
     def verdict(self) -> str:
@@ -155,9 +173,8 @@ def measure_effects(
 ) -> EffectsReport:
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
-    The best setting keeps the retain set and neutral text within the limits and answers least of the forget set; of
-    those that answer little, it leaves most neutral answers unchanged. If no setting is within the limits, the best is
-    the one that keeps most.
+    The best setting has fewest faults (`faults_of`), and of these it answers least of the forget set; of those that
+    answer little, it leaves most neutral answers unchanged.
 
     Args:
         model: a steered model; on return it has the chosen setting.
@@ -206,10 +223,15 @@ def measure_effects(
     for row in promising:
         model.steering = dataclasses.replace(row.steering, fill="hard")
         measured[row.steering] = dataclasses.replace(row, leaked=asked.leaked(model), unchanged=asked.unchanged(model))
-    # What q guesses, and a little more, is no reason to change more neutral answers.
     best = min(
         (measured[row.steering] for row in promising),
-        key=lambda row: (max(row.leaked or 0.0, guessed + MOST_LEAKED), -(row.unchanged or 0.0), row.forget),
+        key=lambda row: (
+            len(faults_of(row, target, guessed)),
+            # What little a good setting may answer is no reason to change more neutral answers.
+            max(row.leaked or 0.0, MOST_LEAKED),
+            -(row.unchanged or 0.0),
+            row.forget,
+        ),
     )
     model.steering = dataclasses.replace(best.steering, fill="hard")
     return EffectsReport(target, tuple(measured.values()), best, guessed)

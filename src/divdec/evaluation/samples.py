@@ -69,7 +69,7 @@ def _enough(records: list[Record], count: int) -> tuple[Record, ...]:
     if 2 * len(records) < count:
         raise UsageError(
             f"only {len(records)} of {count} samples of the model are non-empty and distinct: it stops immediately or "
-            "repeats itself; pass a text file instead (--text)"
+            "repeats itself; pass text instead (divdec shrink --text, divdec train --neutral)"
         )
     return tuple(records)
 
@@ -85,5 +85,8 @@ def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token that begins a text, or the end token of models without one, such as GPT-2."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(token, int):
-        raise UsageError("the tokenizer has neither a begin nor an end token to sample from; give text (--text)")
+        raise UsageError(
+            "the tokenizer has neither a begin nor an end token to sample from; pass text instead (divdec shrink "
+            "--text, divdec train --neutral)"
+        )
     return [token]

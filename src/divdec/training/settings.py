@@ -95,6 +95,8 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     target, which are not filtered."""
     minutes: float = 10.0
     """Approximate time of healing; loading, sampling and evaluation are extra. 0 removes layers without healing."""
+    steps: int | None = None
+    """Number of healing steps, instead of --minutes: the result then does not depend on the speed of the machine."""
     samples: int = 256
     """Number of samples to draw from the target if --text is not given."""
     max_length: int = 512
@@ -111,6 +113,8 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     def __post_init__(self) -> None:
         for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("seed", 0)):
             check_at_least(name, getattr(self, name), least)
+        if self.steps is not None:
+            check_at_least("steps", self.steps, 0)
         check_positive("lr", self.lr)
         if not 0 <= self.minutes <= LARGEST:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")

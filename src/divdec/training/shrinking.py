@@ -117,8 +117,10 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     before = likeness(small, target, batches(held_out))
     report(f"pruned: {before}")
 
-    steps = 0
-    if settings.minutes:
+    steps = settings.steps
+    if steps is None and not settings.minutes:
+        steps = 0
+    if steps != 0:
         options: dict[str, Any] = {"measure": False, "resumable": False}
         per_epoch = -(-len(trained) // settings.batch_size)
 
@@ -132,14 +134,15 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
                     raise KeyboardInterrupt from None
             return model, result.seconds / result.steps
 
-        _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
-        steps = max(1, round(60 * settings.minutes / seconds))
+        if steps is None:
+            _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
+            steps = max(1, round(60 * settings.minutes / seconds))
         small, _ = heal(small, steps, "healing")
     # The figures are those of the model as it is saved.
     saved_dtype: Any = load_config(folder).dtype or torch.float32
     cast_weights(small, saved_dtype)
     after = likeness(small, target, batches(held_out))
-    report(f"healed in {steps} steps: {after}" if steps else "not healed (--minutes 0)")
+    report(f"healed in {steps} steps: {after}" if steps else "not healed")
     price = decoding_time(small) / decoding_time(cast_weights(target, saved_dtype))
     parameters = small.num_parameters() / target.num_parameters()
     report(f"it has {parameters:.0%} of the target's parameters, and decoding takes {price:.0%} of its time per token")
