@@ -31,9 +31,9 @@ def places_of(bundle):
 class Parts:
     """A bundle's steered model, its target, and separate copies of both auxiliaries for methods without divdec."""
 
-    def __init__(self, bundle, steering=None):
+    def __init__(self, bundle, steering=None, dtype="auto"):
         self.tokenizer = load_tokenizer(bundle)
-        self.model = DivergenceForCausalLM.from_pretrained(bundle, steering=steering)
+        self.model = DivergenceForCausalLM.from_pretrained(bundle, steering=steering, dtype=dtype)
         self.target = self.model.target
         self.places = places_of(bundle)
         self.retain, self.forget = (load_model(self.places[part]) for part in PARTS[1:])
