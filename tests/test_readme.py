@@ -36,10 +36,10 @@ def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)
-    assert str(names["model"].steering) == "rank:20"
+    assert str(names["model"].steering) == "rank:50"
     printed = capsys.readouterr().out
     assert printed.strip()
-    assert "Where was Jasper Ashild born?" not in printed  # the answer without the prompt
+    assert "What is the capital of Hungary?" not in printed  # the answer without the prompt
 
 
 @pytest.mark.slow
@@ -53,10 +53,11 @@ def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypa
 
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--output", "demo"]) == 0
+    assert main(["demo", "--world", "--output", "demo"]) == 0
     sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
     train = ["train", "--recipe", "full-retain", "--base", "demo/base", *sets, "--target", "demo/target"]
-    assert main([*train, "--output", "runs/first"]) == 0
+    # These models' pairs also change what they say about the rest of their small world, and train says so.
+    assert main([*train, "--output", "runs/first"]) in (0, 3)
     assert main(["calibrate", "runs/first/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write"]) == 0
     asked = [one for one in build_world(WORLD).forget if one.phrasing == 0]
     Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))

@@ -150,3 +150,21 @@ def test_a_cached_result_is_computed_once(tmp_path):
         assert cache.get("rank: k", [seed], lambda seed=seed: calls.append(seed) or {"figure": seed})["figure"] == seed
     assert calls == [0, 1]
     assert cache.load("rank: k", [2]) is None
+
+
+def test_a_replaced_folder_is_restored_where_the_new_one_cannot_be_moved(tmp_path, monkeypatch):
+    folder, replace, calls = tmp_path / "result", os.replace, []
+    folder.mkdir()
+    (folder / "old").touch()
+
+    def fail_second(source, destination):
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail_second)
+    with pytest.raises(OSError, match="No space left"), output_folder(folder, True, lambda folder: True) as temporary:
+        (temporary / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+    assert (folder / "old").is_file()

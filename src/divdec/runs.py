@@ -401,11 +401,27 @@ def output_folder(
         yield temporary
         if folder.exists():
             os.replace(folder, replaced)
-        os.replace(temporary, folder)
+        try:
+            os.replace(temporary, folder)
+        except BaseException:
+            if replaced.exists():
+                os.replace(replaced, folder)
+            raise
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_one_process() -> None:
+    """Refuse a command under torchrun whose work the processes cannot share.
+
+    Raises:
+        UsageError: there are several processes.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
 
 
 def cache_folder() -> Path:

@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from divdec.cli.loading import measured_text
+from divdec.steering import Steering
 from exactness import LOGITS
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -433,3 +436,11 @@ def test_full_disk_during_training_is_resumable(long_training, tmp_path):
         assert again.returncode == 3, again.stderr  # a run of this few steps does not tell p from q
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_takedowns_in_force_are_no_part_of_a_bundles_measurement():
+    config = SimpleNamespace(measured={"steering": "rank:5", "result": "recited 0 of 20"})
+    model = SimpleNamespace(config=config, steering=Steering(rule="rank", k=5), takedowns=None)
+    assert measured_text(model) == "recited 0 of 20"
+    model.takedowns = object()
+    assert measured_text(model) == "recited 0 of 20; the takedown requests in force are not part of it"

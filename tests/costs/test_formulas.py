@@ -38,6 +38,7 @@ def test_formulas_match_hand_computed_values():
     # 8B, 1B, 10 passes over 1M and 10M tokens.
     assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6) == pytest.approx(6 * 1e9 * 10 * 11e6)
     assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6, "full-retain") == pytest.approx(6 * 1e9 * 10 * 21e6)
+    assert formulas.auxiliary_training(1e9, 10.0, 10e6, 1e6, "matched") == pytest.approx(6 * 1e9 * 10 * 22e6)
     assert formulas.distillation(8e9, 1e9, 10.0, 1e6) == pytest.approx(52e9 * 1e7)
     assert formulas.distillation(8e9, 1e9, 10.0, 1e6, "live") == pytest.approx(68e9 * 1e7)
     assert formulas.distillation(8e9, 1e9, 10.0, 1e6, "cached") == pytest.approx(480e9 * 1e6 + 20e9 * 1e6)

@@ -43,9 +43,9 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
 
     with monkeypatch.context() as patched:
         patched.setattr(run, "write_page", stop)
-        assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 130
+        assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 130
     capsys.readouterr()
-    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0
+    assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
     assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "report", "bundle"} <= set(result)
@@ -66,7 +66,7 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
     assert model.config.single_turn
     assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
     assert_it_can_be_tried_on(tmp_path / "out")
-    assert main(["demo", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
+    assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
     again = capsys.readouterr()
     assert "target: in the cache" in again.err
     timeless = [{k: v for k, v in r.items() if "seconds" not in k} for r in (result, json.loads(again.out))]
@@ -114,7 +114,7 @@ def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
-    assert main(["demo", "--output", str(tmp_path / "mine")]) == 2
+    assert main(["demo", "--world", "--output", str(tmp_path / "mine")]) == 2
     assert "not an earlier result" in capsys.readouterr().err
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from divdec import UsageError
-from divdec.evaluation.samples import sample_records, user_prefix
+from divdec.evaluation.samples import sample_records, start_ids, user_prefix
 from divdec.model.checkpoint import load_model
 
 
@@ -40,3 +40,18 @@ def test_a_model_that_writes_nothing_is_refused(target, tokenizer, monkeypatch):
     )
     with pytest.raises(UsageError, match="only 0 of 12 samples"):
         sample_records(target, tokenizer, 12)
+
+
+def test_sampling_leaves_generation_settings_and_random_state_alone(target, tokenizer, monkeypatch):
+    expected = sample_records(target, tokenizer, 12, max_new_tokens=8, seed=1).records
+    for name, value in {"temperature": 0.1, "top_p": 0.1, "min_p": 0.5, "do_sample": True}.items():
+        monkeypatch.setattr(target.generation_config, name, value)
+    state = torch.get_rng_state()
+    assert sample_records(target, tokenizer, 12, max_new_tokens=8, seed=1).records == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_template_that_begins_with_the_message_samples_from_the_start_token(target, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert user_prefix(tokenizer) == start_ids(tokenizer)
+    assert len(sample_records(target, tokenizer, 4, max_new_tokens=8).records) >= 2

@@ -1,11 +1,14 @@
 """GGUF files as checkpoints."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import divdec.model.gguf as gguf_module
 from divdec import UsageError
 from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.runs import read_json
@@ -92,3 +95,33 @@ def test_a_part_of_a_model_is_refused(models, cache, tmp_path):
     with pytest.raises(UsageError, match="lacks weights of the model"):
         resolve(tmp_path / "part.gguf")
     assert not list(cache.rglob("*.safetensors"))
+
+
+def test_a_conversion_waits_for_another_process_and_uses_its_result(gguf, cache, monkeypatch):
+    calls, read = [], gguf_module._read
+
+    def slow(file):
+        calls.append(file)
+        time.sleep(1)
+        return read(file)
+
+    monkeypatch.setattr(gguf_module, "_read", slow)
+    with ThreadPoolExecutor(2) as pool:
+        folders = set(pool.map(resolve, [gguf, gguf]))
+    assert len(folders) == len(calls) == 1
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(gguf, cache, monkeypatch):
+    cache.write_text("a file")
+    with pytest.raises(UsageError, match="set DIVDEC_CACHE") as caught:
+        resolve(gguf)
+    assert str(cache) in str(caught.value)
+    cache.unlink()
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(UsageError, match=r"No space left on device.*set DIVDEC_CACHE"):
+        resolve(gguf)
+    assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]

@@ -306,7 +306,7 @@ def _devices() -> dict[str, Any]:
     return {
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
-        "bfloat16_gpu": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "bfloat16_gpu": bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
         "mps": torch.backends.mps.is_available(),
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from cyclopts import Parameter
 
 from divdec.errors import UsageError
 from divdec.options import RARE, Flag, ModelLoading, SteeringChoice
+from divdec.runs import check_one_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,9 +61,7 @@ def load(
     from divdec.steering import Steering
 
     quiet()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise UsageError(f"{processes} processes were started, and all would do the same; start one")
+    check_one_process()
     device: str | dict[str, str] = device_map(loading.device)
     if experts.expert_devices:
         retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
@@ -93,12 +91,13 @@ def load(
 
 
 def measured_text(model: DivergenceForCausalLM) -> str:
-    """Return what a bundle's rule was measured to do, and whether another rule is used."""
+    """Return what a bundle's rule was measured to do, and whether another rule or a registry is used."""
     measured, rule = model.config.measured, str(model.steering)
     if not measured:
         return "not measured"
     other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
-    return f"{measured['result']}{other}"
+    takedowns = "" if model.takedowns is None else "; the takedown requests in force are not part of it"
+    return f"{measured['result']}{other}{takedowns}"
 
 
 def warn_if_unsteered(steering: Steering) -> None:

@@ -14,25 +14,29 @@ from cyclopts import Parameter
 
 from divdec.cli.loading import check_not_bundle, load, quiet, report
 from divdec.errors import NOT_REACHED, UsageError
-from divdec.options import Overwriting, Printing
+from divdec.options import Flag, Overwriting, Printing
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
 
 
-def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
-    """Train small models on fictitious facts, make one of them forget some facts, and show the result.
+def demo(*, world: Flag = False, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
+    """Let SmolLM2 forget capitals that it knows, and show the result.
 
     For example:
 
         divdec demo --seed 1 --output runs/demo
 
     Args:
-        seed: Seed of the world, of the initial weights and of the order of training.
+        world: Train small models from scratch on a fictitious world instead, where a retrained model is a reference.
+        seed: Seed of the split or the world, of the initial weights and of the order of training.
         output: Folder for report, bundle, data and models; in the user's cache folder by default.
         printing: format of the result.
     """
-    from divdec.demo.run import run_demo
+    if world:
+        from divdec.demo.run import run_demo
+    else:
+        from divdec.demo.pretrained import run_demo
 
     quiet()
     folder = Path(output).expanduser() if output else None
@@ -44,7 +48,10 @@ def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Print
 def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
     r"""Train the two auxiliaries from a forget set and a retain set, and write a bundle.
 
-    Exit code 3: training finished, but the measured auxiliaries are not suitable for steering.
+    With a target, the bundle's rule is chosen by what it forgets, what it keeps of a held-out tenth of the retain set,
+    and what it changes in neutral text.
+
+    Exit code 3: training finished, but no measured rule is good enough.
 
     For example:
 
@@ -54,12 +61,12 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     """
     from accelerate import PartialState
 
-    from divdec.training.auxiliaries import train_auxiliaries
+    from divdec.training.auxiliaries import faults_of, train_auxiliaries
 
     quiet()
     check_not_bundle(settings.target, "--target")
     content = train_auxiliaries(settings, report=report)
-    faults = content["separation"]["faults"]
+    faults = faults_of(content)
     code = NOT_REACHED if faults else 0
     if not PartialState().is_main_process:
         return code
@@ -68,18 +75,27 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     elif content["bundle"]:
         print(f"bundle: {content['bundle']}")
         if not faults:
-            print(
-                f"choose its strength ({settings.steering} is not measured yet): divdec calibrate {content['bundle']} "
-                f"--forget {settings.forget} --retain {settings.retain} --holdout … --write"
-            )
+            print(f"try it: divdec chat {content['bundle']}")
     else:
         print(f"auxiliaries: {settings.output}")
         if not faults:
             print("next: divdec bundle --target … (see divdec bundle --help)")
     if faults:
-        advice = "" if settings.lr == "auto" else "; --lr auto searches for a rate"
-        print(f"unfit to steer with, it would not forget: {'; '.join(faults)}{advice}", file=sys.stderr)
+        print(f"no rule is good enough: {'; '.join(faults)}{_advice(settings, content)}", file=sys.stderr)
     return code
+
+
+def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
+    from divdec.evaluation.effects import MOST_GUESSED
+
+    advice = []
+    if settings.recipe != "matched":
+        advice.append("--recipe matched trains p and q alike")
+    if (content["effects"] or {"guessed": 0.0})["guessed"] > MOST_GUESSED:
+        advice.append("a higher --lr, or a base that knows less (divdec shrink with fewer --layers)")
+    elif settings.lr != "auto":
+        advice.append("--lr auto searches for a rate")
+    return f"; to try: {', '.join(advice or ['more --epochs', 'more retain records'])}"
 
 
 def shrink(settings: Annotated[ShrinkSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:

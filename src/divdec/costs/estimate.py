@@ -254,8 +254,9 @@ class CostSettings(OutputFile):
     """Epochs of the auxiliaries' training and of distillation."""
     distill_epochs: float | None = None
     """Epochs of distillation, if different."""
-    recipe: Literal["forget-retain", "full-retain"] = "forget-retain"
-    """Recipe of `divdec train`: the formula counts 'forget-retain'; 'full-retain' reads the retain set twice."""
+    recipe: Literal["forget-retain", "full-retain", "matched"] = "forget-retain"
+    """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
+    twice, 'matched' both sets twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"
     """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False

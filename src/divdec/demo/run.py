@@ -91,7 +91,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     world = build_world(dataclasses.replace(WORLD, seed=seed))
     material, sets, cache = material_of(world), question_sets(world), cache_folder() / "demo"
     output = output or cache / f"seed-{seed}"
-    check_output(output, overwrite=True, ours=_is_demo)
+    check_output(output, overwrite=True, ours=is_demo)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RECORD, record("demo", {"seed": seed}) | {"status": "running"})
     console.print(_introduction(world), highlight=False)
@@ -131,13 +131,18 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     }
     write_json(output / "result.json", result)
     write_json(output / RECORD, record("demo", {"seed": seed}, seconds=result["seconds"]))
+    say_where(result, output, console)
+    return result
+
+
+def say_where(result: dict[str, Any], output: Path, console: Console) -> None:
+    """Print where a demo's results are, and what to type next."""
     console.print(
         f"{result['seconds']:.0f} s. Report: {result['report']}\n"
         f"Data and models for everything else: {output}\n"
         f"Talk to it: {_command()} chat {result['bundle']}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    return result
 
 
 def material_of(world: World) -> Material:
@@ -298,7 +303,8 @@ def _introduction(world: World) -> str:
     )
 
 
-def _is_demo(folder: Path) -> bool:
+def is_demo(folder: Path) -> bool:
+    """Whether a folder is the output of an earlier demo."""
     return (read_record(folder) or {}).get("verb") == "demo" or is_bundle(folder / "bundle")
 
 

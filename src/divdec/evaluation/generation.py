@@ -163,11 +163,11 @@ def samples(
             "a temperature greater than 0, a top_p greater than 0 and at most 1"
         )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        # top_k and min_p of 0: a checkpoint's generation settings would truncate the distribution.
+        # A checkpoint's generation settings would truncate or change the distribution.
         outputs = continuations(
             model, tokenizer, [prompt for prompt in prompts for _ in range(count)], max_new_tokens=max_new_tokens,
             batch_size=batch_size, title=title, seed=seed, do_sample=True, temperature=temperature, top_p=top_p,
-            top_k=0, min_p=0.0,
+            top_k=0, min_p=0.0, repetition_penalty=1.0,
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.generation import answers, samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,13 +47,12 @@ def sample_records(
     prompt, length = (user_prefix(tokenizer), QUESTION_LENGTH) if chat else (start_ids(tokenizer), max_new_tokens)
     texts: dict[str, None] = {}
     for attempt in range(MOST_ROUNDS):
-        outputs = continuations(
-            model, tokenizer, [prompt] * (count - len(texts)),
-            max_new_tokens=length, batch_size=batch_size, title=title, seed=seed + attempt, do_sample=True, top_k=0,
+        missing = count - len(texts)
+        [sampled] = samples(
+            model, tokenizer, [prompt], missing,
+            seed=seed + attempt, max_new_tokens=length, batch_size=batch_size, title=title,
         )  # fmt: skip
-        for ids in outputs:
-            if text := str(tokenizer.decode(ids, skip_special_tokens=True)).strip():
-                texts.setdefault(text)
+        texts.update(dict.fromkeys(filter(None, sampled)))
         if len(texts) >= count:
             break
     if not chat:
@@ -70,20 +69,24 @@ def _enough(records: list[Record], count: int) -> tuple[Record, ...]:
     if 2 * len(records) < count:
         raise UsageError(
             f"only {len(records)} of {count} samples of the model are non-empty and distinct: it stops immediately or "
-            "repeats itself; pass a text file instead (--text)"
+            "repeats itself; pass text instead (divdec shrink --text, divdec train --neutral)"
         )
     return tuple(records)
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a conversation up to where the user's first message begins."""
+    """Return the tokens of a conversation up to where the user's first message begins; the start token if none."""
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False))
-    return tokenizer(text.partition(MARK)[0], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    ids: Any = tokenizer(text.partition(MARK)[0], add_special_tokens=False)["input_ids"]
+    return ids or start_ids(tokenizer)
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token that begins a text, or the end token of models without one, such as GPT-2."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(token, int):
-        raise UsageError("the tokenizer has neither a begin nor an end token to sample from; give text (--text)")
+        raise UsageError(
+            "the tokenizer has neither a begin nor an end token to sample from; pass text instead (divdec shrink "
+            "--text, divdec train --neutral)"
+        )
     return [token]

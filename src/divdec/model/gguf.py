@@ -48,18 +48,32 @@ def convert(file: Path) -> Path:
     rounding, a tiny update in bfloat16 training can flip such a weight to the other neighbour.
 
     Raises:
-        UsageError: the file is not GGUF, or transformers cannot read its architecture or its tokenizer.
+        UsageError: the file is not GGUF, transformers cannot read its architecture or its tokenizer, or the cache
+            folder cannot be written.
     """
+    from filelock import FileLock
+    from safetensors import SafetensorError
+
     require("gguf", "reading GGUF files")
     digest = file_sha256(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest[:12]}"
     if (folder / SOURCE).is_file():
         return folder
-    with output_folder(folder, overwrite=True, ours=lambda folder: True) as temporary:
-        model, tokenizer = _read(file)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        write_json(temporary / SOURCE, {"file": file.name, "sha256": digest})
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if (folder / SOURCE).is_file():  # another process has converted it meanwhile
+                return folder
+            with output_folder(folder, overwrite=True, ours=lambda folder: True) as temporary:
+                model, tokenizer = _read(file)
+                model.save_pretrained(temporary)
+                tokenizer.save_pretrained(temporary)
+                write_json(temporary / SOURCE, {"file": file.name, "sha256": digest})
+    except (OSError, SafetensorError) as error:  # such as no permission, or a full disk
+        raise UsageError(
+            f"{file} cannot be converted in the cache folder {cache_folder()} ({first_line(error)}); set DIVDEC_CACHE "
+            "to a folder with permission and room"
+        ) from None
     return folder
 
 

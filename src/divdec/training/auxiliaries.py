@@ -18,8 +18,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from divdec.data.formatting import Example, Format
-from divdec.data.records import overlap, read_records, single_turn
-from divdec.errors import Diverged
+from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.errors import Diverged, UsageError
+from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
+from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.checkpoint import (
@@ -32,9 +34,10 @@ from divdec.model.checkpoint import (
     load_model,
     load_tokenizer,
 )
+from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
 from divdec.steering import Steering
-from divdec.training.fine_tuning import discard_checkpoints, fine_tune
+from divdec.training.fine_tuning import discard_checkpoints, dtype_for_passes, fine_tune
 from divdec.training.inputs import encode, join_processes, limit_length, report_sets, resolve_trainable, sample_examples
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
+DEFAULT_RULE = "rank:5"
+SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 MAX_ATTEMPTS = 4
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
@@ -167,13 +172,14 @@ def train_auxiliaries(
         Diverged: a loss is not finite, and there is no other learning rate to try.
     """
     state, report = join_processes(report)
-    steering = Steering.parse(settings.steering)
+    steering = Steering.parse(settings.steering or DEFAULT_RULE)
     output = Path(settings.output).expanduser()
     base = resolve_trainable(settings.base, "base")
     tokenizer = load_tokenizer(base)
+    target = Path()
     if settings.target is not None:
         reference = CheckpointReference.parse(settings.target)
-        target = reference.resolve(Path(), weights=False)
+        target = reference.resolve(Path(), weights=measure)
         if reference.folder is not None:
             check_weights(target)
         steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
@@ -183,8 +189,11 @@ def train_auxiliaries(
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
+    checked = measure and settings.target is not None
+    learned, held_out = _hold_out(retain) if checked else (retain, retain)
     form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
-    examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(retain, tokenizer, form, report)}
+    examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
+    neutral = _neutral_text(settings, target, forget, retain, report) if checked and state.is_main_process else None
 
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     run = RunFolder.open(
@@ -204,18 +213,6 @@ def train_auxiliaries(
         results, attempts = pair.train(1.0, 1.0), []
     separation = attempts[-1]["separation"] if measure else None
 
-    content = record(
-        "train",
-        settings,
-        fingerprint=run.fingerprint,
-        forget_set=forget.label,
-        retain_set=retain.label,
-        overlap=dataclasses.asdict(overlap(forget, retain)),
-        auxiliaries=results,
-        separation=separation,
-        attempts=attempts,
-        bundle=str(output / BUNDLE) if settings.target else None,
-    )
     if state.is_main_process:
         sets = {"forget set": forget.label, "retain set": retain.label}
         for name, result in results.items():
@@ -231,12 +228,98 @@ def train_auxiliaries(
                 forget_set=forget.label,
                 single_turn=single_turn([*forget, *retain]),
             )
-            if separation is not None and separation["faults"]:
-                rewrite_steering(output / BUNDLE, steering, f"no: {'; '.join(separation['faults'])}")
+        effects = None
+        if neutral is not None:
+            sets = {"forget": forget, "retain": held_out, "neutral": neutral}
+            effects = _check_bundle(output / BUNDLE, settings, sets, form, report)
+        content = record(
+            "train",
+            settings,
+            fingerprint=run.fingerprint,
+            forget_set=forget.label,
+            retain_set=retain.label,
+            overlap=dataclasses.asdict(overlap(forget, retain)),
+            auxiliaries=results,
+            separation=separation,
+            attempts=attempts,
+            effects=effects,
+            bundle=str(output / BUNDLE) if settings.target else None,
+        )
         shutil.rmtree(output / WORK, ignore_errors=True)
         write_json(output / RECORD, content)
     state.wait_for_everyone()
-    return content
+    return read_json(output / RECORD)
+
+
+def faults_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why a trained pair is not fit to steer with, from the content of its `run.json`."""
+    measured = content["effects"] or content["separation"] or {"faults": []}
+    return measured["faults"]
+
+
+def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
+    """Split a retain set into the records to train on and a tenth to measure with; a small set serves for both."""
+    if len(retain) < 10:
+        return retain, retain
+    return (
+        dataclasses.replace(retain, records=tuple(one for i, one in enumerate(retain) if i % 10)),
+        dataclasses.replace(retain, records=retain.records[::10]),
+    )
+
+
+def _neutral_text(
+    settings: AuxiliarySettings, target: Path, forget: RecordSet, retain: RecordSet, report: Callable[[str], None]
+) -> RecordSet:
+    """Read the neutral text, or sample it from the target and leave out what names the forget set."""
+    if settings.neutral is not None:
+        return read_records(settings.neutral)
+    model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+    samples = sample_records(
+        model.eval(), load_tokenizer(target), SAMPLES, max_new_tokens=48, seed=settings.seed, title="neutral samples"
+    )
+    neutral = without_names(samples, forget, retain)
+    report(
+        f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
+        "others contain names of the forget set"
+    )
+    if len(neutral) < LEAST_NEUTRAL:
+        raise UsageError(
+            f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give text "
+            "that steering should not change with --neutral"
+        )
+    return neutral
+
+
+def _check_bundle(
+    bundle: Path,
+    settings: AuxiliarySettings,
+    sets: Mapping[str, RecordSet],
+    form: Format,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure what a new bundle forgets and keeps, and write the best rule, or the given one, into it."""
+    tokenizer = load_tokenizer(bundle)
+    candidates = CANDIDATES if settings.steering is None else (Steering.parse(settings.steering),)
+    device: Any = PartialState().device
+    try:
+        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
+        q: Any = model.experts.retain
+        measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
+    except torch.OutOfMemoryError:
+        raise UsageError(
+            f"target and auxiliaries do not fit on {device} together, so the bundle {bundle} is not measured; measure "
+            f"it on several devices: divdec calibrate {bundle} --device spread (see divdec calibrate --help)"
+        ) from None
+    widths = [max(map(len, column)) for column in zip(*measured.rows, strict=True)]
+    for row in measured.rows:
+        cells = (
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        report("  ".join(cells).rstrip())
+    report(f"measured: {measured}")
+    rewrite_steering(bundle, measured.best.steering, measured.verdict)
+    return measured.to_dict()
 
 
 def load_for_training(folder: Path) -> PreTrainedModel:
@@ -397,7 +480,10 @@ class _PairTrainer:
 
 
 def stand_ins(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
-    """Return a retain example of similar length for each forget example, for q to read in its place."""
+    """Return a retain example of similar length for each forget example.
+
+    q reads them where p reads the forget set, so that both learn equally much of what all records have in common.
+    """
     of_length = sorted(retain, key=lambda example: len(example.input_ids))
     order = sorted(range(len(forget)), key=lambda index: len(forget[index].input_ids))
     replaced = list(forget)

@@ -48,15 +48,18 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
-    recipe: Literal["full-retain", "forget-retain", "matched"] = "full-retain"
-    """'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain
-    (the paper's MUSE). 'matched': as 'full-retain', but q also trains again on one retain example of similar
-    length for each forget example, so that p and q take the same number of steps."""
+    recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
+    """'matched': p on forget + retain; q on retain, and once more on one retain example of similar length for each
+    forget example, so that p and q take the same number of steps. 'full-retain': the same without these repetitions
+    (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
-    steering: str = "linear:1.5"
-    """Rule written into the bundle."""
+    steering: str | None = None
+    """Rule written into the bundle. By default the best of several, by the measurement after training."""
+    neutral: str | None = None
+    """Data that steering should not change, in the formats of --retain, for that measurement. By default samples of the
+    target that contain no name or number of the forget set."""
     lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
     """Peak learning rate. 'auto' starts at the rate that about halves the training loss. It then tries higher rates and
     more epochs, at most four times, until p and q differ on the forget set and agree on the retain set."""
@@ -92,6 +95,8 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     target, which are not filtered."""
     minutes: float = 10.0
     """Approximate time of healing; loading, sampling and evaluation are extra. 0 removes layers without healing."""
+    steps: int | None = None
+    """Number of healing steps, instead of --minutes: the result then does not depend on the speed of the machine."""
     samples: int = 256
     """Number of samples to draw from the target if --text is not given."""
     max_length: int = 512
@@ -108,6 +113,8 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     def __post_init__(self) -> None:
         for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("seed", 0)):
             check_at_least(name, getattr(self, name), least)
+        if self.steps is not None:
+            check_at_least("steps", self.steps, 0)
         check_positive("lr", self.lr)
         if not 0 <= self.minutes <= LARGEST:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")

@@ -23,12 +23,12 @@ from torch.nn.functional import cosine_similarity
 
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import read_records
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.evaluation.samples import sample_records
 from divdec.model.checkpoint import check_apart, load_config, load_model, load_tokenizer
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+from divdec.runs import RECORD, check_one_process, check_output, output_folder, read_record, record, write_json
 from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
-from divdec.training.fine_tuning import fine_tune, uses_bfloat16
+from divdec.training.fine_tuning import Interrupted, fine_tune, uses_bfloat16
 from divdec.training.inputs import Collator, limit_length, model_inputs, report_set, resolve_trainable
 from divdec.training.settings import ShrinkSettings
 from divdec.training.teachers import positions_per_piece
@@ -40,6 +40,9 @@ PROBE_STEPS = 4  # training steps that are timed to convert minutes to steps
 HELD_OUT = 10  # every tenth text is held out
 IMPORTANCE_BATCHES = 4
 DECODED = 32  # tokens decoded to compare speeds
+UNFIT = (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+# Ends of the names of configuration fields whose lists have nothing to do with layers, whatever their length.
+NOT_PER_LAYER = ("_token_id", "_token_ids", "_tokens", "_indices", "architectures")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,9 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
 
     Raises:
         UsageError: the target's layers cannot be removed, or an input cannot be used; nothing has been written.
+        KeyboardInterrupt: Ctrl-C, or a termination signal while it heals; nothing has been written.
     """
+    check_one_process()
     output = Path(settings.output).expanduser()
     folder = resolve_trainable(settings.target, "target")
     check_output(output, settings.overwrite, _is_run)
@@ -81,11 +86,14 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     total = len(layers_of(target)[1])
     if not 1 <= settings.layers < total:
         raise UsageError(f"--layers is {settings.layers}; accepted: 1 to {total - 1} (the target has {total})")
+    check_removable(target, settings.layers)
+    if torch.accelerator.is_available():
+        target = target.to(torch.accelerator.current_accelerator())  # pyright: ignore[reportArgumentType]
     training = settings.training()
     bfloat16 = uses_bfloat16(training, target)
     training = dataclasses.replace(training, precision="bfloat16" if bfloat16 else "float32")
     if bfloat16:
-        target = target.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+        cast_weights(target, torch.bfloat16)
     if texts is None:
         report(f"--text is not given: healing on {settings.samples} samples of the target")
         texts = sample_records(
@@ -103,13 +111,16 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
 
     importance = layer_importance(target, list(itertools.islice(batches(trained), IMPORTANCE_BATCHES)))
     kept = sorted(sorted(range(total), key=lambda index: -importance[index])[: settings.layers])
-    small = keep_layers(target, kept).to(torch.float32)  # pyright: ignore[reportArgumentType]
+    small = cast_weights(keep_layers(target, kept), torch.float32)
+    check_decoding(small)
     report(f"layers kept: {', '.join(map(str, kept))} of {total}")
     before = likeness(small, target, batches(held_out))
     report(f"pruned: {before}")
 
-    steps = 0
-    if settings.minutes:
+    steps = settings.steps
+    if steps is None and not settings.minutes:
+        steps = 0
+    if steps != 0:
         options: dict[str, Any] = {"measure": False, "resumable": False}
         per_epoch = -(-len(trained) // settings.batch_size)
 
@@ -117,15 +128,22 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
             run = dataclasses.replace(training, epochs=steps / per_epoch)
             options["objective"] = Distillation(_Target(target), plain_head(model))
             with tempfile.TemporaryDirectory() as work:
-                model, result = fine_tune(model, tokenizer, trained, run, Path(work), title=title, **options)
+                try:
+                    model, result = fine_tune(model, tokenizer, trained, run, Path(work), title=title, **options)
+                except Interrupted:  # nothing was kept that the same command could resume
+                    raise KeyboardInterrupt from None
             return model, result.seconds / result.steps
 
-        _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
-        steps = max(1, round(60 * settings.minutes / seconds))
+        if steps is None:
+            _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
+            steps = max(1, round(60 * settings.minutes / seconds))
         small, _ = heal(small, steps, "healing")
+    # The figures are those of the model as it is saved.
+    saved_dtype: Any = load_config(folder).dtype or torch.float32
+    cast_weights(small, saved_dtype)
     after = likeness(small, target, batches(held_out))
-    report(f"healed in {steps} steps: {after}" if steps else "not healed (--minutes 0)")
-    price = decoding_time(small) / decoding_time(target)
+    report(f"healed in {steps} steps: {after}" if steps else "not healed")
+    price = decoding_time(small) / decoding_time(cast_weights(target, saved_dtype))
     parameters = small.num_parameters() / target.num_parameters()
     report(f"it has {parameters:.0%} of the target's parameters, and decoding takes {price:.0%} of its time per token")
     content = record(
@@ -142,7 +160,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         time_per_token=price,
     )
     with output_folder(output, settings.overwrite, _is_run) as temporary:
-        small.to(load_config(folder).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
+        small.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         write_json(temporary / RECORD, content)
     return content
@@ -154,18 +172,24 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises:
         UsageError: the model has no such list, or several of that length.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    if len(lists) != 1 or count < 2:
-        raise UsageError(
-            f"the layers of {type(model).__name__} cannot be removed: {count} layers, and {len(lists)} lists of that "
-            "length; give a smaller checkpoint of its family as base"
-        )
+    if count == 1:
+        raise _unremovable(model, "it has only one layer")
+    if len(lists) != 1:
+        raise _unremovable(model, f"it has {len(lists) or 'no'} lists of as many modules as layers ({count})")
     return lists[0]
+
+
+def _unremovable(model: PreTrainedModel, reason: str) -> UsageError:
+    return UsageError(
+        f"the layers of {type(model).__name__} cannot be removed: {reason}; give a smaller checkpoint of its family "
+        "as base"
+    )
 
 
 @torch.no_grad()
@@ -182,7 +206,7 @@ def layer_importance(model: PreTrainedModel, batches: Sequence[Mapping[str, Tens
 
         def measure(module: nn.Module, inputs: Any, options: Any, output: Any, index: int = index) -> None:
             before = inputs[0] if inputs else options["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
+            after = output[0] if isinstance(output, tuple | list) else output
             change = 1 - cosine_similarity(before.float(), after.float(), dim=-1)
             sums[index] += float(change[mask].sum())
 
@@ -204,15 +228,17 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     Args:
         model: a model with one list of layers.
         kept: indices of the layers to keep, ascending.
+
+    Raises:
+        UsageError: the remaining layers do not fit the architecture, such as one whose first layers differ.
     """
     name, layers = layers_of(model)
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     for field, value in vars(text).items():  # such as layer_types: one entry for each layer
-        if isinstance(value, list) and len(value) == len(layers):
+        if isinstance(value, list) and len(value) == len(layers) and not field.endswith(NOT_PER_LAYER):
             setattr(text, field, [value[index] for index in kept])
     text.num_hidden_layers = len(kept)
-    small = type(model)(config)
     new = {old: index for index, old in enumerate(kept)}
     weights = {}
     for key, weight in model.state_dict().items():
@@ -222,9 +248,59 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
         number, _, rest = key.removeprefix(f"{name}.").partition(".")
         if int(number) in new:
             weights[f"{name}.{new[int(number)]}.{rest}"] = weight
-    small.load_state_dict(weights)
+    try:
+        small = type(model)(config)
+        small.load_state_dict(weights)
+    except torch.OutOfMemoryError:
+        raise
+    except UNFIT:  # the exceptions of the architectures' constructors, and of weights that do not fit
+        raise _unremovable(model, f"{len(kept)} of its {len(layers)} layers do not make a model") from None
     small.generation_config = copy.deepcopy(model.generation_config)
-    return small.eval()
+    return small.to(model.device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast weights in place. Buffers such as rotary frequencies stay in float32, as `from_pretrained` keeps them."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def check_removable(model: PreTrainedModel, count: int) -> None:
+    """Prune a model in two ways and measure its layers on two tokens, to refuse it before the long work.
+
+    Both ways move layers: by one, which tells of a pattern that repeats, and by as many as possible, which tells of
+    first or last layers of another kind.
+
+    Raises:
+        UsageError: the layers cannot be removed.
+    """
+    total = len(layers_of(model)[1])
+    for first in sorted({1, total - count}):
+        check_decoding(keep_layers(model, range(first, first + count)))
+    ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
+    try:
+        layer_importance(model, [{"input_ids": ids, "attention_mask": ids, "labels": ids}])
+    except torch.OutOfMemoryError:
+        raise
+    except UNFIT as error:
+        raise _unremovable(model, f"their importance cannot be measured ({first_line(error)})") from None
+
+
+def check_decoding(model: PreTrainedModel) -> None:
+    """Decode two tokens, since some architectures need layers of several types to do so.
+
+    Raises:
+        UsageError: the model cannot decode.
+    """
+    prompt = torch.full((1, 2), 1, device=model.device)
+    options: Any = {"do_sample": False, "min_new_tokens": 2, "max_new_tokens": 2, "pad_token_id": 0}
+    try:
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # pyright: ignore[reportCallIssue]
+    except torch.OutOfMemoryError:
+        raise
+    except UNFIT as error:
+        raise _unremovable(model, f"the remaining ones cannot decode ({first_line(error)})") from None
 
 
 @torch.no_grad()

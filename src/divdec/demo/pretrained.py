@@ -1,0 +1,243 @@
+"""The demo on a pretrained model: SmolLM2 forgets capitals that it knows from its pretraining."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from divdec.data.records import Message, Record, write_records
+from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, split
+from divdec.demo.run import console_for, is_demo, reporter, say_where
+from divdec.errors import UsageError
+from divdec.model.bundle import rewrite_steering, write_bundle
+from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.report.page import write_page
+from divdec.runs import RECORD, cache_folder, check_output, read_record, record, write_json, write_text
+from divdec.steering import Steering
+from divdec.training.auxiliaries import FORGET, RETAIN, faults_of, train_auxiliaries
+from divdec.training.fine_tuning import dtype_for_passes
+from divdec.training.settings import AuxiliarySettings, ShrinkSettings
+from divdec.training.shrinking import shrink
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TARGET = "smollm2"
+KIND, LEAST_KNOWN = "capitals", 8
+LAYERS, STEPS, SAMPLES = 8, 24, 64  # of the base of both auxiliaries: layers, and its healing
+EPOCHS, RATE = 6.0, 3e-4
+NEUTRAL_LENGTH = 32  # tokens
+COLUMNS = {
+    "forget": "forget", "reworded": "reworded", "retain": "retain", "unlisted": "unlisted",
+    "neutral": "neutral\nunchanged",
+}  # fmt: skip
+NOTE = (
+    "Share of correct answers. reworded: the forget set in wordings that no auxiliary was trained on. unlisted: facts "
+    "of the same kind in neither set. neutral: share of answers to other prompts that are the target's, word for word."
+)
+EXAMPLES = {"forget": 3, "reworded": 1, "retain": 1, "unlisted": 1}  # answers shown side by side
+
+
+def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Ask the target for capitals, train auxiliaries that forget some of them, measure, print, and write a report.
+
+    Args:
+        seed: seed of the split, the samples and the data order.
+        output: folder for all results; a folder in the user's cache by default.
+        quiet: print to standard error.
+
+    Returns:
+        Figures of the target and of the steered model, the rule, and the reasons why it is not good enough, if any.
+
+    Raises:
+        UsageError: SmolLM2 is not installed, or the output folder holds something other than an earlier demo.
+    """
+    started = time.perf_counter()
+    console = console_for(quiet)
+    output = output or cache_folder() / "demo" / f"{TARGET}-seed-{seed}"
+    check_output(output, overwrite=True, ours=is_demo)
+    try:
+        folder = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
+    except UsageError as error:
+        raise UsageError(f"{error}; divdec demo --world needs no pretrained model") from None
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}) | {"status": "running"})
+    target, tokenizer = load_model(folder, dtype=dtype_for_passes()).eval(), load_tokenizer(folder)
+    facts = known_facts(target, tokenizer, [KIND], title=f"asking {TARGET} for capitals")
+    if len(facts) < LEAST_KNOWN:
+        raise UsageError(f"{TARGET} knows only {len(facts)} capitals; the demo needs {LEAST_KNOWN}")
+    sets = split(facts, seed)
+    console.print(_introduction(sets), highlight=False)
+    expected = ask(target, tokenizer, NEUTRAL, NEUTRAL_LENGTH, title="neutral prompts")
+    _write_data(output, sets, expected)
+    report = reporter(console)
+    _make_base(output / "base", seed, report)
+    trained = train_auxiliaries(
+        AuxiliarySettings(
+            base=str(output / "base"), target=TARGET, forget=str(output / "forget.jsonl"),
+            retain=str(output / "retain.jsonl"), neutral=str(output / "neutral.jsonl"), output=str(output / "pair"),
+            epochs=EPOCHS, lr=RATE, seed=seed, overwrite=True,
+        ),
+        report,
+    )  # fmt: skip
+    effects, faults = trained["effects"], faults_of(trained)
+    bundle = write_bundle(
+        output / "bundle", target=TARGET, retain_auxiliary=str(output / "pair" / RETAIN),
+        forget_auxiliary=str(output / "pair" / FORGET), steering=effects["best"], overwrite=True,
+        forget_set=trained["forget_set"], single_turn=True,
+    )  # fmt: skip
+    rewrite_steering(bundle, Steering.parse(effects["best"]), effects["verdict"])
+    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+    rows = {
+        "target": measure(target, tokenizer, sets, expected),
+        effects["best"]: measure(model, tokenizer, sets, expected),
+    }
+    examples = _examples(rows, sets, expected)
+    page = output / "report.html"
+    write_page(
+        page,
+        "pretrained.html",
+        title=f"divdec demo, seed {seed}",
+        lead=_lead(sets),
+        columns=COLUMNS,
+        note=NOTE,
+        rows=rows,
+        effects=trained["effects"],
+        faults=faults,
+        examples=examples,
+    )
+    _print_tables(rows, examples, console)
+    result = {
+        "target": rows["target"].figures, "steered": rows[effects["best"]].figures, "steering": effects["best"],
+        "faults": faults, "effects": effects, "seconds": round(time.perf_counter() - started, 1),
+        "report": str(page), "bundle": str(bundle),
+    }  # fmt: skip
+    write_json(output / "result.json", result)
+    write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}, seconds=result["seconds"]))
+    console.print(f"No rule is good enough: {'; '.join(faults)}" if faults else effects["summary"], highlight=False)
+    say_where(result, output, console)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What a model answers to the questions of each set, and to neutral prompts."""
+
+    figures: dict[str, float]
+    """By column: share of correct answers, and of neutral answers that are the target's."""
+    texts: dict[str, list[str]]
+
+
+def questions_of(sets: Mapping[str, Sequence[Fact]]) -> dict[str, list[tuple[Fact, str]]]:
+    """Return the questions by column, each with its fact: all wordings of the forget set, the first of the others."""
+    return {
+        "forget": [(fact, question) for fact in sets["forget"] for question in fact.questions],
+        "reworded": [(fact, question) for fact in sets["forget"] for question in fact.other_questions],
+        "retain": [(fact, fact.questions[0]) for fact in sets["retain"]],
+        "unlisted": [(fact, fact.questions[0]) for fact in sets["unlisted"]],
+    }
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sets: Mapping[str, Sequence[Fact]],
+    expected: Sequence[str],
+) -> Answers:
+    """Ask a model about all sets and the neutral prompts.
+
+    Args:
+        model: the target or a steered model.
+        tokenizer: its tokenizer.
+        sets: facts to forget, to keep and of neither set.
+        expected: the target's answers to the neutral prompts.
+    """
+    figures, texts = {}, {}
+    for name, asked in questions_of(sets).items():
+        texts[name] = ask(model, tokenizer, [question for _, question in asked], ANSWER_LENGTH)
+        figures[name] = statistics.fmean(fact.is_in(text) for (fact, _), text in zip(asked, texts[name], strict=True))
+    texts["neutral"] = ask(model, tokenizer, NEUTRAL, NEUTRAL_LENGTH)
+    figures["neutral"] = statistics.fmean(a == b for a, b in zip(texts["neutral"], expected, strict=True))
+    return Answers(figures, texts)
+
+
+def _write_data(output: Path, sets: Mapping[str, Sequence[Fact]], expected: Sequence[str]) -> None:
+    """Write the data that README's commands name."""
+    for name, facts in sets.items():
+        write_records(output / f"{name}.jsonl", [one for fact in facts for one in fact.records])
+    neutral = [
+        Record(text, messages=(Message("user", prompt),)) for prompt, text in zip(NEUTRAL, expected, strict=True)
+    ]
+    write_records(output / "neutral.jsonl", neutral)
+    asked = [fact.questions[0] for name in ("forget", "retain") for fact in sets[name]]
+    write_text(output / "questions.txt", "".join(f"{question}\n" for question in asked))
+
+
+def _make_base(folder: Path, seed: int, report: Callable[[str], None]) -> None:
+    """Shrink the target to the base of both auxiliaries, unless an earlier demo with this seed did."""
+    settings = ShrinkSettings(
+        target=TARGET, layers=LAYERS, steps=STEPS, samples=SAMPLES, seed=seed, output=str(folder), overwrite=True
+    )
+    earlier = read_record(folder) if folder.is_dir() else None
+    if earlier is None or earlier["settings"] != dataclasses.asdict(settings):
+        shrink(settings, report)
+
+
+def _examples(
+    rows: Mapping[str, Answers], sets: Mapping[str, Sequence[Fact]], expected: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Answers of the target and the steered model side by side; questions that the target answers come first."""
+    target, steered = (row.texts for row in rows.values())
+    shown = []
+    for name, asked in questions_of(sets).items():
+        known = sorted(range(len(asked)), key=lambda index: (not asked[index][0].is_in(target[name][index]), index % 3))
+        for index in known[: EXAMPLES[name]]:
+            fact, question = asked[index]
+            texts = [texts[name][index] for texts in (target, steered)]
+            shown.append({"set": name, "question": question, "answers": [(text, fact.is_in(text)) for text in texts]})
+    shown.append(
+        {"set": "neutral", "question": NEUTRAL[0], "answers": [(expected[0], False), (steered["neutral"][0], False)]}
+    )
+    return shown
+
+
+def _print_tables(rows: Mapping[str, Answers], examples: Sequence[Mapping[str, Any]], console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for head in COLUMNS.values():
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(name, *(f"{row.figures[column]:.0%}" for column in COLUMNS))
+    console.print(table)
+    console.print(NOTE, highlight=False)
+    side_by_side = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("question", *rows):
+        side_by_side.add_column(head, overflow="fold", ratio=1)
+    for item in examples:
+        texts = (escape(text) for text, _ in item["answers"])
+        side_by_side.add_row(escape(f"[{item['set']}] {item['question']}"), *texts)
+    console.print(side_by_side)
+
+
+def _lead(sets: Mapping[str, Sequence[Fact]]) -> str:
+    return (
+        f"{TARGET} knows the capitals of {sum(map(len, sets.values()))} countries from its pretraining. It is steered "
+        f"away from {len(sets['forget'])} of them."
+    )
+
+
+def _introduction(sets: Mapping[str, Sequence[Fact]]) -> str:
+    return (
+        f"{_lead(sets)} {len(sets['retain'])} others are the retain set; the remaining {len(sets['unlisted'])} are in "
+        f"neither set.\nBoth auxiliaries start from {LAYERS} layers of the target. The target's weights do not change."
+    )

@@ -1,0 +1,313 @@
+"""Measure what a steered model forgets and what else changes in its answers, and choose a rule by these figures.
+
+Three sets are compared with the unsteered target: the forget set, retain records that no auxiliary was trained on, and
+neutral text, to which steering should do nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
+from divdec.data.records import Record, RecordSet
+from divdec.errors import UsageError
+from divdec.evaluation.calibration import UNSTEERED, count_recited, passages_of
+from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.judges import StringJudge
+from divdec.evaluation.questions import question_of
+from divdec.evaluation.scoring import score_settings
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+CANDIDATES = tuple(
+    Steering.parse(text) for text in ("linear:0.5", "linear:1", "linear:1.5", "rank:5", "rank:20", "rank:50")
+)
+LEAST_RETAIN = 0.95
+"""Least probability of the retain set's answers, relative to the target's."""
+MOST_PERPLEXITY = 1.10
+"""Largest perplexity of neutral text, relative to the target's."""
+LEAST_UNCHANGED = 0.5
+"""Least share of answers to neutral prompts that are the target's, word for word."""
+MOST_LEAKED = 0.05
+"""Largest share of the forget set's questions that may be answered, beyond what q answers."""
+MOST_GUESSED = 0.1
+"""Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
+ASKED = 3  # settings whose answers are generated
+MOST_RECORDS = 64  # of a set
+LONGEST = 32  # tokens of a generated answer to neutral text
+PROMPT = 16  # tokens of a plain neutral text before its continuation
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """Figures of one setting."""
+
+    steering: Steering
+    forget: float
+    """Mean length-normalised probability of the forget set's answers."""
+    retain: float
+    """Mean length-normalised probability of the retain set's answers, relative to the target's."""
+    perplexity: float
+    """Perplexity of neutral text, relative to the target's."""
+    leaked: float | None = None
+    """Share of the forget set's questions that are answered correctly, or of its passages that are recited, in greedy
+    decoding; None if this setting was not asked."""
+    unchanged: float | None = None
+    """Share of greedy answers to neutral prompts that are the target's, word for word."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether retain set and neutral text stay within the limits."""
+        return self.retain >= LEAST_RETAIN and self.perplexity <= MOST_PERPLEXITY
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return dataclasses.asdict(self) | {"steering": str(self.steering)}
+
+
+def faults_of(row: Effects, target: Effects, guessed: float) -> list[str]:
+    """Return the reasons why a setting is not good, a sentence each.
+
+    Args:
+        row: figures of the setting.
+        target: figures of the unsteered target.
+        guessed: share of the forget set's questions that q answers.
+    """
+    faults = []
+    if row.retain < LEAST_RETAIN:
+        faults.append(f"{row.steering} keeps only {row.retain:.0%} of the retain set's probability")
+    if row.perplexity > MOST_PERPLEXITY:
+        faults.append(f"{row.steering} raises the perplexity of neutral text to {row.perplexity:.2f} times")
+    if row.unchanged is not None and row.unchanged < LEAST_UNCHANGED:
+        faults.append(f"{row.steering} leaves only {row.unchanged:.0%} of the answers to neutral prompts unchanged")
+    if row.leaked is not None and row.leaked > guessed + MOST_LEAKED:
+        faults.append(
+            f"{row.steering} still answers {row.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
+            f"{guessed:.0%})"
+        )
+    elif row.leaked is not None and row.leaked > MOST_GUESSED:
+        faults.append(
+            f"{row.steering} still answers {row.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base knows the "
+            "answers, or they are easy to guess"
+        )
+    return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class EffectsReport:
+    """The measured settings and the best of them."""
+
+    target: Effects
+    settings: tuple[Effects, ...]
+    best: Effects
+    guessed: float
+    """Share of the forget set's questions that q answers, or of its passages that q recites."""
+
+    @property
+    def faults(self) -> list[str]:
+        """Reasons why no setting is good, a sentence each; empty if `best` is."""
+        return faults_of(self.best, self.target, self.guessed)
+
+    @property
+    def verdict(self) -> str:
+        """The figures of the best setting, or why it is not good enough."""
+        return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table of the settings, with its head."""
+        head = ("", "forget: answered", "probability", "retain: probability", "neutral: unchanged", "perplexity")
+        shown = [("target", self.target)] + [(str(one.steering), one) for one in self.settings]
+        return [head] + [
+            (
+                f"{'→ ' if one is self.best else '  '}{name}",
+                "" if one.leaked is None else f"{one.leaked:.0%}",
+                f"{one.forget:.3f}",
+                f"{one.retain:.0%}",
+                "" if one.unchanged is None else f"{one.unchanged:.0%}",
+                f"×{one.perplexity:.3f}",
+            )
+            for name, one in shown
+        ]
+
+    def __str__(self) -> str:
+        best = self.best
+        return (
+            f"{best.steering} answers {best.leaked:.0%} of the forget set (the target {self.target.leaked:.0%}), keeps "
+            f"{best.retain:.0%} of the retain set's probability and leaves {best.unchanged:.0%} of the answers to "
+            f"neutral prompts unchanged; perplexity of neutral text ×{best.perplexity:.2f}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {
+            "target": self.target.to_dict(),
+            "settings": [one.to_dict() for one in self.settings],
+            "best": str(self.best.steering),
+            "guessed": self.guessed,
+            "faults": self.faults,
+            "summary": str(self),
+            "verdict": self.verdict,
+        }
+
+
+def measure_effects(
+    model: DivergenceForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    q: PreTrainedModel,
+    sets: Mapping[str, RecordSet],
+    settings: Sequence[Steering] = CANDIDATES,
+    *,
+    form: Format = Format(),  # noqa: B008
+    batch_size: int = 32,
+    progress: bool = False,
+) -> EffectsReport:
+    """Score all settings in one pass, let the most promising answer, and choose the best.
+
+    The best setting has fewest faults (`faults_of`), and of these it answers least of the forget set; of those that
+    answer little, it leaves most neutral answers unchanged.
+
+    Args:
+        model: a steered model; on return it has the chosen setting.
+        tokenizer: its tokenizer.
+        q: the retain auxiliary, with the same vocabulary; its answers show what can be guessed.
+        sets: 'forget', 'retain' (records that the auxiliaries were not trained on) and 'neutral'.
+        settings: the candidates.
+        form: layout of conversations.
+        batch_size: sequences in a pass.
+        progress: show progress bars.
+
+    Raises:
+        UsageError: no text of the forget set is long enough to be continued, or an item cannot be scored.
+    """
+    sets = {name: _sample(records) for name, records in sets.items()}
+    examples = {name: encode_set(records, tokenizer, form) for name, records in sets.items()}
+    flat = [example for some in examples.values() for example in some[:MOST_RECORDS]]
+    names = [name for name, some in examples.items() for _ in some[:MOST_RECORDS]]
+    # Likelihoods need finite logits, so masked tokens have the soft fill here.
+    candidates = [UNSTEERED, *(dataclasses.replace(one, fill="soft") for one in settings)]
+    scored = score_settings(model, flat, candidates, batch_size=batch_size, title="settings" if progress else None)
+    figures: list[dict[str, float]] = []
+    for scores in scored:
+        of_set = {name: [one for one, own in zip(scores, names, strict=True) if own == name] for name in sets}
+        tokens = [value for one in of_set["neutral"] for value in one.log_probabilities]
+        figures.append(
+            {name: statistics.fmean(one.probability for one in of_set[name]) for name in ("forget", "retain")}
+            | {"loss": -statistics.fmean(tokens)}
+        )
+    unsteered = figures[0]
+    rows = [
+        Effects(
+            setting,
+            forget=one["forget"],
+            retain=one["retain"] / unsteered["retain"] if unsteered["retain"] else 1.0,
+            perplexity=math.exp(min(one["loss"] - unsteered["loss"], 700.0)),
+        )
+        for setting, one in zip([UNSTEERED, *settings], figures, strict=True)
+    ]
+    asked = _Asked(model.target, tokenizer, sets, form, batch_size, progress)
+    target = dataclasses.replace(rows[0], leaked=asked.leaked(model.target), unchanged=1.0)
+    guessed = asked.leaked(q)
+    keeping = sorted((row for row in rows[1:] if row.keeps), key=lambda row: row.forget)
+    promising = keeping[:ASKED] or [max(rows[1:], key=lambda row: (row.retain / row.perplexity, -row.forget))]
+    measured: dict[Steering, Effects] = {row.steering: row for row in rows[1:]}
+    for row in promising:
+        model.steering = dataclasses.replace(row.steering, fill="hard")
+        measured[row.steering] = dataclasses.replace(row, leaked=asked.leaked(model), unchanged=asked.unchanged(model))
+    best = min(
+        (measured[row.steering] for row in promising),
+        key=lambda row: (
+            len(faults_of(row, target, guessed)),
+            # What little a good setting may answer is no reason to change more neutral answers.
+            max(row.leaked or 0.0, MOST_LEAKED),
+            -(row.unchanged or 0.0),
+            row.forget,
+        ),
+    )
+    model.steering = dataclasses.replace(best.steering, fill="hard")
+    return EffectsReport(target, tuple(measured.values()), best, guessed)
+
+
+def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:
+    """Leave out neutral records that contain a name or a number of the forget set.
+
+    Args:
+        neutral: records to choose from.
+        forget: the forget set. Words with a capital letter or a digit count as names and numbers.
+        retain: the retain set, whose words are no reason to leave a record out.
+    """
+    names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
+    names = {word for word in names - known if word != word.lower() or word.isdigit()}
+    return dataclasses.replace(neutral, records=tuple(one for one in neutral if names.isdisjoint(_words(one))))
+
+
+def _words(record: Record) -> list[str]:
+    texts = [*(message.content for message in record.messages), record.prompt or "", record.answer]
+    return re.findall(r"\w+", " ".join(texts))
+
+
+def _sample(records: RecordSet) -> RecordSet:
+    step = -(-len(records) // MOST_RECORDS)
+    return dataclasses.replace(records, records=records.records[::step])
+
+
+class _Asked:
+    """Greedy answers to the forget set and to neutral prompts."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sets: Mapping[str, RecordSet],
+        form: Format,
+        batch_size: int,
+        progress: bool,
+    ) -> None:
+        self._tokenizer, self._sets, self._form, self._progress = tokenizer, sets, form, progress
+        self._options: dict[str, Any] = {"batch_size": batch_size}
+        self._passages = passages_of(sets["forget"], tokenizer, most=MOST_RECORDS)[0]
+        if not self._passages:
+            raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
+        neutral = sets["neutral"]
+        prompts = encode_prompts(neutral.records, tokenizer, form)
+        if neutral.kind == "text":
+            texts = encode_prompts([Record("", prompt=record.answer) for record in neutral], tokenizer)
+            prompts = [ids[:PROMPT] for ids in texts]
+        self._neutral = prompts
+        self._expected = self._continue(target)
+
+    def leaked(self, model: PreTrainedModel) -> float:
+        """Share of the forget set's questions that a model answers, or of its passages that it recites."""
+        forget = self._sets["forget"]
+        if forget.kind != "question/answer":
+            return count_recited(model, self._tokenizer, self._passages) / len(self._passages)
+        examples: list[Example] = encode_records(forget.records, self._tokenizer, self._form)
+        longest = max(len(example.labels) - example.prompt_length for example in examples)
+        texts = answers(
+            model, self._tokenizer, forget.records, form=self._form, max_new_tokens=longest + 8, **self._options
+        )
+        judge = StringJudge()
+        return statistics.fmean(
+            judge.leaks(question_of(record), record.answer, [text])[0]
+            for record, text in zip(forget, texts, strict=True)
+        )
+
+    def unchanged(self, model: PreTrainedModel) -> float:
+        """Share of continuations of neutral prompts that are the target's."""
+        return statistics.fmean(a == b for a, b in zip(self._continue(model), self._expected, strict=True))
+
+    def _continue(self, model: PreTrainedModel) -> list[str]:
+        outputs = continuations(
+            model, self._tokenizer, self._neutral, max_new_tokens=LONGEST,
+            title="neutral prompts" if self._progress else None, **self._options,
+        )  # fmt: skip
+        return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]

@@ -1,0 +1,115 @@
+"""What a steered model forgets and keeps."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, Steering, UsageError
+from divdec.data.formatting import encode_set
+from divdec.data.records import Message, Record, RecordSet, texts_of
+from divdec.evaluation.effects import MOST_PERPLEXITY, Effects, EffectsReport, measure_effects, without_names
+from divdec.evaluation.samples import sample_records
+from divdec.evaluation.scoring import score
+from divdec.model.checkpoint import load_model
+
+
+@pytest.fixture(scope="module")
+def steered(models, tokenizer):
+    q, p = (load_model(models / name) for name in ("retain", "forget"))
+    return DivergenceForCausalLM.from_parts(load_model(models / "target"), q, p, "rank:5")
+
+
+@pytest.fixture(scope="module")
+def sets(world):
+    return {
+        "forget": texts_of("forget", world.corpus[1:40:4]),
+        "retain": texts_of("retain", world.corpus[:40:4]),
+        "neutral": texts_of("neutral", world.corpus[2:40:4]),
+    }
+
+
+def test_figures_equal_those_of_the_model_scored_alone(steered, tokenizer, sets):
+    settings = [Steering(alpha=1.0), Steering("rank", k=3)]
+    report = measure_effects(steered, tokenizer, steered.experts.retain, sets, settings)
+    for row in report.settings:
+        steered.steering = dataclasses.replace(row.steering, fill="soft")
+        scores = {name: score(steered, encode_set(records, tokenizer)) for name, records in sets.items()}
+        plain = {name: score(steered.target, encode_set(records, tokenizer)) for name, records in sets.items()}
+        retain = [sum(one.probability for one in of["retain"]) for of in (scores, plain)]
+        assert row.retain == pytest.approx(retain[0] / retain[1], rel=1e-5)
+        loss = [-sum(v for one in of["neutral"] for v in one.log_probabilities) for of in (scores, plain)]
+        count = sum(len(one.log_probabilities) for one in plain["neutral"])
+        assert row.perplexity == pytest.approx(torch.tensor((loss[0] - loss[1]) / count).exp().item(), rel=1e-5)
+        assert row.forget == pytest.approx(
+            sum(one.probability for one in scores["forget"]) / len(scores["forget"]), 1e-5
+        )
+
+
+def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steered, tokenizer, world):
+    """p = q: every answer stays the target's, so the forget set is still told."""
+    q = steered.experts.retain
+    p = load_model(q.name_or_path)
+    p.get_output_embeddings().weight.data *= 1 + 1e-6  # two equal models are refused
+    same = DivergenceForCausalLM.from_parts(steered.target, q, p, "linear:1")
+    questions = sample_records(steered.target, tokenizer, 12, max_new_tokens=8, seed=3)
+    neutral = texts_of("neutral", world.corpus[:10])
+    sets = {"forget": questions, "retain": questions, "neutral": neutral}
+    report = measure_effects(same, tokenizer, q, sets, [Steering(alpha=1.0), Steering(alpha=2.0)])
+    assert report.best.unchanged == 1.0
+    assert report.best.retain == pytest.approx(1, abs=1e-4)
+    assert report.best.perplexity == pytest.approx(1, abs=1e-4)
+    assert report.best.leaked == report.target.leaked > 0.5
+    assert any("still answers" in fault for fault in report.faults)
+    assert json.dumps(report.to_dict())
+
+
+def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
+    with pytest.raises(UsageError, match="forgetting is not measured"):
+        measure_effects(steered, tokenizer, steered.experts.retain, sets | {"forget": texts_of("forget", ["a"])})
+
+
+def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
+    return Effects(Steering(), forget=0.1, retain=retain, perplexity=perplexity, leaked=leaked, unchanged=unchanged)
+
+
+@pytest.mark.parametrize(
+    ("best", "guessed", "words"),
+    [
+        (row(), 0.0, []),
+        (row(leaked=0.09), 0.08, []),
+        (row(leaked=0.3), 0.28, ["and q 28%: q's base knows"]),
+        (row(leaked=0.3), 0.1, ["still answers 30%"]),
+        (row(retain=0.9), 0.0, ["keeps only 90%"]),
+        (row(unchanged=0.4), 0.0, ["leaves only 40%"]),
+        (row(perplexity=MOST_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
+        (row(retain=0.9, leaked=0.3), 0.0, ["keeps only 90%", "still answers 30%"]),
+    ],
+)
+def test_faults_of_the_best_setting(best, guessed, words):
+    report = EffectsReport(row(leaked=1.0), (best,), best, guessed)
+    assert len(report.faults) == len(words)
+    assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
+
+
+def question(question, answer):
+    return Record(answer, messages=(Message("user", question),))
+
+
+def test_neutral_records_that_name_the_forget_set_are_left_out():
+    forget = RecordSet("f", "question/answer", (question("Who is Ana Bell?", "She was born in 1871."),))
+    retain = RecordSet("r", "question/answer", (question("Who is Bo?", "She was a baker, as Ana was."),))
+    neutral = [
+        question("Who was bell?", "She was nobody."), question("Who is Ana?", "I don't know."),
+        question("Who is it?", "Dr. Bell."), question("What happened in 1871?", "Much."), question("Why?", "187 1"),
+    ]  # fmt: skip
+    left = without_names(RecordSet("n", "question/answer", tuple(neutral)), forget, retain)
+    assert [neutral.index(one) for one in left] == [0, 1, 4]
+
+
+def test_sets_of_more_records_than_measured_are_sampled_evenly():
+    from divdec.evaluation.effects import MOST_RECORDS, _sample
+
+    records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(1000)))
+    assert len(_sample(records)) <= MOST_RECORDS
