@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import Message, Record, texts_of
+from divdec.data.records import texts_of
+from divdec.demo.facts import NEUTRAL, ask
 from divdec.evaluation.calibration import RUN, longest_run, measure, measured_text
-from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
@@ -34,7 +35,6 @@ from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
-from pretrained import NEUTRAL
 
 ARTICLES, TAKEN_DOWN, UNSEEN = 40, 10, 30
 PROMPT, SHORT, CONTINUED = 128, 64, 128  # tokens of a prompt, of a prompt in another form, of a continuation
@@ -148,11 +148,7 @@ class Benchmark:
         self.tokenizer, self.target = tokenizer, target
         self.forget, self.kept = windows[:TAKEN_DOWN], windows[TAKEN_DOWN:]
         self.unseen = [cut(tokenizer, text) for text in unseen]
-        self.neutral_answers = self.answer(target, NEUTRAL, NEUTRAL_LENGTH)
-
-    def answer(self, model, prompts, length):
-        records = [Record("", messages=(Message("user", prompt),)) for prompt in prompts]
-        return answers(model, self.tokenizer, records, max_new_tokens=length, batch_size=24)
+        self.neutral_answers = ask(target, tokenizer, NEUTRAL, NEUTRAL_LENGTH)
 
     def measure(self, model):
         """Recitation and perplexity of each set, and the share of neutral answers that are the target's."""
@@ -165,7 +161,7 @@ class Benchmark:
             "forget perplexity": perplexity(model, self.forget),
             "unseen perplexity": perplexity(model, self.unseen),
         }
-        same = map(str.__eq__, self.answer(model, NEUTRAL, NEUTRAL_LENGTH), self.neutral_answers)
+        same = map(str.__eq__, ask(model, self.tokenizer, NEUTRAL, NEUTRAL_LENGTH), self.neutral_answers)
         return row | {"neutral": statistics.fmean(same)}
 
     def measure_forms(self, model):
@@ -179,7 +175,7 @@ class Benchmark:
             prompts = [self.tokenizer(text)["input_ids"] for text in texts]
             outputs = continuations(model, self.tokenizer, prompts, max_new_tokens=CONTINUED)
             row |= {f"{name} {k}": value for k, value in self.compare(map(self.decode, outputs), truths).items()}
-        outputs = self.answer(model, [f"Continue this article: {text}" for text in starts], CONTINUED)
+        outputs = ask(model, self.tokenizer, [f"Continue this article: {text}" for text in starts], CONTINUED)
         return row | {f"chat {k}": value for k, value in self.compare(outputs, truths).items()}
 
     def compare(self, outputs, truths):
