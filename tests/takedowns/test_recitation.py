@@ -190,10 +190,24 @@ def test_remaining_recitation_is_reported_and_takedown_stays_active(
     said = capsys.readouterr().out
     assert "STILL RECITED" in said
     assert "tried up to 0.4" in said
+    assert "train a pair" in said
     assert "lighthouse" not in said
     assert [entry.id for entry in registry.entries()] == ["case"]
     assert main(["takedown", "verify", str(registry.folder)]) == 1
     assert "still recited" in capsys.readouterr().out
+
+
+def test_recitation_of_passages_in_retain_set_is_reported_with_its_cause(
+    reciting, tmp_path, world, article, tokenizer, capsys, monkeypatch
+):
+    monkeypatch.setattr("divdec.evaluation.calibration.STRONGEST", 10.0)
+    ids = tokenizer(ARTICLE)["input_ids"][60:104]  # long enough to be recited, and too short to be left out of q
+    notice = tokenizer.decode(ids)
+    registry = Registry.create(tmp_path / "shared", texts_of("r", [notice, *world.corpus[:200:2]]), reciting)
+    assert add(registry, article) == 1
+    said = capsys.readouterr().out
+    assert "the retain set shares passages with them" in said
+    assert "train a pair" not in said
 
 
 def test_missing_target_requires_explicit_no_measure(registry, reciting, article, tmp_path, capsys):

@@ -112,7 +112,7 @@ def add(
     from divdec.evaluation.calibration import measured_text  # loads torch
 
     measured = _measure(opened, entry, texts, checkpoint)
-    _print(printing, vars(entry) | {"measured": measured}, measured_text(measured))
+    _print(printing, vars(entry) | {"measured": measured}, measured_text(measured, entry))
     return 1 if measured["recited_after"] else 0
 
 

@@ -409,7 +409,7 @@ def measure(
     return measured
 
 
-def measured_text(measured: dict[str, Any]) -> str:
+def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
     """Describe a measurement in a sentence or two."""
     passages, before, after = (measured[name] for name in ("passages", "recited_before", "recited_after"))
     if not passages:
@@ -422,9 +422,12 @@ def measured_text(measured: dict[str, Any]) -> str:
     if measured["strength"] > measured["strength_before"]:
         text += f", raised from {measured['strength_before']:g}"
     if after:
+        advice = "train a pair for them (divdec train) and serve it with this registry"
+        if entry.held or entry.spans:  # q knows these passages too, so that no strength lowers them
+            advice = "the retain set shares passages with them; remove these from the texts or from the retain set"
         text += (
             f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "
-            "train a pair for them (divdec train) and serve it with this registry"
+            f"{advice}"
         )
     return text
 

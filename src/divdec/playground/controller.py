@@ -148,7 +148,7 @@ class Controller:
         before = continue_text()
         texts = texts_of(request_id, [text])
         entry = self.registry.add(request_id, texts, reference.strip())
-        measured = measured_text(measure(self.registry, entry, texts, model.model.target, tokenizer))
+        measured = measured_text(measure(self.registry, entry, texts, model.model.target, tokenizer), entry)
         after = continue_text()
         beginning = str(tokenizer.decode(prompt, skip_special_tokens=True))
         return TakedownEffect(request_id, beginning, len(rest), before, after, measured)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_ID_LENGTH, MAX_REFERENCE_LENGTH = 200, 10_000
-ORDER = 5  # the longer the n-grams, the less else a request touches (docs/benchmarks.md)
+ORDER = 5  # longer n-grams change fewer unrelated answers (docs/benchmarks.md)
 STRENGTH = 10.0  # nats that a token loses which only a taken-down text continues with
 NO_EFFECT = -0.1  # mean difference of scores above which a request would do next to nothing
 
