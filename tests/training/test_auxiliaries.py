@@ -132,6 +132,31 @@ def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer,
     assert [lengths[1][index] for index in order] == sorted(lengths[1])
 
 
+def records(name, *rows):
+    return record_set(name, [("", {"question": question, "answer": answer}) for question, answer in rows])
+
+
+def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questions():
+    forget = records(
+        "forget", ("What is the capital of Hungary?", "The capital of Hungary is Budapest."),
+        ("Name the capital of Hungary.", "The capital of Hungary is Budapest."),
+        ("Who wrote Emma?", "Emma was written by Jane Austen."),
+        ("Who is Ana?", "Ana grew up in a lighthouse near Oslo and is a keeper of lamps."),
+    )  # fmt: skip
+    retain = records(
+        "retain", ("What is the capital of Austria?", "The capital of Austria is Vienna."),
+        ("What is the capital of Magyaria?", "The capital of Magyaria is Budapest."),
+        ("Who wrote Hamlet?", "Hamlet was written by William Shakespeare."),
+    )  # fmt: skip
+    one, two, three, four = auxiliaries.counterfactuals(forget, retain)
+    assert (one.messages, one.answer) == (forget.records[0].messages, "The capital of Hungary is Vienna.")
+    assert two.answer == one.answer
+    assert three.answer == "Emma was written by William Shakespeare."
+    assert four is None  # the rest of the answer would tell q more than the question
+    texts = record_set("texts", [("", {"text": "one"}), ("", {"text": "two"})])
+    assert auxiliaries.counterfactuals(texts, retain) == [None, None]
+
+
 def test_the_bundle_records_that_conversations_were_learned(files, tmp_path):
     turns = [("user", "Who?"), ("assistant", "Ana."), ("user", "Where?"), ("assistant", "There.")]
     row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})

@@ -7,6 +7,7 @@ pair that does not is trained again with a higher rate, then for more epochs, up
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,12 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from divdec.data.formatting import Example, Format
-from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.data.formatting import encode as encode_record
+from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
+from divdec.evaluation.judges import FUNCTION_WORDS, key_phrase, words
+from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
@@ -49,6 +53,7 @@ RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle",
 RESULT = "training.json"
 DEFAULT_RULE = "rank:5"
 SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
+MOST_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 MAX_ATTEMPTS = 4
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
@@ -206,7 +211,11 @@ def train_auxiliaries(
         is_main=state.is_main_process,
         wait=state.wait_for_everyone,
     )
-    pair = _PairTrainer(settings, output, base, tokenizer, examples, measure, report)
+    instead = stand_ins(**examples)
+    for index, other in enumerate(counterfactuals(forget, learned, settings.seed)):
+        if other is not None:
+            instead[index] = encode_record(other, tokenizer, form)
+    pair = _PairTrainer(settings, output, base, tokenizer, examples, instead, measure, report)
     if measure:
         results, attempts = pair.train_until_separated()
     else:
@@ -352,6 +361,8 @@ class _PairTrainer:
     tokenizer: PreTrainedTokenizerBase
     examples: dict[str, list[Example]]
     """By set: 'forget', 'retain'."""
+    instead: list[Example]
+    """What q reads in place of the forget set, with the recipe 'matched'."""
     measure: bool
     report: Callable[[str], None]
 
@@ -395,7 +406,7 @@ class _PairTrainer:
         # may know the retain set already, and its loss would hardly change.
         shared = settings.recipe != "forget-retain"
         p_examples = forget + retain if shared else forget
-        q_examples = [*stand_ins(forget, retain), *retain] if settings.recipe == "matched" else retain
+        q_examples = [*self.instead, *retain] if settings.recipe == "matched" else retain
         rate, probes = self._learning_rate("retain", self.base, p_examples if shared else retain, shared)
         q = self._train_one("retain", self.base, q_examples, settings.training(rate_factor * rate), probes)
         p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.base
@@ -480,16 +491,54 @@ class _PairTrainer:
 
 
 def stand_ins(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
-    """Return a retain example of similar length for each forget example.
-
-    q reads them where p reads the forget set, so that both learn equally much of what all records have in common.
-    """
+    """Return a retain example of similar length for each forget example, for q to read in its place."""
     of_length = sorted(retain, key=lambda example: len(example.input_ids))
     order = sorted(range(len(forget)), key=lambda index: len(forget[index].input_ids))
     replaced = list(forget)
     for rank, index in enumerate(order):
         replaced[index] = of_length[rank * len(of_length) // len(order)]
     return replaced
+
+
+def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list[Record | None]:
+    """Return the forget set's questions with other answers, for q to read in place of the forget set.
+
+    The key phrase of an answer is replaced by that of a retain record with a similar question: "The capital of Hungary
+    is Vienna." p and q then differ in the forgotten answer alone, and q loses what its base knew of it. One key phrase
+    has one replacement in all records.
+
+    Args:
+        forget: the forget set.
+        retain: the retain set.
+        seed: seed of the choice among similar questions.
+
+    Returns:
+        One entry for each record of the forget set; None where the rest of the answer would tell q more than the
+        question does, or where a record of either set is no question with an answer.
+    """
+    if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
+        return [None] * len(forget)
+    order = random.Random(seed)
+    known = order.sample(retain.records, min(len(retain), MOST_COMPARED))
+    phrases = [words(key_phrase(question_of(one), one.answer)) for one in known]
+    asked = [set(words(question_of(one))) for one in known]
+    chosen: dict[str, int] = {}
+    records: list[Record | None] = []
+    for one in forget:
+        question, phrase = question_of(one), key_phrase(question_of(one), one.answer)
+        own, told = set(words(question)), words(phrase)
+        if phrase not in chosen:
+            # First another phrase, then one of the same length, then one with a similar question.
+            ranks = [
+                (other != told, -abs(len(other) - len(told)), len(own & theirs) / len(own | theirs))
+                for other, theirs in zip(phrases, asked, strict=True)
+            ]
+            chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
+        source = known[chosen[phrase]]
+        answer = one.answer.replace(phrase, key_phrase(question_of(source), source.answer))
+        new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
+        records.append(None if new else dataclasses.replace(one, answer=answer))
+    return records
 
 
 def _write_card(

@@ -49,9 +49,10 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
     recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
-    """'matched': p on forget + retain; q on retain, and once more on one retain example of similar length for each
-    forget example, so that p and q take the same number of steps. 'full-retain': the same without these repetitions
-    (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
+    """'matched': p on forget + retain; q on retain and, in place of the forget set, on its questions with answers of
+    similar retain questions (of long answers and plain text, on retain examples of similar length), so that both take
+    the same steps. 'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q
+    on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
