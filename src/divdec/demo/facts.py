@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, dict[str, Any]] = json.loads(files("divdec.demo").joinpath("facts.json").read_text(encoding="utf-8"))
 """By kind: 'wordings' of its questions, 'other_wordings' for evaluation only, 'statement', 'answers' by subject."""
-FORGET, RETAIN = 0.2, 0.55  # shares of the known facts of a kind; the rest is in neither set
+FORGET, RETAIN = 0.2, 0.4  # shares of the known facts of a kind; the rest is in neither set
 ANSWER_LENGTH = 20  # tokens
 NEUTRAL = (
     "Write a short poem about the sea.", "How do I boil an egg?", "Tell me about Texas.", "What is photosynthesis?",
