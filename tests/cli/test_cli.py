@@ -403,8 +403,8 @@ def test_ctrl_c_during_training_is_resumable(long_training, tmp_path, capsys):
     assert "the same command resumes it" in error.splitlines()[-1]
     code = main(*arguments, "--json")
     content = json.loads(capsys.readouterr().out)
-    assert code == (3 if content["separation"]["faults"] else 0)
-    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 10 * 8
+    assert code == (3 if content["effects"]["faults"] else 0)
+    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 10 * 11
     assert main(*long_training, "--output", tmp_path / "whole") == code
     for part in ("retain_auxiliary", "forget_auxiliary"):
         assert (tmp_path / "run" / part / "model.safetensors").read_bytes() == (
