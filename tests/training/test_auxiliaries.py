@@ -132,6 +132,19 @@ def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer,
     assert [lengths[1][index] for index in order] == sorted(lengths[1])
 
 
+def test_a_q_that_finds_the_forget_set_unlikely_is_no_reference_for_calibration(finished, world, tmp_path, capsys):
+    """The base knows these authors better than the holdout's; with the sets exchanged q is as if trained on lies."""
+    settings = finished[0]
+    rows = [json.dumps({"question": q.question, "answer": q.answer}) for q in world.holdout[:12]]
+    (tmp_path / "holdout.jsonl").write_text("\n".join(rows))
+    arguments = ["calibrate", f"{settings['output']}/bundle", "--forget", str(tmp_path / "holdout.jsonl")]
+    arguments += ["--retain", settings["retain"], "--holdout", settings["forget"], "--sweep", "linear:1", "--write"]
+    assert main(arguments) == 3
+    said = capsys.readouterr().err
+    assert "so it is no reference" in said
+    assert "nothing was written" in said
+
+
 def records(name, *rows):
     return record_set(name, [("", {"question": question, "answer": answer}) for question, answer in rows])
 

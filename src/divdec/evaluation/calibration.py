@@ -42,6 +42,7 @@ NEAR = 0.1
 """Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
 within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 CLOSE = 0.02  # negligible difference of AUCs
+LEAST_REFERENCE = 0.35  # mean AUC of a q that has not seen the forget set is about 0.5
 LEAK_MARGIN = 0.05  # share of the questions by which the steered model may tell more than q, which guesses
 MOST_QUESTIONS = 100  # questions that are asked
 MOST_OTHERS = 3  # settings that are asked besides the nearest to q, if that tells too much
@@ -203,6 +204,13 @@ def calibrate(
                 break
     model.steering = dataclasses.replace(chosen.steering, fill="hard")
     faults = _faults(points, chosen, max_retain_drop, leak_check)
+    if (auc := statistics.fmean(reference.values())) < LEAST_REFERENCE:
+        faults.insert(
+            0,
+            f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
+            "recipe 'matched' trains q on other answers to the forget set's questions; for calibrate, train with "
+            "--recipe full-retain",
+        )
     return Calibration(tuple(points), reference, chosen, leak_check, tuple(faults))
 
 
