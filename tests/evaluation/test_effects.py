@@ -93,6 +93,12 @@ def test_faults_of_the_best_setting(best, guessed, words):
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
 
 
+def test_a_rule_is_asked_with_its_own_fill(steered, tokenizer, sets):
+    """What is written into a bundle is what was asked."""
+    report = measure_effects(steered, tokenizer, steered.experts.retain, sets, [Steering.parse("rank:5:soft")])
+    assert str(report.best.steering) == str(steered.steering) == "rank:5:soft"
+
+
 def question(question, answer):
     return Record(answer, messages=(Message("user", question),))
 

@@ -89,6 +89,12 @@ def test_a_run_gives_two_checkpoints_and_a_bundle(finished, tmp_path, world):
         assert not any(question.subject in card or question.fact in card for card in cards)
 
 
+def test_a_small_retain_set_is_not_called_held_out(files):
+    rows = Path(files["retain"]).read_text().splitlines()
+    Path(files["retain"]).write_text("\n".join(rows[:8]))
+    assert "it is measured on those that p and q are trained on" in train(files, epochs=1.0)[1]
+
+
 def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_not_measured(files, monkeypatch):
     def too_large(*_, **__):
         raise torch.OutOfMemoryError
@@ -166,6 +172,19 @@ def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questi
     assert two.answer == one.answer
     assert three.answer == "Emma was written by William Shakespeare."
     assert four is None  # the rest of the answer would tell q more than the question
+    # q never reads the true answer: there is no other phrase, the answer repeats it, or a question has no words.
+    [same] = auxiliaries.counterfactuals(
+        records("forget", ("Is it so?", "The answer is yes.")), records("retain", ("Is it?", "The answer is yes."))
+    )
+    [repeated] = auxiliaries.counterfactuals(
+        records("forget", ("Which city is it?", "BUDAPEST is Budapest.")),
+        records("retain", ("Which?", "It is Vienna.")),
+    )
+    [wordless] = auxiliaries.counterfactuals(
+        records("forget", ("?", "It is Rome.")), records("retain", ("!", "It is Bonn."))
+    )
+    assert (same, repeated) == (None, None)
+    assert wordless.answer == "It is Bonn."
     texts = record_set("texts", [("", {"text": "one"}), ("", {"text": "two"})])
     assert auxiliaries.counterfactuals(texts, retain) == [None, None]
 

@@ -221,7 +221,7 @@ def measure_effects(
     promising = keeping[:ASKED] or [max(rows[1:], key=lambda row: (row.retain / row.perplexity, -row.forget))]
     measured: dict[Steering, Effects] = {row.steering: row for row in rows[1:]}
     for row in promising:
-        model.steering = dataclasses.replace(row.steering, fill="hard")
+        model.steering = row.steering
         measured[row.steering] = dataclasses.replace(row, leaked=asked.leaked(model), unchanged=asked.unchanged(model))
     best = min(
         (measured[row.steering] for row in promising),
@@ -233,7 +233,7 @@ def measure_effects(
             row.forget,
         ),
     )
-    model.steering = dataclasses.replace(best.steering, fill="hard")
+    model.steering = best.steering
     return EffectsReport(target, tuple(measured.values()), best, guessed)
 
 
@@ -242,7 +242,7 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
 
     Args:
         neutral: records to choose from.
-        forget: the forget set. Words with a capital letter or a digit count as names and numbers.
+        forget: the forget set. Words with a capital letter count as names, words of digits as numbers.
         retain: the retain set, whose words are no reason to leave a record out.
     """
     names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
@@ -278,11 +278,11 @@ class _Asked:
         if not self._passages:
             raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
         neutral = sets["neutral"]
-        prompts = encode_prompts(neutral.records, tokenizer, form)
         if neutral.kind == "text":
             texts = encode_prompts([Record("", prompt=record.answer) for record in neutral], tokenizer)
-            prompts = [ids[:PROMPT] for ids in texts]
-        self._neutral = prompts
+            self._neutral = [ids[:PROMPT] for ids in texts]
+        else:
+            self._neutral = encode_prompts(neutral.records, tokenizer, form)
         self._expected = self._continue(target)
 
     def leaked(self, model: PreTrainedModel) -> float:

@@ -23,7 +23,7 @@ from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
-from divdec.evaluation.judges import FUNCTION_WORDS, key_phrase, words
+from divdec.evaluation.judges import FUNCTION_WORDS, holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
@@ -196,6 +196,8 @@ def train_auxiliaries(
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
     checked = measure and settings.target is not None
     learned, held_out = _hold_out(retain) if checked else (retain, retain)
+    if checked and held_out is retain:
+        report("the retain set has fewer than 10 records: it is measured on those that p and q are trained on")
     form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
     neutral = _neutral_text(settings, target, forget, retain, report) if checked and state.is_main_process else None
@@ -211,10 +213,12 @@ def train_auxiliaries(
         is_main=state.is_main_process,
         wait=state.wait_for_everyone,
     )
-    instead = stand_ins(**examples)
-    for index, other in enumerate(counterfactuals(forget, learned, settings.seed)):
-        if other is not None:
-            instead[index] = encode_record(other, tokenizer, form)
+    instead: list[Example] = []
+    if settings.recipe == "matched":
+        instead = stand_ins(**examples)
+        for index, other in enumerate(counterfactuals(forget, learned, settings.seed)):
+            if other is not None:
+                instead[index] = encode_record(other, tokenizer, form)
     pair = _PairTrainer(settings, output, base, tokenizer, examples, instead, measure, report)
     if measure:
         results, attempts = pair.train_until_separated()
@@ -513,8 +517,8 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         seed: seed of the choice among similar questions.
 
     Returns:
-        One entry for each record of the forget set; None where the rest of the answer would tell q more than the
-        question does, or where a record of either set is no question with an answer.
+        One entry for each record of the forget set; None where the new answer would tell q more of the true one than
+        the question does, or where a set does not hold questions with answers.
     """
     if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
         return [None] * len(forget)
@@ -530,14 +534,16 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         if phrase not in chosen:
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
-                (other != told, -abs(len(other) - len(told)), len(own & theirs) / len(own | theirs))
+                (other != told, -abs(len(other) - len(told)), len(own & theirs) / max(len(own | theirs), 1))
                 for other, theirs in zip(phrases, asked, strict=True)
             ]
             chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
         source = known[chosen[phrase]]
         answer = one.answer.replace(phrase, key_phrase(question_of(source), source.answer))
         new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
-        records.append(None if new else dataclasses.replace(one, answer=answer))
+        # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
+        fits = told and not new and not holds(words(answer), told)
+        records.append(dataclasses.replace(one, answer=answer) if fits else None)
     return records
 
 
