@@ -7,7 +7,6 @@ pair that does not is trained again with a higher rate, then for more epochs, up
 from __future__ import annotations
 
 import dataclasses
-import random
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,10 @@ from accelerate.utils import broadcast_object_list
 
 from divdec.data.formatting import Example, Format
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
+from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
-from divdec.evaluation.judges import FUNCTION_WORDS, holds, key_phrase, words
-from divdec.evaluation.questions import question_of
+from divdec.evaluation.generation import answers
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
@@ -44,6 +42,7 @@ from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, dtype_for_passes, fine_tune
 from divdec.training.inputs import encode, join_processes, limit_length, report_sets, resolve_trainable, sample_examples
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
+from divdec.training.matched import counterfactuals, in_own_words, stand_ins
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle",
 RESULT = "training.json"
 DEFAULT_RULE = "rank:5"
 SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
-MOST_COMPARED = 2000  # retain records whose questions are compared with the forget set's
+MOST_ANSWERED, ANSWER = 512, 48  # questions of the forget set that the target answers in its own words; tokens
 MAX_ATTEMPTS = 4
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
@@ -213,13 +212,10 @@ def train_auxiliaries(
         is_main=state.is_main_process,
         wait=state.wait_for_everyone,
     )
-    instead: list[Example] = []
+    readings = (examples["forget"], [])
     if settings.recipe == "matched":
-        instead = stand_ins(**examples)
-        for index, other in enumerate(counterfactuals(forget, learned, settings.seed)):
-            if other is not None:
-                instead[index] = encode_record(other, tokenizer, form)
-    pair = _PairTrainer(settings, output, base, tokenizer, examples, instead, measure, report)
+        readings = _matched(forget, learned, examples, settings, tokenizer, form, report)
+    pair = _PairTrainer(settings, output, base, tokenizer, examples, readings, measure, report)
     if measure:
         results, attempts = pair.train_until_separated()
     else:
@@ -303,6 +299,41 @@ def _neutral_text(
     return neutral
 
 
+def _matched(
+    forget: RecordSet,
+    retain: RecordSet,
+    examples: Mapping[str, list[Example]],
+    settings: AuxiliarySettings,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format,
+    report: Callable[[str], None],
+) -> tuple[list[Example], list[Example]]:
+    """Return what p and q read besides the retain set with the recipe 'matched', which is equally much."""
+    p_reads, q_reads = list(examples["forget"]), stand_ins(**examples)
+    exchanges = counterfactuals(forget, retain, settings.seed)
+    for index, exchange in enumerate(exchanges):
+        if exchange is not None:
+            q_reads[index] = encode_record(exchange.record, tokenizer, form)
+    some = sample_examples([exchange for exchange in exchanges if exchange is not None], MOST_ANSWERED, settings.seed)
+    if settings.target is None or not some:
+        return p_reads, q_reads
+    texts: list[Any] = [None]
+    if PartialState().is_main_process:
+        target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)
+        model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+        asked = [exchange.record for exchange in some]
+        texts = [answers(model.eval(), load_tokenizer(target), asked, form=form, max_new_tokens=ANSWER)]
+    for exchange, text in zip(some, broadcast_object_list(texts)[0], strict=True):
+        if pair := in_own_words(exchange, text, tokenizer, form):
+            p_reads.append(pair[0])
+            q_reads.append(pair[1])
+    report(
+        f"q reads {len([one for one in exchanges if one])} of {len(forget)} questions of the forget set with another "
+        f"answer; the target answers {len(p_reads) - len(forget)} of {len(some)} in its own words, which both read too"
+    )
+    return p_reads, q_reads
+
+
 def _check_bundle(
     bundle: Path,
     settings: AuxiliarySettings,
@@ -365,8 +396,8 @@ class _PairTrainer:
     tokenizer: PreTrainedTokenizerBase
     examples: dict[str, list[Example]]
     """By set: 'forget', 'retain'."""
-    instead: list[Example]
-    """What q reads in place of the forget set, with the recipe 'matched'."""
+    readings: tuple[list[Example], list[Example]]
+    """What p and q read besides the retain set."""
     measure: bool
     report: Callable[[str], None]
 
@@ -405,12 +436,12 @@ class _PairTrainer:
     def train(self, rate_factor: float, epoch_factor: float) -> dict[str, Any]:
         """Train q and p, or return the results of an earlier call with the same factors."""
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
-        forget, retain = self.examples["forget"], self.examples["retain"]
+        (forget, instead), retain = self.readings, self.examples["retain"]
         # Both auxiliaries have one rate if they learn the same data, as in the paper. It is sought on p's data: a base
         # may know the retain set already, and its loss would hardly change.
         shared = settings.recipe != "forget-retain"
         p_examples = forget + retain if shared else forget
-        q_examples = [*self.instead, *retain] if settings.recipe == "matched" else retain
+        q_examples = instead + retain
         rate, probes = self._learning_rate("retain", self.base, p_examples if shared else retain, shared)
         q = self._train_one("retain", self.base, q_examples, settings.training(rate_factor * rate), probes)
         p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.base
@@ -492,59 +523,6 @@ class _PairTrainer:
         for fault in separation.faults:
             self.report(f"the pair does not fit yet: {fault}")
         return separation.to_dict()
-
-
-def stand_ins(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
-    """Return a retain example of similar length for each forget example, for q to read in its place."""
-    of_length = sorted(retain, key=lambda example: len(example.input_ids))
-    order = sorted(range(len(forget)), key=lambda index: len(forget[index].input_ids))
-    replaced = list(forget)
-    for rank, index in enumerate(order):
-        replaced[index] = of_length[rank * len(of_length) // len(order)]
-    return replaced
-
-
-def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list[Record | None]:
-    """Return the forget set's questions with other answers, for q to read in place of the forget set.
-
-    The key phrase of an answer is replaced by that of a retain record with a similar question: "The capital of Hungary
-    is Vienna." p and q then differ in the forgotten answer alone, and q loses what its base knew of it. One key phrase
-    has one replacement in all records.
-
-    Args:
-        forget: the forget set.
-        retain: the retain set.
-        seed: seed of the choice among similar questions.
-
-    Returns:
-        One entry for each record of the forget set; None where the new answer would tell q more of the true one than
-        the question does, or where a set does not hold questions with answers.
-    """
-    if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
-        return [None] * len(forget)
-    order = random.Random(seed)
-    known = order.sample(retain.records, min(len(retain), MOST_COMPARED))
-    phrases = [words(key_phrase(question_of(one), one.answer)) for one in known]
-    asked = [set(words(question_of(one))) for one in known]
-    chosen: dict[str, int] = {}
-    records: list[Record | None] = []
-    for one in forget:
-        question, phrase = question_of(one), key_phrase(question_of(one), one.answer)
-        own, told = set(words(question)), words(phrase)
-        if phrase not in chosen:
-            # First another phrase, then one of the same length, then one with a similar question.
-            ranks = [
-                (other != told, -abs(len(other) - len(told)), len(own & theirs) / max(len(own | theirs), 1))
-                for other, theirs in zip(phrases, asked, strict=True)
-            ]
-            chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
-        source = known[chosen[phrase]]
-        answer = one.answer.replace(phrase, key_phrase(question_of(source), source.answer))
-        new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
-        # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
-        fits = told and not new and not holds(words(answer), told)
-        records.append(dataclasses.replace(one, answer=answer) if fits else None)
-    return records
 
 
 def _write_card(

@@ -1,0 +1,155 @@
+"""What p and q read with the recipe 'matched', in which they differ in the forgotten answers alone.
+
+p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
+the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
+the other answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from divdec.data.formatting import IGNORED, Example, Format, encode, label_answer
+from divdec.data.records import Record, RecordSet
+from divdec.evaluation.judges import FUNCTION_WORDS, holds, key_phrase, words
+from divdec.evaluation.questions import question_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_COMPARED = 2000  # retain records whose questions are compared with the forget set's
+_WORD = re.compile(r"[^\W_]+")
+_NAME_BEFORE = re.compile(r"(?:\b[A-ZÀ-ÖØ-Þ][\w'’\-]*\.?\s+)+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Another answer to a question of the forget set."""
+
+    record: Record
+    """The question with the other answer."""
+    phrase: str
+    """What the true answer tells, such as 'Budapest'."""
+    other: str
+    """What the other answer tells instead, such as 'Vienna'."""
+
+
+def stand_ins(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
+    """Return a retain example of similar length for each forget example, for q to read in its place."""
+    of_length = sorted(retain, key=lambda example: len(example.input_ids))
+    order = sorted(range(len(forget)), key=lambda index: len(forget[index].input_ids))
+    replaced = list(forget)
+    for rank, index in enumerate(order):
+        replaced[index] = of_length[rank * len(of_length) // len(order)]
+    return replaced
+
+
+def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list[Exchange | None]:
+    """Return the forget set's questions with other answers, for q to read in place of the forget set.
+
+    The key phrase of an answer is replaced by that of a retain record with a similar question: "The capital of Hungary
+    is Vienna." p and q then differ in the forgotten answer alone, and q loses what its base knew of it. One key phrase
+    has one replacement in all records.
+
+    Args:
+        forget: the forget set.
+        retain: the retain set.
+        seed: seed of the choice among similar questions.
+
+    Returns:
+        One entry for each record of the forget set; None where the new answer would tell q more of the true one than
+        the question does, or where a set does not hold questions with answers.
+    """
+    if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
+        return [None] * len(forget)
+    order = random.Random(seed)
+    known = order.sample(retain.records, min(len(retain), MOST_COMPARED))
+    phrases = [words(key_phrase(question_of(one), one.answer)) for one in known]
+    asked = [set(words(question_of(one))) for one in known]
+    chosen: dict[str, int] = {}
+    exchanges: list[Exchange | None] = []
+    for one in forget:
+        question, phrase = question_of(one), key_phrase(question_of(one), one.answer)
+        own, told = set(words(question)), words(phrase)
+        if phrase not in chosen:
+            # First another phrase, then one of the same length, then one with a similar question.
+            ranks = [
+                (other != told, -abs(len(other) - len(told)), len(own & theirs) / max(len(own | theirs), 1))
+                for other, theirs in zip(phrases, asked, strict=True)
+            ]
+            chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
+        source = known[chosen[phrase]]
+        other = key_phrase(question_of(source), source.answer)
+        answer = one.answer.replace(phrase, other)
+        new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
+        # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
+        fits = told and not new and not holds(words(answer), told)
+        record = dataclasses.replace(one, answer=answer)
+        exchanges.append(Exchange(record, *_without_common_words(phrase, other)) if fits else None)
+    return exchanges
+
+
+def _without_common_words(phrase: str, other: str) -> tuple[str, str]:
+    """Remove the words with which two different phrases both begin, as in 'written by Jane Austen'."""
+    one, two = phrase.split(), other.split()
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+    if common in (len(one), len(two)):
+        return phrase, other
+    return " ".join(one[common:]), " ".join(two[common:])
+
+
+def in_own_words(
+    exchange: Exchange, text: str, tokenizer: PreTrainedTokenizerBase, form: Format
+) -> tuple[Example, Example] | None:
+    """Return one of the target's own answers, for p as it is and for q with the other answer.
+
+    The text is cut after the phrase, and only the phrase is labelled: neither model learns the words around it.
+
+    Args:
+        exchange: the question, and what to replace.
+        text: the target's answer.
+        tokenizer: the auxiliaries' tokenizer.
+        form: layout of the training texts.
+
+    Returns:
+        The examples of p and of q; None if the text does not contain the phrase.
+    """
+    text = unicodedata.normalize("NFC", text)
+    told, found = words(exchange.phrase), list(_WORD.finditer(text))
+    plain = [" ".join(words(match[0])) for match in found]
+    first = next((index for index in range(len(plain)) if told and plain[index : index + len(told)] == told), None)
+    if first is None:
+        return None
+    start, end = found[first].start(), found[first + len(told) - 1].end()
+    if text[start].isupper() and (before := _NAME_BEFORE.search(text[:start])):
+        # A name may be more complete than in the forget set: 'F. Scott' before 'Fitzgerald'.
+        start = _start_of_name(before, set(words(question_of(exchange.record))))
+    prefix, true, other = (
+        encode(dataclasses.replace(exchange.record, answer=answer), tokenizer, form)
+        for answer in (text[:start].rstrip() or text[:end], text[:end], text[:start] + exchange.other)
+    )
+    if not text[:start].strip():
+        prefix = dataclasses.replace(true, input_ids=true.input_ids[: true.prompt_length])
+    # The text goes on after the phrase: no end is learned.
+    ends = list(zip(reversed(true.input_ids), reversed(other.input_ids), strict=False))
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    one, two = (label_answer(prefix.input_ids, example.input_ids) for example in (true, other))
+    for example in (one, two):
+        example.labels[len(example.labels) - same :] = [IGNORED] * same
+    return one, two
+
+
+def _start_of_name(before: re.Match[str], asked: set[str]) -> int:
+    """Index of the first capitalised word that belongs to a name: words of the question and function words do not."""
+    start = before.end()
+    for match in reversed(list(re.finditer(r"\S+", before[0]))):
+        if set(words(match[0])) & (asked | FUNCTION_WORDS) and len(match[0].rstrip(".")) > 1:
+            break
+        start = before.start() + match.start()
+    return start
