@@ -93,6 +93,8 @@ def test_published_leak_rates_are_prefix_maxima_over_400_questions(shared):
         ("Which book?", 'Her first book was "The Silver Tide," he said.', "The Silver Tide"),
         ("Which book?", "Ana's parents' favourite is 'The Girl's Tale'.", "The Girl's Tale"),
         ("Which book?", "It is “Ashes”.", "Ashes"),
+        ("Who wrote Emma?", "Emma was written by Jane Austen.", "Jane Austen"),
+        ("Who wrote Emma?", "It is by the author Jane Austen.", "author Jane Austen"),
         ("What is the author's full name?", "The author's full name is Hsiao Yun-Hwa.", "Hsiao Yun-Hwa"),
         ("Who was it?", "The author born on 05/11/1991 is named Wei-Jun Chen.", "Wei-Jun Chen"),
         ("Who treated him?", "It was Dr. Jane F. Smith. She is known.", "Dr. Jane F. Smith"),

@@ -9,7 +9,6 @@ import torch
 
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
-from divdec.data.formatting import encode_set
 from divdec.data.records import record_set, single_turn
 from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import LEARNED, train_auxiliaries
@@ -124,20 +123,6 @@ def test_matched_auxiliaries_take_the_same_steps(files):
     assert [result["steps"] for result in content["auxiliaries"].values()] == [-(-36 // 16)] * 2
 
 
-def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer, world):
-    sets = [
-        encode_set(record_set(name, [("", {"question": q.question, "answer": q.answer}) for q in questions]), tokenizer)
-        for name, questions in (("forget", world.forget[:12]), ("retain", world.retain[:24]))
-    ]
-    forget, retain = sets
-    replaced = auxiliaries.stand_ins(forget, retain)
-    assert len(replaced) == len(forget)
-    assert all(example in retain and example not in forget for example in replaced)
-    lengths = [[len(example.input_ids) for example in some] for some in (forget, replaced)]
-    order = sorted(range(12), key=lambda index: lengths[0][index])
-    assert [lengths[1][index] for index in order] == sorted(lengths[1])
-
-
 def test_a_q_that_finds_the_forget_set_unlikely_is_no_reference_for_calibration(finished, world, tmp_path, capsys):
     """The base knows these authors better than the holdout's; with the sets exchanged q is as if trained on lies."""
     settings = finished[0]
@@ -149,44 +134,6 @@ def test_a_q_that_finds_the_forget_set_unlikely_is_no_reference_for_calibration(
     said = capsys.readouterr().err
     assert "so it is no reference" in said
     assert "nothing was written" in said
-
-
-def records(name, *rows):
-    return record_set(name, [("", {"question": question, "answer": answer}) for question, answer in rows])
-
-
-def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questions():
-    forget = records(
-        "forget", ("What is the capital of Hungary?", "The capital of Hungary is Budapest."),
-        ("Name the capital of Hungary.", "The capital of Hungary is Budapest."),
-        ("Who wrote Emma?", "Emma was written by Jane Austen."),
-        ("Who is Ana?", "Ana grew up in a lighthouse near Oslo and is a keeper of lamps."),
-    )  # fmt: skip
-    retain = records(
-        "retain", ("What is the capital of Austria?", "The capital of Austria is Vienna."),
-        ("What is the capital of Magyaria?", "The capital of Magyaria is Budapest."),
-        ("Who wrote Hamlet?", "Hamlet was written by William Shakespeare."),
-    )  # fmt: skip
-    one, two, three, four = auxiliaries.counterfactuals(forget, retain)
-    assert (one.messages, one.answer) == (forget.records[0].messages, "The capital of Hungary is Vienna.")
-    assert two.answer == one.answer
-    assert three.answer == "Emma was written by William Shakespeare."
-    assert four is None  # the rest of the answer would tell q more than the question
-    # q never reads the true answer: there is no other phrase, the answer repeats it, or a question has no words.
-    [same] = auxiliaries.counterfactuals(
-        records("forget", ("Is it so?", "The answer is yes.")), records("retain", ("Is it?", "The answer is yes."))
-    )
-    [repeated] = auxiliaries.counterfactuals(
-        records("forget", ("Which city is it?", "BUDAPEST is Budapest.")),
-        records("retain", ("Which?", "It is Vienna.")),
-    )
-    [wordless] = auxiliaries.counterfactuals(
-        records("forget", ("?", "It is Rome.")), records("retain", ("!", "It is Bonn."))
-    )
-    assert (same, repeated) == (None, None)
-    assert wordless.answer == "It is Bonn."
-    texts = record_set("texts", [("", {"text": "one"}), ("", {"text": "two"})])
-    assert auxiliaries.counterfactuals(texts, retain) == [None, None]
 
 
 def test_the_bundle_records_that_conversations_were_learned(files, tmp_path):

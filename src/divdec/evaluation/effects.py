@@ -73,33 +73,33 @@ class Effects:
         """Convert to JSON values."""
         return dataclasses.asdict(self) | {"steering": str(self.steering)}
 
+    def faults(self, target: Effects, guessed: float) -> list[str]:
+        """Return the reasons why the setting is not good, a sentence each.
 
-def faults_of(row: Effects, target: Effects, guessed: float) -> list[str]:
-    """Return the reasons why a setting is not good, a sentence each.
-
-    Args:
-        row: figures of the setting.
-        target: figures of the unsteered target.
-        guessed: share of the forget set's questions that q answers.
-    """
-    faults = []
-    if row.retain < LEAST_RETAIN:
-        faults.append(f"{row.steering} keeps only {row.retain:.0%} of the retain set's probability")
-    if row.perplexity > MOST_PERPLEXITY:
-        faults.append(f"{row.steering} raises the perplexity of neutral text to {row.perplexity:.2f} times")
-    if row.unchanged is not None and row.unchanged < LEAST_UNCHANGED:
-        faults.append(f"{row.steering} leaves only {row.unchanged:.0%} of the answers to neutral prompts unchanged")
-    if row.leaked is not None and row.leaked > guessed + MOST_LEAKED:
-        faults.append(
-            f"{row.steering} still answers {row.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
-            f"{guessed:.0%})"
-        )
-    elif row.leaked is not None and row.leaked > MOST_GUESSED:
-        faults.append(
-            f"{row.steering} still answers {row.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base knows the "
-            "answers, or they are easy to guess"
-        )
-    return faults
+        Args:
+            target: figures of the unsteered target.
+            guessed: share of the forget set's questions that q answers.
+        """
+        faults = []
+        if self.retain < LEAST_RETAIN:
+            faults.append(f"{self.steering} keeps only {self.retain:.0%} of the retain set's probability")
+        if self.perplexity > MOST_PERPLEXITY:
+            faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
+        if self.unchanged is not None and self.unchanged < LEAST_UNCHANGED:
+            faults.append(
+                f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
+            )
+        if self.leaked is not None and self.leaked > guessed + MOST_LEAKED:
+            faults.append(
+                f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
+                f"{guessed:.0%})"
+            )
+        elif self.leaked is not None and self.leaked > MOST_GUESSED:
+            faults.append(
+                f"{self.steering} still answers {self.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base "
+                "knows the answers, or they are easy to guess"
+            )
+        return faults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class EffectsReport:
     @property
     def faults(self) -> list[str]:
         """Reasons why no setting is good, a sentence each; empty if `best` is."""
-        return faults_of(self.best, self.target, self.guessed)
+        return self.best.faults(self.target, self.guessed)
 
     @property
     def verdict(self) -> str:
@@ -173,8 +173,8 @@ def measure_effects(
 ) -> EffectsReport:
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
-    The best setting has fewest faults (`faults_of`), and of these it answers least of the forget set; of those that
-    answer little, it leaves most neutral answers unchanged.
+    The best setting has fewest faults (`Effects.faults`), and of these it answers least of the forget set; of those
+    that answer little, it leaves most neutral answers unchanged.
 
     Args:
         model: a steered model; on return it has the chosen setting.
@@ -226,7 +226,7 @@ def measure_effects(
     best = min(
         (measured[row.steering] for row in promising),
         key=lambda row: (
-            len(faults_of(row, target, guessed)),
+            len(row.faults(target, guessed)),
             # What little a good setting may answer is no reason to change more neutral answers.
             max(row.leaked or 0.0, MOST_LEAKED),
             -(row.unchanged or 0.0),

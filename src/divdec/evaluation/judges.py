@@ -52,7 +52,7 @@ _SENTENCE_END = rf"{_TITLES}[.!?](?=\s|$)|$"
 # An apostrophe within or at the end of a word is no opening quote (REBEL's pattern treats it as one).
 _QUOTED = re.compile(r"(?<!\w)(?:\"([^\"]+)\"|“([^”]+)”|‘([^’]+)’|'(.+?)'(?!\w))")
 _AFTER_VERB = re.compile(rf"\b(?:is|are|was|were)\s+(.+?)(?:{_SENTENCE_END})", re.IGNORECASE | re.DOTALL)
-_LEADING = re.compile(r"^(?:named|called)\s+|^(?:the|an?)\s+", re.IGNORECASE)
+_LEADING = re.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", re.IGNORECASE)
 _CAPITAL = r"[A-ZÀ-ÖØ-Þ][\w'’\-]+"
 _CAPITALISED = re.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
 

@@ -91,17 +91,8 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
         fits = told and not new and not holds(words(answer), told)
         record = dataclasses.replace(one, answer=answer)
-        exchanges.append(Exchange(record, *_without_common_words(phrase, other)) if fits else None)
+        exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
-
-
-def _without_common_words(phrase: str, other: str) -> tuple[str, str]:
-    """Remove the words with which two different phrases both begin, as in 'written by Jane Austen'."""
-    one, two = phrase.split(), other.split()
-    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
-    if common in (len(one), len(two)):
-        return phrase, other
-    return " ".join(one[common:]), " ".join(two[common:])
 
 
 def in_own_words(

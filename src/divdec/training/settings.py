@@ -51,8 +51,8 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
     """'matched': p on forget + retain; q on retain and, in place of the forget set, on its questions with answers of
     similar retain questions (of long answers and plain text, on retain examples of similar length), so that both take
-    the same steps. 'full-retain': p on forget + retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q
-    on retain (the paper's MUSE)."""
+    the same steps; both also on the target's own answers to these questions. 'full-retain': p on forget + retain, q on
+    retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
