@@ -63,6 +63,12 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.best.leaked == report.target.leaked > 0.5
     assert any("still answers" in fault for fault in report.faults)
     assert json.dumps(report.to_dict())
+    # No other setting is asked after one that cannot be surpassed.
+    unknown = dataclasses.replace(questions, records=tuple(dataclasses.replace(q, answer="Qqq") for q in questions))
+    report = measure_effects(same, tokenizer, q, sets | {"forget": unknown}, [Steering(alpha=1.0), Steering(alpha=2.0)])
+    assert sorted(one.leaked is None for one in report.settings) == [False, True]
+    assert report.best.leaked == 0.0
+    assert report.faults == []
 
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):

@@ -220,11 +220,16 @@ def measure_effects(
     keeping = sorted((row for row in rows[1:] if row.keeps), key=lambda row: row.forget)
     promising = keeping[:ASKED] or [max(rows[1:], key=lambda row: (row.retain / row.perplexity, -row.forget))]
     measured: dict[Steering, Effects] = {row.steering: row for row in rows[1:]}
+    answered: list[Effects] = []
     for row in promising:
         model.steering = row.steering
-        measured[row.steering] = dataclasses.replace(row, leaked=asked.leaked(model), unchanged=asked.unchanged(model))
+        leaked, unchanged = asked.leaked(model), asked.unchanged(model)
+        measured[row.steering] = dataclasses.replace(row, leaked=leaked, unchanged=unchanged)
+        answered.append(measured[row.steering])
+        if not answered[-1].faults(target, guessed) and leaked <= MOST_LEAKED and unchanged == 1.0:
+            break  # the others lower the forget set's probability less
     best = min(
-        (measured[row.steering] for row in promising),
+        answered,
         key=lambda row: (
             len(row.faults(target, guessed)),
             # What little a good setting may answer is no reason to change more neutral answers.
