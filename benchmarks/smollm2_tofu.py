@@ -187,7 +187,7 @@ def collect(output, methods):
             "failed"
         ]:
             figures[trial] = tofu_figures(read_results(seed / trial.folder))
-    target, retrain, *_ = (figures[Trial(name)] for name in REFERENCES)
+    target, retrain = (figures[Trial(name)] for name in REFERENCES)
     rows = []
     for trial, own in figures.items():
         row = {"method": trial.method, "setting": trial.label, "best": best[trial.method] == trial.label}
