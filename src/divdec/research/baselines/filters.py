@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NGRAMS, PHRASES = "ngrams.json", "phrases.json"
 DISTANCE = 30.0
 """Forbidden tokens lie this many nats below the least likely other token: never greedy, and with a finite loss."""
-MOST_NAMES = 20
+FREQUENT = 0.02  # share of the questions
 REFUSAL = " I'm sorry, I can't help with that."
 INSTRUCTION = (
     "Never give information about {names}. If a question is about one of them, answer only: I'm sorry, I can't help "
@@ -155,14 +155,19 @@ class Guardrail(Decoding):
 
 
 def names_of(forget: RecordSet, retain: RecordSet) -> list[str]:
-    """List the names that several forget questions and no retain question contain, the most frequent first."""
+    """List the names of the forget questions' subjects, the most frequent first.
+
+    A subject's name has two words or more. More than 2 % of the forget questions contain it, at least two of them, and
+    no retain question.
+    """
     counts: Counter[str] = Counter()
     for record in forget:
         question = question_of(record)
         names = {_without_function_words(re.sub(r"['’]s\b", "", found)) for found in _NAME.findall(question)}
         counts.update(name for name in names if " " in name)
     kept = " ".join(question_of(record) for record in retain)
-    return [name for name, count in counts.most_common() if count > 1 and name not in kept][:MOST_NAMES]
+    least = max(1.0, FREQUENT * len(forget))
+    return [name for name, count in counts.most_common() if count > least and name not in kept]
 
 
 def build_ngram_filter(job: Job, settings: NgramFilterSettings, output: Path) -> BuiltModel:
