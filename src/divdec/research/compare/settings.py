@@ -89,8 +89,17 @@ PRETRAINED: dict[str, Grid] = {
     "distill": {"lr": (1e-5, 3e-5, 1e-4), "steering": ("rank:20:soft",), "epochs": (3.0,), "rehearse": (200,)},
     "grad-diff": _PRETRAINED_GRADIENT,
     "npo": _PRETRAINED_GRADIENT,
-    "simnpo": _PRETRAINED_GRADIENT,
-    "rmu": _PRETRAINED_GRADIENT,
+    # With the default weight of 0.125 the forget term loses to the retain term.
+    "simnpo": {**_PRETRAINED_GRADIENT, "gamma": (1.0,)},
+    # The default trains three down-projections, whose weights are too large to be moved at such rates.
+    "rmu": {
+        **_PRETRAINED_GRADIENT,
+        "learning_rate": (3e-5, 1e-4, 3e-4),
+        "alpha": (1.0,),
+        "coefficient": (20.0,),
+        "layer": (15,),
+        "trainable": ("all",),
+    },
     "whp": {"alpha": (2.0, 8.0, 32.0), "learning_rate": (1e-4,), "epochs": (3.0,)},
     **_FILTERS,
 }
