@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ from divdec.research.compare.run import compare_methods
 from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
-from divdec.training.fine_tuning import discard_checkpoints, fine_tune
+from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 
@@ -152,7 +153,7 @@ def tune(original, sets, folder):
         with output_folder(folder) as temporary:
             model.to(load_config(original).dtype or torch.float32).save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-        discard_checkpoints(work)
+        shutil.rmtree(work)
     return folder
 
 
