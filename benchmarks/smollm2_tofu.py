@@ -40,7 +40,7 @@ from divdec.research.compare.run import compare_methods
 from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
-from divdec.training.fine_tuning import fine_tune
+from divdec.training.fine_tuning import Interrupted, fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 
@@ -74,7 +74,10 @@ def main():
     parser.add_argument("--base", help="base of both auxiliaries; by default the pretrained model is shrunk")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
     options = parser.parse_args()
-    run(options.data, options.output, options.target, options.base, options.limit)
+    try:
+        run(options.data, options.output, options.target, options.base, options.limit)
+    except (UsageError, Interrupted) as error:
+        raise SystemExit(f"smollm2_tofu: {error}") from None
 
 
 def run(data, output, target, base, limit):
@@ -84,6 +87,8 @@ def run(data, output, target, base, limit):
     if not folder.exists():
         with output_folder(folder) as temporary:
             assemble(data, temporary, limit)
+    elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
+        raise UsageError(f"{output} was begun with --limit {asked}, not {limit}; give another --output")
     original = CheckpointReference.parse(target).resolve(Path(), weights=True)
     forget, retain = (read_records(folder / f"{name}.json") for name in (SPLIT, RETAIN))
     tuned = tune(original, [forget, retain], output / "target")
@@ -112,6 +117,9 @@ def report(line):
 
 def assemble(data, folder, limit):
     """Write TOFU's files for one target: retain95 cut to the questions that are asked, and a holdout set."""
+    most = len(read_rows(data / "real_authors_perturbed.json"))
+    if not 1 <= limit <= most:
+        raise UsageError(f"--limit is {limit}; accepted: 1 to {most}, the questions about real authors")
     retain = read_rows(data / f"{RETAIN}.json")
     asked = read_rows(data / "retain_perturbed.json")
     kept = retain[:KEPT]
@@ -125,7 +133,7 @@ def assemble(data, folder, limit):
     }
     for name in (f"{SPLIT}_perturbed", "retain_perturbed", "real_authors_perturbed", "world_facts_perturbed"):
         rows = read_rows(data / f"{name}.json")
-        files[name] = spread(rows, min(limit, len(rows)))
+        files[name] = spread(rows, limit)
     for name, rows in files.items():
         (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -94,10 +94,14 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     benchmark.run(*arguments)
     again = json.loads((tmp_path / "run" / "results.json").read_text())
     assert again["relearning"] == relearned
+    with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):
+        benchmark.run(*arguments[:4], 5)
 
 
 def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
     with pytest.raises(UsageError, match="does not hold the first 400 questions"):
         benchmark.assemble(folder / "data", tmp_path, 3)
+    with pytest.raises(UsageError, match="--limit is 5000; accepted: 1 to"):
+        benchmark.assemble(folder / "data", tmp_path, 5000)
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU"):
         benchmark.assemble(tmp_path, tmp_path, 3)
