@@ -48,7 +48,7 @@ SPLIT, RETAIN, HOLDOUT = "forget05", "retain95", "holdout05"
 KEPT = 400  # the first questions of retain95, which are those of retain_perturbed
 TUNING = TrainingSettings(epochs=5.0, learning_rate=3e-4, batch_size=8, warmup=0.05)
 LAYERS, HEALING_MINUTES = 8, 5.0
-PAIR_EPOCHS, PAIR_RATE = 6.0, 3e-4
+PAIR_EPOCHS, PAIR_RATE = 10.0, 3e-4  # with six, p still misses a fifth of what q does not know
 # Those at the front take minutes; the table is complete in itself after each group.
 GROUPS = ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill")
 ATTACKS = 20
