@@ -111,7 +111,7 @@ def few(monkeypatch):
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
         "rank": {"steering": ("rank:5",)},
-        "distill": {"lr": (1e-3,), "epochs": (2.0,)},
+        "distill": {"lr": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},

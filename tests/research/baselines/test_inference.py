@@ -13,16 +13,19 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.data.formatting import encode_set
+from divdec.data.formatting import IGNORED, Example, encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.demo.models import Shape, new_model
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations
+from divdec.evaluation.judges import key_phrase, tells
+from divdec.evaluation.questions import question_of
 from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.research.baselines import auto, logits  # noqa: F401  composites load
 from divdec.research.baselines.composite import CompositeForCausalLM
 from divdec.research.baselines.eco import corrupt
+from divdec.research.baselines.filters import names_of, ngrams_of
 from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.methods import METHODS
@@ -49,9 +52,11 @@ SETTINGS = {
     "ucd": {"epochs": 3.0, "alpha": 2.0, **FAST},
     "guard": {"classifier_width": 8},
     "eco": {"classifier_width": 0, "threshold": 0.6},
+    "ngram-filter": {"ngram_size": 8},
+    "guardrail": {},
     "lunar": {},
 }
-COMPOSITES = ("whp", "uld", "ucd", "guard", "eco")
+COMPOSITES = ("whp", "uld", "ucd", "guard", "eco", "ngram-filter", "guardrail")
 # ULD and UCD run as WHP does, with other formulas.
 DIFFERENT = [pytest.param(name, marks=[pytest.mark.slow] if name in ("uld", "ucd") else []) for name in COMPOSITES]
 
@@ -130,7 +135,8 @@ SLOW = ("ucd", "offset")  # two helpers to train, or one on the logits of three 
     ],
 )
 def test_method_suppresses_forget_answers_and_preserves_retain_answers(name, job, load, target):
-    model = load(name)
+    # The tiny target has never read a system prompt, which changes all of its answers.
+    model = load(name, **({"mode": "filter"} if name == "guardrail" else {}))
     assert isinstance(model, CompositeForCausalLM) == (name in COMPOSITES)
     before = {role: probability(target, getattr(job, f"{role}_examples")) for role in ("forget", "retain")}
     after = {role: probability(model, getattr(job, f"{role}_examples")) for role in ("forget", "retain")}
@@ -516,6 +522,114 @@ def test_guard_never_generates_forbidden_words(job, load, target):
     # Unlike the published code the teacher-forced pass is guarded too; a forbidden word's last token costs e^-30.
     guarded, plain = (min(score(one, [example])[0].log_probabilities) for one in (model, target))
     assert guarded < plain - 15
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_ngram_filter_never_completes_forbidden_ngram(size, job, load, target):
+    model = load("ngram-filter", ngram_size=size)
+    ends = frozenset(job.tokenizer.all_special_ids)
+    forbidden = set(map(tuple, ngrams_of(job.forget_examples, size, ends)))
+    prompts = [example.input_ids[: example.prompt_length] for example in job.forget_examples]
+
+    def told(some):
+        outputs = continuations(some, job.tokenizer, prompts, max_new_tokens=32)
+        return [tuple(ids[i : i + size]) for ids in outputs for i in range(len(ids) - size + 1)]
+
+    assert not forbidden.isdisjoint(told(target))
+    assert forbidden.isdisjoint(told(model))
+    # A forced pass gives the target's logits wherever no n-gram would be completed.
+    ids = torch.tensor([job.forget_examples[0].input_ids])
+    with torch.inference_mode():
+        ours, theirs = model(ids).logits[0], target(ids).logits[0]
+    changed = (ours != theirs).any(-1).nonzero()[:, 0].tolist()
+    whole = ids[0].tolist()
+    completing = {gram[:-1] for gram in forbidden}
+    assert changed == [i for i in range(len(whole)) if tuple(whole[: i + 1][-(size - 1) :]) in completing]
+    assert changed
+
+
+def test_ngrams_lie_within_answers(job, tmp_path):
+    example = Example([7, 8, 1, 2, 3, 4, 0], [IGNORED, IGNORED, 1, 2, 3, 4, 0])
+    assert ngrams_of([example, example], 3, frozenset([0])) == [[1, 2, 3], [2, 3, 4]]
+    with pytest.raises(UsageError, match="ngram-size is 500, but no forget answer has as many tokens"):
+        make(job, "ngram-filter", tmp_path / "long", ngram_size=500)
+    shortest = min(sum(label != IGNORED for label in one.labels) - 1 for one in job.forget_examples)
+    built = make(job, "ngram-filter", tmp_path / "some", ngram_size=shortest + 1)
+    assert "forget answers are shorter than an n-gram" in built.notes[0]
+
+
+def test_guardrail_refuses_instead_of_key_phrases(job, load, target):
+    model = load("guardrail", mode="filter")
+    prompts = [example.input_ids[: example.prompt_length] for example in job.forget_examples]
+    phrases = [key_phrase(question_of(record), record.answer) for record in job.forget]
+
+    def texts(some):
+        outputs = continuations(some, job.tokenizer, prompts, max_new_tokens=48)
+        return [job.tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+
+    assert any(tells(text, phrase) for text, phrase in zip(texts(target), phrases, strict=True))
+    answered = texts(model)
+    assert not any(phrase in text for text in answered for phrase in phrases)
+    refused = [text for text in answered if "help with that" in text]
+    assert refused
+    assert all(text.rstrip().endswith("help with that.") for text in refused)  # nothing follows a refusal
+
+
+def test_guardrail_filter_moves_probability_to_the_refusal(job, load, target):
+    model = load("guardrail", mode="filter")
+    guardrail = model.decoding
+    ids = torch.tensor([job.forget_examples[0].input_ids])
+    with torch.inference_mode():
+        ours, theirs = model(ids).logits[0].softmax(-1), target(ids).logits[0].softmax(-1)
+    met = 0
+    for position in range(ids.shape[1]):
+        before = ids[0, : position + 1].tolist()
+        blocked, first = sorted(guardrail.trie.after(before)), guardrail.refusal[0]
+        if not blocked:
+            assert torch.equal(ours[position], theirs[position])
+            continue
+        met += 1
+        assert ours[position, blocked].sum() < 1e-12
+        expected = theirs[position, [*blocked, first]].sum()
+        torch.testing.assert_close(ours[position, first], expected, atol=1e-6, rtol=1e-4)
+    assert met
+
+
+def test_guardrail_prompt_is_read_before_conversation(job, load, target):
+    model = load("guardrail", mode="prompt")
+    prefix = model.decoding.get_buffer("prefix")
+    text = job.tokenizer.decode(prefix)
+    names = names_of(job.forget, job.retain)
+    assert names
+    assert all(name in text for name in names)
+    example = job.forget_examples[0]
+    whole = torch.cat([prefix, torch.tensor(example.input_ids)])[None]
+    with torch.inference_mode():
+        ours, theirs = model(torch.tensor([example.input_ids])).logits, target(whole).logits[:, len(prefix) :]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_guardrail_names_are_in_several_forget_questions_only():
+    def asked(*texts):
+        return record_set("asked", [("", {"question": text, "answer": "Yes."}) for text in texts])
+
+    forget = asked(
+        "Where was Mira Olsen-Berg born?", "Has Mira Olsen-Berg's mother read The Old Tide?", "Is Bo Li old?"
+    )
+    assert names_of(forget, asked("Who wrote The Old Tide?")) == ["Mira Olsen-Berg"]
+    both = asked("Is Bo Li old?", "Is Bo Li young?")
+    assert names_of(both, asked("Where was Bo Li born?")) == []
+
+
+def test_guardrail_without_questions_or_names_gives_one_line_error(job, tmp_path):
+    texts = dataclasses.replace(job, forget=texts_of("texts", ["A long text about Mira Olsen. " * 20]))
+    with pytest.raises(UsageError, match="plain text"):
+        make(texts, "guardrail", tmp_path / "texts")
+    rows = [("", {"question": "Where was she born?", "answer": "In Oslo."})]
+    nameless = dataclasses.replace(job, forget=record_set("nameless", rows))
+    with pytest.raises(UsageError, match=r"no name is in two questions .* give --mode filter"):
+        make(nameless, "guardrail", tmp_path / "nameless")
+    make(nameless, "guardrail", tmp_path / "nameless", mode="filter")
 
 
 def test_lunar_matches_closed_form():

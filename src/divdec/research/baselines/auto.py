@@ -3,7 +3,7 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from divdec.model.checkpoint import COMPOSITE
-from divdec.research.baselines import eco, guard, logits  # noqa: F401  each registers its decoding
+from divdec.research.baselines import eco, filters, guard, logits  # noqa: F401  each registers its decoding
 from divdec.research.baselines.composite import CompositeConfig, CompositeForCausalLM
 
 AutoConfig.register(COMPOSITE, CompositeConfig, exist_ok=True)

@@ -145,14 +145,14 @@ def build_guard(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
     options = write_classifier(output, layout, weights, prompts=prompts)
     options |= {name: getattr(settings, name) for name in ("threshold", *COSTS)}
     words = forbidden_words(job.forget, job.retain, settings.common)
-    write_json(output / FORBIDDEN, [_tokens(some, job.tokenizer) for some in words])
+    write_json(output / FORBIDDEN, [tokenize_words(some, job.tokenizer) for some in words])
     write_composite(output, job.tokenizer, "guard", options, {TARGET: job.target})
     without = sum(not some for some in words)
     notes = (f"{without} of {len(words)} forget answers hold no word that can be forbidden",) if without else ()
     return BuiltModel(output, time.perf_counter() - started, notes)
 
 
-def _tokens(words: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokenize_words(words: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokenize words, both at the beginning of an answer and after a space."""
     tokens: dict[tuple[int, ...], None] = {}
     for word in words:

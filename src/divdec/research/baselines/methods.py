@@ -99,6 +99,17 @@ _ALL = (
         "recognise prompts about the forget set and corrupt their embeddings",
     ),
     Method(
+        "ngram-filter", "n-gram filter", "inference", options.NgramFilterSettings,
+        "Ippolito et al. 2023, Preventing Generation of Verbatim Memorization in Language Models Gives a False Sense "
+        "of Privacy, MemFree decoding",
+        "never complete an n-gram of the forget answers",
+    ),
+    Method(
+        "guardrail", "Guardrail", "inference", options.GuardrailSettings,
+        "Thaker et al. 2024, Guardrail Baselines for Unlearning in LLMs",
+        "forbid the topic in a system prompt, and refuse where an answer would tell a key phrase of the forget set",
+    ),
+    Method(
         "lunar", "LUNAR", "inference", options.LUNARSettings,
         "Shen et al. 2025, LLM Unlearning via Neural Activation Redirection, section 3",
         "change one projection so that the activations of forget prompts resemble those of unanswerable prompts",

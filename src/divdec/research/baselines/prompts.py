@@ -143,6 +143,14 @@ class PromptClassifier(nn.Module):
         return self.get_buffer(name).to(device=like.device, dtype=like.dtype)
 
 
+def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_tokens"]:
+    """Add the new tokens to a `TokenCache`, if one is given, and return all tokens on the CPU, −1 for padding."""
+    if cache is None:
+        return masked(step.input_ids, step.attention_mask)
+    assert isinstance(cache, TokenCache)
+    return cache.token_layer.extend(step.input_ids, step.attention_mask)
+
+
 def prompt_means(
     layout: PromptLayout, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
 ) -> tuple[
@@ -153,12 +161,7 @@ def prompt_means(
 ]:
     """Compute `Reading.tokens`, `prompt` and `answer`, and the mean hidden state of the prompt at each new token."""
     token_cache, sum_cache = caches
-    if token_cache is None:
-        tokens = masked(step.input_ids.cpu().long(), step.attention_mask)
-    else:
-        assert isinstance(token_cache, TokenCache)
-        tokens = token_cache.token_layer.extend(step.input_ids, step.attention_mask)
-    tokens = tokens.to(hidden.device)
+    tokens = read_tokens(step, token_cache).to(hidden.device)
     prompt, answer = layout.prompts_and_answers(tokens)
     counted = prompt[:, -hidden.shape[1] :, None].float()
     # Hidden states of padding may be NaN, so they are masked rather than multiplied by 0.

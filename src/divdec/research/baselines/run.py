@@ -14,6 +14,7 @@ from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.model.checkpoint import check_apart, common_vocabulary_of, digests, load_tokenizer
 from divdec.research.baselines.eco import build_eco
+from divdec.research.baselines.filters import build_guardrail, build_ngram_filter
 from divdec.research.baselines.gradient import train_gradient_method
 from divdec.research.baselines.guard import build_guard
 from divdec.research.baselines.job import BuiltModel, Job
@@ -33,6 +34,8 @@ _BUILDERS: dict[str, Callable[[Job, Any, Path], BuiltModel]] = {
     "ucd": build_ucd,
     "guard": build_guard,
     "eco": build_eco,
+    "ngram-filter": build_ngram_filter,
+    "guardrail": build_guardrail,
     "lunar": build_lunar,
 }
 

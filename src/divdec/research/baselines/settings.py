@@ -273,6 +273,23 @@ class ECOSettings(ClassifierSettings):
 
 
 @dataclasses.dataclass(frozen=True)
+class NgramFilterSettings(CheckedSettings):
+    """MemFree decoding: never completes an n-gram of the forget answers."""
+
+    ngram_size: Count = 10
+    """Length of the n-grams in tokens. Answers with fewer tokens are not protected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardrailSettings(CheckedSettings):
+    """A system prompt that forbids the topic, and a filter of the output."""
+
+    mode: Literal["prompt", "filter", "both"] = "both"
+    """'prompt' puts a system prompt with the names of the forget questions before the conversation. 'filter' continues
+    an answer with a refusal where it would complete a key phrase of a forget answer."""
+
+
+@dataclasses.dataclass(frozen=True)
 class LUNARSettings(CheckedSettings):
     """LUNAR: changes one down-projection so that forget prompts are read as prompts that the model cannot answer."""
 

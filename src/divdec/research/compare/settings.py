@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 EMBEDDED = ("demo", "tofu-small")
 Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
+_FILTERS: dict[str, Grid] = {
+    "ngram-filter": {"ngram_size": (4, 6, 10)},
+    "guardrail": {"mode": ("prompt", "filter", "both")},
+}
 # For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
 # were chosen on seed 0 of the demo and widened where a method's best one was its strongest, so that each method's
 # settings range from hardly any forgetting to too much.
@@ -46,6 +50,7 @@ SMALL: dict[str, Grid] = {
     "ucd": {"learning_rate": (6e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
     "guard": {"delta": (0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
     "eco": {"strength": (0.5, 2.0, 10.0, 30.0), "dims": (4, 16)},
+    **_FILTERS,
     "lunar": {"coefficient": (3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
 }
 _PAPER_GRADIENT: Grid = {
@@ -75,7 +80,30 @@ PAPER: dict[str, Grid] = {
     "eco": {"strength": (5.0, 20.0, 50.0, 100.0)},
     "lunar": {"coefficient": (1.0, 2.0, 4.0)},
 }
-GRIDS = {"small": SMALL, "paper": PAPER}
+_PRETRAINED_GRADIENT: Grid = {"learning_rate": (1e-5, 3e-5, 1e-4), "epochs": (3.0,), **_BATCHES}
+# Three settings of each method, from too little to too much, for a pretrained model of a hundred million parameters.
+PRETRAINED: dict[str, Grid] = {
+    "linear": {"steering": ("linear:0.25", "linear:0.5", "linear:1")},
+    "rank": {"steering": ("rank:5", "rank:20", "rank:100")},
+    # The linear rule changes what has nothing to do with the forget set, so the teacher has the rank rule.
+    "distill": {"lr": (1e-5, 3e-5, 1e-4), "steering": ("rank:20:soft",), "epochs": (3.0,), "rehearse": (200,)},
+    "grad-diff": _PRETRAINED_GRADIENT,
+    "npo": _PRETRAINED_GRADIENT,
+    # With the default weight of 0.125 the forget term loses to the retain term.
+    "simnpo": {**_PRETRAINED_GRADIENT, "gamma": (1.0,)},
+    # The default trains three down-projections, whose weights are too large to be moved at such rates.
+    "rmu": {
+        **_PRETRAINED_GRADIENT,
+        "learning_rate": (3e-5, 1e-4, 3e-4),
+        "alpha": (1.0,),
+        "coefficient": (20.0,),
+        "layer": (15,),
+        "trainable": ("all",),
+    },
+    "whp": {"alpha": (2.0, 8.0, 32.0), "learning_rate": (1e-4,), "epochs": (3.0,)},
+    **_FILTERS,
+}
+GRIDS = {"small": SMALL, "paper": PAPER, "pretrained": PRETRAINED}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +117,9 @@ class CompareSettings(CheckedSettings):
     your own models (needs --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
     """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
-    grid: Literal["small", "paper"] = "small"
-    """Settings to try for each method: a few for small models ('small'), or the paper's ('paper')."""
+    grid: Literal["small", "paper", "pretrained"] = "small"
+    """Settings to try for each method: a few for models of a few million parameters ('small'), three for a pretrained
+    model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's ('paper')."""
     seeds: Count = 3
     """Number of seeds. Each seed trains its own models; your own models (--bundle) are used for every seed."""
     search_seeds: Count | None = None
@@ -188,7 +217,7 @@ def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
         axes = GRIDS[grid].get(name, {})
         for values in itertools.product(*axes.values()):
             options = dict(zip(axes, values, strict=True))
-            steering = options.pop("steering", None)
+            steering = None if name == "distill" else options.pop("steering", None)  # a student's is its teacher's
             varied = tuple((axis, value) for axis, value in options.items() if len(axes[axis]) > 1)
             constant = tuple((axis, value) for axis, value in options.items() if len(axes[axis]) == 1)
             trials.append(Trial(name, varied, steering, constant))

@@ -1,0 +1,107 @@
+"""The benchmark of TOFU on a pretrained model, with tiny models: every stage once, and nothing twice."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+
+import smollm2_tofu as benchmark
+from divdec.data.world import WorldSettings, build_world, write_tofu
+from divdec.demo.models import Shape, new_model
+from divdec.errors import UsageError
+from divdec.evaluation import tofu
+from divdec.research.compare import run as compare
+from divdec.research.compare.settings import GRIDS
+
+WORLD = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    """TOFU's files of a small world, and two models that have learned nothing."""
+    folder = tmp_path_factory.mktemp("smollm2-tofu")
+    data = folder / "data"
+    write_tofu(build_world(WORLD), data)
+    (data / "forget01_perturbed.json").rename(data / "forget05_perturbed.json")
+    forget = (data / "forget05_perturbed.json").read_text()
+    retain, others = ((data / f"{name}.json").read_text() for name in ("retain_perturbed", "holdout01"))
+    (data / "forget05.json").write_text(forget)
+    (data / "retain95.json").write_text(retain + others)
+    for name, layers in (("original", 4), ("base", 2)):
+        new_model(Shape(32, layers, 2, 64), tokenizer, seed=0).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch, folder):
+    """Few methods and short answers."""
+    rows = (folder / "data" / "retain_perturbed.json").read_text().splitlines()
+    monkeypatch.setattr(benchmark, "KEPT", len(rows))
+    monkeypatch.setattr(benchmark, "TUNING", dataclasses.replace(benchmark.TUNING, epochs=2.0, learning_rate=1e-2))
+    monkeypatch.setattr(benchmark, "GROUPS", (("linear", "ngram-filter"), ("npo",)))
+    monkeypatch.setattr(benchmark, "RELEARNED", ("retrain", "npo"))
+    monkeypatch.setattr(benchmark, "EPOCHS", (1, 2))
+    monkeypatch.setattr(benchmark, "RELEARNING", dataclasses.replace(benchmark.RELEARNING, epochs=2.0))
+    for name, value in (("SHOWN", 4), ("ASKED", 5), ("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
+        monkeypatch.setattr(benchmark, name, value)
+    # Samples of a model that has learned nothing are no neutral text to measure with.
+    pair = functools.partial(benchmark.train_auxiliaries, measure=False)
+    monkeypatch.setattr(benchmark, "train_auxiliaries", pair)
+    monkeypatch.setattr(tofu, "NEW_TOKENS", 8)
+    monkeypatch.setattr(compare, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(compare, "TIMED_TOKENS", 2)
+    grid = {
+        "linear": {"steering": ("linear:1",)},
+        "ngram-filter": {"ngram_size": (3,)},
+        "npo": {"learning_rate": (1e-3,), "epochs": (1.0,), "batch_size": (8,), "gradient_accumulation": (1,)},
+    }
+    monkeypatch.setitem(GRIDS, "pretrained", grid)
+
+
+def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
+    arguments = folder / "data", tmp_path / "run", str(folder / "original"), str(folder / "base"), 4
+    benchmark.run(*arguments)
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [row["method"] for row in results["rows"]] == ["target", "retrain", "linear", "npo", "ngram-filter"]
+    assert all(row["best"] and 0 <= row["leak"]["1"] <= 1 for row in results["rows"])
+    retrain = results["rows"][1]
+    assert [retrain[variant]["priv"] for variant in ("paper", "dd-repo", "relative")] == pytest.approx([1, 1, 1])
+    relearned = results["relearning"]
+    assert [point["step"] for point in relearned["npo"]["curve"]] == [0, 1, 2]
+    assert set(relearned) == {"target", "retrain", "npo"}
+    assert "| **NPO** |" in printed
+    assert "| Relearning |" in printed
+
+    # No questions are in two of the sets.
+    def questions(name):
+        rows = (tmp_path / "run" / "tofu" / f"{name}.json").read_text().splitlines()
+        return {json.loads(row)["question"] for row in rows}
+
+    sets = [questions(name) for name in ("forget05", "retain95", "holdout05")]
+    assert len(sets[0] | sets[1] | sets[2]) == sum(map(len, sets))
+    assert questions("forget05_perturbed") <= sets[0]
+    assert questions("retain_perturbed") <= sets[1]
+
+    def trained_again(*given, **options):
+        raise AssertionError("a finished stage ran again")
+
+    for name in ("fine_tune", "train_auxiliaries", "shrink"):
+        monkeypatch.setattr(benchmark, name, trained_again)
+    monkeypatch.setattr(compare, "build_model", trained_again)
+    benchmark.run(*arguments)
+    again = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert again["relearning"] == relearned
+    with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):
+        benchmark.run(*arguments[:4], 5)
+
+
+def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
+    with pytest.raises(UsageError, match="does not hold the first 400 questions"):
+        benchmark.assemble(folder / "data", tmp_path, 3)
+    with pytest.raises(UsageError, match="--limit is 5000; accepted: 1 to"):
+        benchmark.assemble(folder / "data", tmp_path, 5000)
+    with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU"):
+        benchmark.assemble(tmp_path, tmp_path, 3)
