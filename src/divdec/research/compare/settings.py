@@ -171,7 +171,10 @@ class Trial:
 
     def fingerprint(self, benchmark: Benchmark) -> str:
         """Digest of everything that determines the results, except the code."""
-        return settings_hash([self.method, self.options, self.constant, self.steering, benchmark.identity])
+        steering = self.steering
+        if steering is not None and steering.startswith("rank"):
+            steering += ", answers with the hard fill"  # earlier versions generated with the soft fill
+        return settings_hash([self.method, self.options, self.constant, steering, benchmark.identity])
 
 
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
