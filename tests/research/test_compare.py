@@ -273,13 +273,15 @@ def result(value, seed=0):
 def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
     results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
-    line = summarize("npo", "lr 1", results, references, "paper", Bootstrap(draws=50), {})
+    line = summarize("npo", "lr 1", results, references, "openunlearning", Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = summarize("npo", "lr 1", {0: results[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
+    alone = summarize(
+        "npo", "lr 1", {0: results[0]}, references, "openunlearning", Bootstrap(draws=50), {1: "it broke"}
+    )
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
