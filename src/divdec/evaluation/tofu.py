@@ -171,7 +171,7 @@ def evaluate_tofu(
     elif "holdout" in data.sets:
         stages.append(lambda: run.compute_reference_attack(reference))
     if fluency is None:
-        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
+        reasons["forget_Q_A_gibberish"] = "there is no fluency classifier (--fluency)"
     else:
         stages.append(lambda: run.judge_fluency(fluency))
     if retain_results is None:
