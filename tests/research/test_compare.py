@@ -309,7 +309,7 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("target", "", 0.0),
         line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
         line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
-        line("linear", "linear:1", 0.5), line("linear", "linear:2", 0.4),
+        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
@@ -317,11 +317,11 @@ def test_method_without_best_setting_is_marked(tmp_path):
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
-    assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")
+    assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1.25", "", "lr 1")
     console = Console(width=80, file=io.StringIO())
     show(results, CompareSettings(output="out"), console)
     printed = console.file.getvalue()
-    assert "Linear DD" in printed
+    assert "Linear DD linear:1.25" in " ".join(printed.split())
     assert "…" not in printed  # the table fits 80 columns
 
 

@@ -231,18 +231,9 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 
 def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the best settings without their intervals, and the notes."""
+    """Print the best settings without intervals, training times and memory (80 columns), and the notes."""
     console.print(_lead(results, settings), highlight=False)
-    heads = [
-        "Method",
-        "Setting",
-        "Of",
-        *(MEASURES[name].short for name in SHOWN),
-        "Held out",
-        "Train",
-        "Memory",
-        "Time",
-    ]
+    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in SHOWN), "Held out", "Time"]
     rows = []
     for trial in _marked_best(results):
         values = (
@@ -251,9 +242,9 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
             else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
         )
         setting = trial.setting.replace("learning_rate", "lr")
-        costs = trial.costs(results.times.get(trial.method))
+        *_, time_ratio = trial.costs(results.times.get(trial.method))
         tried, (_, held_out) = str(results.tried(trial.method)), _held_out(results, trial.method, interval=False)
-        rows.append(dict(zip(heads, (trial.title, setting, tried, *values, held_out, *costs), strict=True)))
+        rows.append(dict(zip(heads, (trial.title, setting, tried, *values, held_out, time_ratio), strict=True)))
     console.print(terminal_table(rows, left=2))
     for note in _notes(results):
         console.print(note, highlight=False)
