@@ -1,8 +1,8 @@
 """Compare the choice of `divdec calibrate` with the scores of all settings, which need the retrained model.
 
 The TOFU suite measures the models of `make demo`, or those of `make tofu-small` with general knowledge in the retain
-set, under all settings of calibrate. Models that the cache lacks are trained. Agg is that of the variant `paper`
-without fluency.
+set, under all settings of calibrate. Models that the cache lacks are trained. Agg is that of the variant
+`openunlearning` without fluency.
 
     python benchmarks/calibration.py demo [--seed 1]
     python benchmarks/calibration.py tofu-small --data TOFU
@@ -92,7 +92,9 @@ def _compare(given, place):
     texts = SWEEP
     swept = evaluate(EvalSettings(models=(str(bundle),), sweep=texts, output=str(place / "sweep"), **shared))
     scores = {
-        found.about["steering"]: aggregate(tofu_figures(found), target.figures, retrain.figures, "paper", fluency=False)
+        found.about["steering"]: aggregate(
+            tofu_figures(found), target.figures, retrain.figures, "openunlearning", fluency=False
+        )
         for found in swept
     }
     sets = {name: read_records(place / "data" / file) for name, file in FILES.items()}

@@ -21,6 +21,8 @@ SCORING = Parameter(group=Group("Intervals", sort_key=4))
 OUTPUT = Parameter(group=Group("Output", sort_key=5))
 RARE = Parameter(group=Group("Less common options", sort_key=10))
 Flag = Annotated[bool, RARE]
+Variant = Literal["openunlearning", "dd-paper", "relative", "paper", "dd-repo"]
+EARLIER_VARIANTS = {"paper": "openunlearning", "dd-repo": "dd-paper"}  # earlier names, which recorded results hold
 
 
 @Parameter(name="*")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
+from divdec.evaluation import run
 from divdec.evaluation.results import read_results
 from divdec.evaluation.run import _model_runs, parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
@@ -38,6 +39,21 @@ def tofu(shared):
     )  # fmt: skip
 
 
+def test_default_fluency_classifier_may_be_missing(steered, tofu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "FLUENCY_CLASSIFIER", "nobody/nothing")
+    tofu = tuple(option for option in tofu if option not in ("--fluency", "none"))
+    assert main("eval", "tofu", steered, *tofu, "--output", tmp_path / "out", "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("fluency is left out: its classifier nobody/nothing cannot be loaded") == 1
+    result = json.loads(captured.out)["figures"]
+    assert result["model_utility"] is not None
+    assert result["forget_Q_A_gibberish"] is None
+    asked = ("--fluency", "nobody/nothing")
+    assert main("eval", "tofu", steered, *tofu, *asked, "--output", tmp_path / "asked") == 2
+    assert "fluency classifier 'nobody/nothing' cannot be loaded" in capsys.readouterr().err
+    assert not (tmp_path / "asked").exists()
+
+
 def test_sweep_writes_one_folder_per_setting(steered, tofu, tmp_path, capsys):
     out = tmp_path / "out"
     sweep = ("--sweep", "linear:0,1", "rank:5")
@@ -48,7 +64,7 @@ def test_sweep_writes_one_folder_per_setting(steered, tofu, tmp_path, capsys):
     result = read_results(out / "linear-1")
     assert result.figures == printed[1]["figures"]
     assert result.split == "forget01"
-    assert result.reasons["forget_Q_A_gibberish"] == "fluency was left out (--fluency none)"
+    assert result.reasons["forget_Q_A_gibberish"] == "there is no fluency classifier (--fluency)"
     summary = json.loads((out / "linear-1/TOFU_SUMMARY.json").read_text())
     assert summary["forget_Q_A_Prob"] == result.figures["forget_Q_A_Prob"]
     assert "mia_loss.forget" not in summary

@@ -55,7 +55,7 @@ def test_text_output_and_overwrite(figures, tmp_path, capsys):
     assert "give --overwrite" in capsys.readouterr().err
     assert main([*figures, "--overwrite"]) == 0
     assert page_path.read_text() == first
-    assert main([*figures, "--overwrite", "--variant", "dd-repo"]) == 0
+    assert main([*figures, "--overwrite", "--variant", "dd-paper"]) == 0
     assert page_path.read_text() != first
 
 

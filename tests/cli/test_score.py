@@ -85,7 +85,7 @@ def reproduced(paper, capsys, folders, columns, rows):
     """How each row's scores differ from the table: by row, the columns that are off by more than 0.01."""
     results = paper / "results" / "tofu"
     printed = score(
-        capsys, "tofu", *(results / folder for folder in folders.values()), "--variant", "dd-repo", "--json",
+        capsys, "tofu", *(results / folder for folder in folders.values()), "--variant", "dd-paper", "--json",
         target=results / "baselines" / "target", retrain=results / "baselines" / "retrain",
     )  # fmt: skip
     result = dict(zip(folders, json.loads(printed), strict=True))
@@ -201,7 +201,7 @@ class TestOutput:
         assert printed != score(capsys, "tofu", *arguments, "--seed", "1", **references)
         rank, linear = json.loads(printed)
         assert rank["name"] == "rank20_01"
-        assert rank["variant"] == "paper"
+        assert rank["variant"] == "openunlearning"
         assert rank["reason"] == {}
         for name in ("agg", "agg_without_privacy", "mem", "priv", "utility"):
             low, high = rank["ci"][name]
@@ -222,7 +222,7 @@ class TestOutput:
         assert "mia_loss" in rank["reason"]["priv"]
         assert rank["ci"] is None
         text = score(capsys, "tofu", *results, **references)
-        assert "variant paper" in text
+        assert "variant openunlearning" in text
         assert "no Priv: the result's mia_loss" in text
 
     def test_every_aggregate_notes_missing_fluency(self, paper, tmp_path, capsys):
@@ -231,14 +231,18 @@ class TestOutput:
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
         folder = paper / "results" / "tofu" / "baselines"
         references = {name: folder / name for name in ("target", "retrain")}
-        (result,) = json.loads(score(capsys, "tofu", tmp_path, "--json", "--variant", "dd-repo", **references))
+        (result,) = json.loads(score(capsys, "tofu", tmp_path, "--json", "--variant", "dd-paper", **references))
         target = json.loads((folder / "target" / "TOFU_SUMMARY.json").read_text())
         assert result["utility"] == pytest.approx(figures["model_utility"] / target["model_utility"])
         assert "without fluency" in result["notes"][0]
         for form in ((), ("--latex",)):
-            assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-repo", *form, **references)
+            assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-paper", *form, **references)
 
-    @pytest.mark.parametrize("variant", ["paper", "dd-repo", "relative"])
+    def test_earlier_name_of_variant_prints_new_one(self, oracle, references, capsys):
+        (row,) = json.loads(score(capsys, "tofu", oracle / "rank20_01", "--variant", "dd-repo", "--json", **references))
+        assert row["variant"] == "dd-paper"
+
+    @pytest.mark.parametrize("variant", ["openunlearning", "dd-paper", "relative"])
     def test_every_output_format_names_variant(self, oracle, references, capsys, variant):
         arguments = (oracle / "rank20_01", "--variant", variant, "--draws", "50")
         assert json.loads(score(capsys, "tofu", *arguments, "--json", **references))[0]["variant"] == variant

@@ -150,7 +150,8 @@ def assert_the_suite_tells_the_models_apart(folder, runs):
         assert main(["eval", "tofu", f"{folder}/{name}", *given, "--output", f"{runs}/{name}"]) == 0
     target, retrained, steered = (read_results(runs / name).figures for name in ("target", "retrained", "bundle"))
     scores = [
-        aggregate(one, target, retrained, "paper", fluency=False).values["agg"] for one in (target, retrained, steered)
+        aggregate(one, target, retrained, "openunlearning", fluency=False).values["agg"]
+        for one in (target, retrained, steered)
     ]
     assert scores[0] < 0.1
     assert min(scores[1:]) > 0.7

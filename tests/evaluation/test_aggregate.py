@@ -26,6 +26,7 @@ from divdec.evaluation.aggregate import (
     utility,
 )
 from divdec.evaluation.results import Results, read_results
+from divdec.options import EARLIER_VARIANTS
 
 share = st.floats(0, 1)
 FIGURES = {
@@ -64,15 +65,21 @@ def test_harmonic_mean_of_arrays():
 
 
 def test_memorization_matches_hand_computed_values():
-    assert memorization(FIGURES, "paper") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.4))
-    assert memorization(FIGURES, "relative") == memorization(FIGURES, "paper")
-    assert memorization(FIGURES, "dd-repo") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.8))
-    assert memorization({**FIGURES, "exact_memorization": 1}, "paper") == 0
+    assert memorization(FIGURES, "openunlearning") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.4))
+    assert memorization(FIGURES, "relative") == memorization(FIGURES, "openunlearning")
+    assert memorization(FIGURES, "dd-paper") == pytest.approx(4 / (1 / 0.5 + 1 / 0.25 + 1 + 1 / 0.8))
+    assert memorization({**FIGURES, "exact_memorization": 1}, "openunlearning") == 0
+
+
+@pytest.mark.parametrize(("earlier", "name"), EARLIER_VARIANTS.items())
+def test_earlier_names_of_variants_are_accepted(earlier, name):
+    assert needed(earlier) == needed(name)
+    assert aggregate(FIGURES, TARGET, RETRAIN, earlier) == aggregate(FIGURES, TARGET, RETRAIN, name)
 
 
 def test_privacy_matches_hand_computed_values():
-    assert privacy(FIGURES, RETRAIN, "paper") == pytest.approx(4 / (1 / 0.9 + 1 + 1 / 0.9 + 1))
-    assert privacy(FIGURES, RETRAIN, "dd-repo") == privacy(FIGURES, RETRAIN, "paper")
+    assert privacy(FIGURES, RETRAIN, "openunlearning") == pytest.approx(4 / (1 / 0.9 + 1 + 1 / 0.9 + 1))
+    assert privacy(FIGURES, RETRAIN, "dd-paper") == privacy(FIGURES, RETRAIN, "openunlearning")
     assert privacy(FIGURES, RETRAIN, "relative") == pytest.approx(4 / (1 / 0.8 + 1 + 1 / 0.8 + 1))
     assert privacy({**FIGURES, "mia_loss": 1.0}, {**RETRAIN, "mia_loss": 0.4}, "relative") == 0
     nothing = dict.fromkeys(ATTACKS, 0.0)
@@ -132,7 +139,7 @@ class TestMissingData:
         assert (scores.values["agg_without_privacy"] is None) == bool(set(parts) - {"priv"})
 
     def test_references(self):
-        scores = aggregate(FIGURES, {}, {}, "paper")
+        scores = aggregate(FIGURES, {}, {}, "openunlearning")
         assert "the target's model_utility is missing" in scores.reasons["utility"]
         assert "the retrain model's mia_loss, mia_zlib" in scores.reasons["priv"]
         assert scores.values["mem"] is not None
@@ -153,7 +160,7 @@ class TestMissingData:
         assert "accepted: a number from 0 to 1" in scores.reasons["mem"]
 
     def test_unknown_aggregate_variant(self):
-        with pytest.raises(UsageError, match="paper, dd-repo, relative"):
+        with pytest.raises(UsageError, match="openunlearning, dd-paper, relative"):
             aggregate(FIGURES, TARGET, RETRAIN, "mine")
 
 
@@ -207,7 +214,7 @@ def test_memorization_reproduces_published_values(shared):
     }  # fmt: skip
     for folder, value in expected.items():
         path = shared / "paper" / "results" / "tofu" / folder / "TOFU_SUMMARY.json"
-        assert memorization(json.loads(path.read_text()), "dd-repo") == pytest.approx(value, abs=5e-4)
+        assert memorization(json.loads(path.read_text()), "dd-paper") == pytest.approx(value, abs=5e-4)
 
 
 MUSE_RETRAIN = {"forget_verbmem_ROUGE": 0.2, "forget_knowmem_ROUGE": 0.3, "retain_knowmem_ROUGE": 0.5}

@@ -215,7 +215,7 @@ def test_non_numeric_or_missing_items():
     )
     drawn = result["exact_memorization"]
     assert set(drawn[np.isfinite(drawn)]) == {0.5}
-    assert aggregate(result, {}, {}, "paper").values["mem"] is None
+    assert aggregate(result, {}, {}, "openunlearning").values["mem"] is None
 
 
 def test_bootstrap_of_1000_forget10_draws_is_fast():

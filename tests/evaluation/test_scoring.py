@@ -14,7 +14,7 @@ from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
-from divdec.evaluation.scoring import ItemScore, gradient_norm, probability_drops, score, score_settings
+from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, probability_drops, score, score_settings
 from exactness import LOGITS, assert_same_answer
 
 EXAMPLES = [
@@ -72,6 +72,15 @@ def test_scoring_many_settings_in_one_pass_matches_separate_passes(model):
         model.steering = setting
         for one, other in zip(score(model, EXAMPLES), items, strict=True):
             assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=LOGITS)
+    model.steering = "linear:1.5"
+
+
+def test_soft_likelihoods_leave_answers_with_their_own_fill(model, tokenizer):
+    hard = Steering("rank", k=9)
+    evaluated = EvaluatedModel(model, tokenizer, (hard,), soft_likelihoods=True)
+    result = evaluated.scores(EXAMPLES, moments=False, batch_size=32, title=None)
+    assert result == score_settings(model, EXAMPLES, [Steering("rank", k=9, fill="soft")])
+    assert evaluated.under(evaluated.settings[0]).steering == hard
     model.steering = "linear:1.5"
 
 

@@ -46,7 +46,7 @@ def published(shared):
 
 
 def request(*runs, **options):
-    return FigureRequest(tuple(map(str, runs)), **{"variant": "dd-repo", "draws": 20, **options})
+    return FigureRequest(tuple(map(str, runs)), **{"variant": "dd-paper", "draws": 20, **options})
 
 
 def drawn(name, *runs, **options):
@@ -152,11 +152,11 @@ class TestPublished:
         assert "δ-Unlearning" in texts(result.figure)
         assert result.sources == ("leak_at_k/rebel_cache.json",)
 
-    def test_paper_variant_of_mem_requires_items(self, published):
-        with pytest.raises(UsageError, match="--variant dd-repo can be computed"):
-            drawn("tofu-bars", published / "tofu", variant="paper")
+    def test_openunlearning_variant_of_mem_requires_items(self, published):
+        with pytest.raises(UsageError, match="--variant dd-paper can be computed"):
+            drawn("tofu-bars", published / "tofu", variant="openunlearning")
         with pytest.raises(UsageError, match="no result has Mem"):
-            drawn("tofu-scatter", published / "tofu", variant="paper")
+            drawn("tofu-scatter", published / "tofu", variant="openunlearning")
 
     def test_missing_references_error_names_option(self, published):
         with pytest.raises(UsageError, match=r"no target was given \(--target\)"):
@@ -176,7 +176,11 @@ class TestOwnResults:
     def test_intervals_are_drawn_from_items(self, oracle):
         runs = [oracle / name for name in ("dd1_01", "rank20_01", "full01", "retain01")]
         result = drawn(
-            "tofu-bars", *runs, target=str(oracle / "full01"), retrain=str(oracle / "retain01"), variant="paper"
+            "tofu-bars",
+            *runs,
+            target=str(oracle / "full01"),
+            retrain=str(oracle / "retain01"),
+            variant="openunlearning",
         )
         (axes,) = result.figure.axes
         assert [label.get_text() for label in axes.get_yticklabels()].count("Target") == 1
@@ -204,15 +208,17 @@ class TestOwnResults:
 
     def test_comparison_results_are_drawn(self, tmp_path):
         comparison(tmp_path)
-        result = load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"]
+        result = load_results(request(tmp_path, variant="openunlearning"), "tofu-bars")["tofu"]
         assert {one.label for one in best_settings(result, "agg")} == {
             "Target", "Retrain", "Linear DD  α = 1.5", "NPO  lr 0.0002", "Distill DD  lr 0.001, temperature 1",
         }  # fmt: skip
-        axes = drawn("tofu-bars", tmp_path, variant="paper").figure.axes[0]
+        axes = drawn("tofu-bars", tmp_path, variant="openunlearning").figure.axes[0]
         assert [tuple(line.get_xdata()) for line in axes.lines] == [(0.5, 0.7), (0.5, 0.7)]
         leak = drawn("leak", tmp_path).figure.axes[0]
         assert lines(leak)["Linear DD"].tolist() == [[1, 0.0], [10, 0.1]]
-        assert lines(drawn("tofu-scatter", tmp_path, variant="paper").figure.axes[0])["Linear DD"].tolist() == [
+        assert lines(drawn("tofu-scatter", tmp_path, variant="openunlearning").figure.axes[0])[
+            "Linear DD"
+        ].tolist() == [
             [0.4, 0.9],
             [0.6, 0.8],
         ]
@@ -225,7 +231,7 @@ class TestOwnResults:
         for line, value in zip(npo, values, strict=True):
             line["values"]["agg"] = value
         write_json(tmp_path / "comparison.json", content)
-        result = drawn("tofu-bars", tmp_path, variant="paper")
+        result = drawn("tofu-bars", tmp_path, variant="openunlearning")
         labels = [label.get_text() for label in result.figure.axes[0].get_yticklabels()]
         assert "NPO  (no setting is best)" in labels
         assert "Linear DD  α = 1.5" in labels
@@ -238,7 +244,7 @@ class TestOwnResults:
         for line in content["grid"]:
             line["seeds"] = {"0": {}, "1": {}} if line["setting"] in ("", "linear:1") else {"0": {}}
         write_json(tmp_path / "comparison.json", content)
-        result = best_settings(load_results(request(tmp_path, variant="paper"), "tofu-bars")["tofu"], "agg")
+        result = best_settings(load_results(request(tmp_path, variant="openunlearning"), "tofu-bars")["tofu"], "agg")
         assert {one.label: one.seeds for one in result if one.title == "Linear DD"} == {"Linear DD  α = 1": 2}
         assert "NPO  lr 0.0002" in {one.label for one in result}
         (tmp_path / "seed-0" / "npo" / "leaks").mkdir(parents=True)
@@ -273,13 +279,16 @@ class TestOwnResults:
 
     def test_comparisons_with_different_variant_or_version(self, tmp_path):
         comparison(tmp_path)
-        with pytest.raises(UsageError, match="give --variant paper"):
+        with pytest.raises(UsageError, match="give --variant openunlearning"):
             drawn("tofu-bars", tmp_path, variant="relative")
+        content = json.loads((tmp_path / "comparison.json").read_text()) | {"variant": "paper"}  # its earlier name
+        write_json(tmp_path / "comparison.json", content)
+        assert drawn("tofu-bars", tmp_path, variant="openunlearning").sources
         content = json.loads((tmp_path / "comparison.json").read_text())
         del content["grid"][0]["intervals"]
         write_json(tmp_path / "comparison.json", content)
         with pytest.raises(UsageError, match="lacks 'intervals'; was it written by another version"):
-            drawn("tofu-bars", tmp_path, variant="paper")
+            drawn("tofu-bars", tmp_path, variant="openunlearning")
 
     def test_scores_with_fewer_than_two_settings_are_omitted(self, tmp_path):
         """Neither empty axes nor, where nothing is left, an empty picture."""
@@ -289,7 +298,7 @@ class TestOwnResults:
         for line in steered:
             line["values"]["agg"] = None
         write_json(tmp_path / "comparison.json", content)
-        result = drawn("strength", tmp_path, variant="paper")
+        result = drawn("strength", tmp_path, variant="openunlearning")
         (axes,) = result.figure.axes
         assert axes.get_title(loc="left") == "TOFU, without privacy"
         assert len(axes.lines[-1].get_xdata()) == 2
@@ -297,7 +306,7 @@ class TestOwnResults:
         steered[0]["values"]["agg_without_privacy"] = None
         write_json(tmp_path / "comparison.json", content)
         with pytest.raises(UsageError, match="no result has Agg"):
-            drawn("strength", tmp_path, variant="paper")
+            drawn("strength", tmp_path, variant="openunlearning")
 
     def test_sweep_without_references_reports_missing_scores(self, oracle, tmp_path):
         for name in ("linear-1", "linear-2"):
@@ -400,7 +409,9 @@ def comparison(folder):
           (("0.0001", 1, 0.3), ("0.001", 1, 0.62), ("0.0001", 2, 0.55), ("0.001", 2, 0.45))),
     ]  # fmt: skip
     leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
-    write_json(folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "paper"})
+    write_json(
+        folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "openunlearning"}
+    )
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -463,7 +474,7 @@ class TestFiles:
 
         def write(name):
             with style("divdec-tofu-bars"):
-                result = FIGURES.find("tofu-bars").draw(request(tmp_path, variant="paper"))
+                result = FIGURES.find("tofu-bars").draw(request(tmp_path, variant="openunlearning"))
                 write_figure(
                     tmp_path / name, result.figure, title=result.title, description=result.description,
                     sources=result.sources,

@@ -36,7 +36,7 @@ def published(shared):
 def report(oracle):
     """Two steered results with all their items, beside target and retrain."""
     runs = [str(oracle / name) for name in ("dd1_01", "rank20_01")]
-    return build_report(collect(runs, str(oracle / "full01"), str(oracle / "retain01")), "paper", FEW, 8)
+    return build_report(collect(runs, str(oracle / "full01"), str(oracle / "retain01")), "openunlearning", FEW, 8)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def sweep(published):
     folder = published / "tofu"
     runs = [str(folder / "dd_linear"), *(str(path) for path in sorted((folder / "dd_rank").glob("1B-*")))]
     entries = collect(runs, str(folder / "baselines" / "target"), str(folder / "baselines" / "retrain"))
-    return build_report(entries, "dd-repo", FEW)
+    return build_report(entries, "dd-paper", FEW)
 
 
 def page_of(report, tmp_path):
@@ -129,7 +129,7 @@ class TestFigures:
 
     def test_tables(self, report):
         (caption, first), *others = report.tables.items()
-        assert "variant “paper”" in caption
+        assert "variant “openunlearning”" in caption
         assert "99 % percentile bootstrap" in caption
         assert first == ("agg", "agg_without_privacy", "mem", "priv", "utility")
         columns = {name for _, names in others for name in names}
@@ -148,7 +148,7 @@ class TestFigures:
     def test_non_numeric_metric_is_omitted(self, tmp_path):
         figures = {"model_utility": 0.5, "mia_loss": "many", "mia_zlib": True, "mia_min_k": float("nan")}
         (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
-        (row,) = build_report(collect([str(tmp_path)]), "paper", FEW).rows
+        (row,) = build_report(collect([str(tmp_path)]), "openunlearning", FEW).rows
         assert {name for name, value in row.values.items() if value is not None} == {"model_utility"}
 
     def test_unknown_variant(self, oracle):
@@ -178,7 +178,7 @@ class TestBest:
         for name in ("one", "other"):
             shutil.copytree(oracle / "dd1_01", tmp_path / name)
         references = str(oracle / "full01"), str(oracle / "retain01")
-        result = build_report(collect([str(tmp_path)], *references), "paper", FEW, 0)
+        result = build_report(collect([str(tmp_path)], *references), "openunlearning", FEW, 0)
         shown = MEASURES["agg"].text(result.rows[-1].values["agg"])
         assert result.bests == ()
         assert result.without_best == (f"no result is best by Agg: the highest is {shown}, of several",)
@@ -251,7 +251,7 @@ class TestPlots:
     def test_memorization_is_plotted_when_mem_is_missing(self, published):
         folder = published / "tofu"
         runs = [str(folder / "dd_linear" / f"1B-alpha-{alpha}") for alpha in ("0.5", "1.5")]
-        result = build_report(collect(runs), "paper", FEW)
+        result = build_report(collect(runs), "openunlearning", FEW)
         assert sections(result, "scatter")[0].plots[0].x_label.startswith("Exact memorization")
         assert sections(result, "scatter")[0].plots[0].y_label.startswith("Model utility")
         assert result.bests == ()
@@ -260,7 +260,7 @@ class TestPlots:
         folder = published / "muse"
         entries = collect([str(folder / "dd_linear"), str(folder / "eco")], str(folder / "baselines" / "target"),
                           str(folder / "baselines" / "retrain"))  # fmt: skip
-        result = build_report(entries, "paper", FEW)
+        result = build_report(entries, "openunlearning", FEW)
         assert next(iter(result.tables.values())) == ("verbmem_distance", "knowmem_distance")
         assert "variant" not in next(iter(result.tables))
         verbatim, knowledge = sections(result, "scatter")[0].plots
@@ -271,7 +271,9 @@ class TestPlots:
 
     def test_single_results_share_one_plot_style(self, published):
         folder = published / "tofu"
-        result = build_report(collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "paper", FEW)
+        result = build_report(
+            collect([str(folder / name) for name in ("gradient", "eco", "uld", "whp")]), "openunlearning", FEW
+        )
         assert [series.name for series in sections(result, "scatter")[0].plots[0].series] == ["other results"]
 
     def test_long_names(self):
@@ -306,15 +308,15 @@ class TestExamples:
             item["ground_truth"] = "of another split"
         (tmp_path / "other").mkdir()
         write_results(results, tmp_path / "other")
-        result = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "paper", FEW, 4)
+        result = build_report(collect([str(oracle / "dd1_01"), str(tmp_path / "other")]), "openunlearning", FEW, 4)
         assert {example.set for example in result.examples} == {"retain set"}
 
     def test_number_of_examples(self, oracle):
         entries = collect([str(oracle / "dd1_01")])
         for count in (0, 1, 3):
-            assert len(build_report(entries, "paper", FEW, count).examples) == count
+            assert len(build_report(entries, "openunlearning", FEW, count).examples) == count
         with pytest.raises(UsageError, match="examples is -1"):
-            build_report(entries, "paper", FEW, -1)
+            build_report(entries, "openunlearning", FEW, -1)
 
 
 class TestMissingData:
@@ -323,7 +325,7 @@ class TestMissingData:
         assert "α or k" in report.left_out[0]
 
     def test_references(self, oracle):
-        result = build_report(collect([str(oracle / "dd1_01")]), "paper", FEW, 0)
+        result = build_report(collect([str(oracle / "dd1_01")]), "openunlearning", FEW, 0)
         assert next(iter(result.tables.values())) == ("mem",)
         assert result.notes["No Priv: no retrained model was given (--retrain)"] == "all"
         assert {line.split(":")[0] for line in result.left_out} >= {"The target", "The retrained model"}
@@ -393,9 +395,9 @@ class TestPage:
         other.mkdir(parents=True)
         write_results(results, other)
         result = build_report(collect([str(folder), str(other)], str(oracle / "full01"), str(oracle / "retain01")),
-                           "paper", FEW)  # fmt: skip
+                           "openunlearning", FEW)  # fmt: skip
         assert result.examples == ()  # no question in common with the target
-        alone = build_report(collect([str(folder), str(other)]), "paper", FEW)
+        alone = build_report(collect([str(folder), str(other)]), "openunlearning", FEW)
         for one in (result, alone):
             page = page_of(one, tmp_path)
             assert not re.search(r"<(script|img|u>|i>)", page)
@@ -411,5 +413,5 @@ class TestPage:
             item["generation"] = "a" * 5000
         (tmp_path / "run").mkdir()
         write_results(results, tmp_path / "run")
-        result = build_report(collect([str(tmp_path / "run")]), "paper", FEW, 1)
+        result = build_report(collect([str(tmp_path / "run")]), "openunlearning", FEW, 1)
         assert f"<dd>{'a' * 300} …<details><summary>4700 more characters" in page_of(result, tmp_path)

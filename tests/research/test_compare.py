@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.evaluation.results import Results
+from divdec.evaluation.results import Results, read_results
 from divdec.research.baselines.methods import METHODS, TITLES
 from divdec.research.compare import run
 from divdec.research.compare.benchmark import load_benchmarks
@@ -28,11 +29,13 @@ from divdec.research.compare.table import (
     SeedResult,
     TrialSummary,
     best_of,
+    half_of,
     markdown,
     show,
     summarize,
     without_best,
 )
+from divdec.runs import settings_hash
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
@@ -121,11 +124,18 @@ def few(monkeypatch):
     return tuple(grid)
 
 
-def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path):
+def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatch):
     output = tmp_path / "runs"
     settings = settings_of(models_folder, output, methods=few)
-    reports = []
+    reports, subjects = [], []
+    evaluate_tofu = run.evaluate_tofu
+    monkeypatch.setattr(
+        run, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
+    )
     results = compare_methods(settings, report=reports.append)
+    # The rank rule answers as a bundle does, and its likelihoods are finite.
+    (rank,) = [one for one in subjects if "rank" in str(one.settings[0])]
+    assert (str(rank.settings[0]), rank.soft_likelihoods) == ("rank:5", True)
     by_setting = {(line.method, line.setting): line for line in results.trials}
 
     # What holds by definition: the target's utility is 1, the retrained model's privacy 1, a strength of 0 the target.
@@ -138,6 +148,18 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path):
         assert {name: line.values[name] for name in line.values} == pytest.approx(target.values, abs=1e-6)
     assert by_setting["linear", "linear:1"].values["mem"] > target.values["mem"]
     assert results.best["linear"].setting == "linear:1"
+
+    # One half of the questions chooses a setting, and the other half reports it.
+    held_out = results.held_out["linear"]
+    chosen = read_results(output / "seed-0" / Trial("linear", steering=held_out.setting).folder)
+    probabilities = chosen.scores("forget_Q_A_Prob", "prob")
+    halves = [half_of(chosen, half) for half in (0, 1)]
+    means = [np.mean(probabilities[::2]), np.mean(probabilities[1::2])]
+    assert [half.figures["forget_Q_A_Prob"] for half in halves] == pytest.approx(means)
+    assert held_out.values["forget_Q_A_Prob"] == halves[1].figures["forget_Q_A_Prob"]
+    assert held_out.values["agg"] != by_setting["linear", held_out.setting].values["agg"]
+    row = next(line for line in (output / "table.md").read_text().splitlines() if line.startswith("| Linear DD"))
+    assert f"| 2 | {held_out.setting} | {held_out.values['agg']:.2f} [" in row
 
     # A method that breaks is a line of the table, and the others are not lost.
     broken = next(line for line in results.trials if line.method == "grad-ascent")
@@ -182,12 +204,17 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path):
         compare_methods(settings_of(models_folder, output, methods=few, limit=5), report=reports.append)
 
 
-def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, tmp_path, monkeypatch):
+@pytest.fixture
+def two_seeds(monkeypatch):
     def twice(settings, report):
         # Models of one's own have one seed; the same models stand for another.
         return [dataclasses.replace(one, seed=seed) for one in load_benchmarks(settings, report) for seed in (0, 1)]
 
     monkeypatch.setattr(run, "load_benchmarks", twice)
+
+
+def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_seeds, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "half_of", lambda results, half: results)
     settings = settings_of(
         models_folder, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
@@ -199,6 +226,21 @@ def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, tmp_
     assert "by Agg on the first seed, the only one for the grid's others" in markdown(results, settings)
     with pytest.raises(UsageError, match="search-seeds is 3; accepted: 1 to the number of seeds, 2"):
         settings_of(models_folder, tmp_path, seeds=2, search_seeds=3)
+
+
+def test_setting_is_chosen_on_questions_that_are_not_reported(models_folder, few, two_seeds, tmp_path, monkeypatch):
+    def halved(results, half):
+        # linear:0 is the better setting where one is chosen, and the worse one where it is reported.
+        better = ("linear-0" in results.name) == (half == 0)
+        return dataclasses.replace(results, figures=results.figures | result(0.5 if better else 0.9).figures)
+
+    monkeypatch.setattr(run, "half_of", halved)
+    settings = settings_of(models_folder, tmp_path / "runs", methods=("linear",), attacks=0, seeds=2, search_seeds=1)
+    results = compare_methods(settings, report=lambda line: None)
+    assert results.best["linear"].setting == "linear:1"
+    held_out = results.held_out["linear"]
+    assert (held_out.setting, set(held_out.seeds)) == ("linear:0", {0, 1})
+    assert held_out.values["mem"] == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -231,13 +273,15 @@ def result(value, seed=0):
 def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
     results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
-    line = summarize("npo", "lr 1", results, references, "paper", Bootstrap(draws=50), {})
+    line = summarize("npo", "lr 1", results, references, "openunlearning", Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = summarize("npo", "lr 1", {0: results[0]}, references, "paper", Bootstrap(draws=50), {1: "it broke"})
+    alone = summarize(
+        "npo", "lr 1", {0: results[0]}, references, "openunlearning", Bootstrap(draws=50), {1: "it broke"}
+    )
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
@@ -265,7 +309,7 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("target", "", 0.0),
         line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
         line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
-        line("linear", "linear:1", 0.5), line("linear", "linear:2", 0.4),
+        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
@@ -273,12 +317,19 @@ def test_method_without_best_setting_is_marked(tmp_path):
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
-    assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1", "", "lr 1")
+    assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1.25", "", "lr 1")
     console = Console(width=80, file=io.StringIO())
     show(results, CompareSettings(output="out"), console)
     printed = console.file.getvalue()
-    assert "Linear DD" in printed
+    assert "Linear DD linear:1.25" in " ".join(printed.split())
     assert "…" not in printed  # the table fits 80 columns
+
+
+def test_rank_results_of_the_soft_fill_are_measured_again():
+    benchmark = SimpleNamespace(identity="models and data")
+    rank, linear = (Trial(name, steering=f"{name}:5") for name in ("rank", "linear"))
+    assert linear.fingerprint(benchmark) == settings_hash(["linear", (), (), "linear:5", benchmark.identity])
+    assert rank.fingerprint(benchmark) != settings_hash(["rank", (), (), "rank:5", benchmark.identity])
 
 
 @pytest.mark.parametrize("grid", GRIDS)

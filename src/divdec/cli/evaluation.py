@@ -16,7 +16,7 @@ from divdec.cli import loading
 from divdec.cli.loading import device_map, quiet
 from divdec.errors import UsageError
 from divdec.evaluation.settings import EvalSettings
-from divdec.options import Overwriting, Printing, Resampling
+from divdec.options import EARLIER_VARIANTS, Overwriting, Printing, Resampling, Variant
 from divdec.runs import check_output_file
 
 if TYPE_CHECKING:
@@ -99,9 +99,14 @@ results = App(name="results", help="Aggregate, tabulate and plot results of `div
 class Scoring(Resampling):
     """How aggregates and their intervals are computed."""
 
-    variant: Literal["paper", "dd-repo", "relative"] = "paper"
-    """How TOFU's aggregates are computed: 'paper' follows the paper's text, 'dd-repo' the code behind its tables,
-    'relative' measures attacks relative to the retrained model's AUC. Published summaries support only 'dd-repo'."""
+    variant: Variant = "openunlearning"
+    """How TOFU's aggregates are computed: 'openunlearning' takes OpenUnlearning's definition of the truth ratio,
+    'dd-paper' is the code behind the tables of the Divergence Decoding paper, 'relative' measures attacks relative to
+    the retrained model's AUC. Published summaries support only 'dd-paper'. 'paper' and 'dd-repo' are earlier names of
+    the first two."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "variant", EARLIER_VARIANTS.get(self.variant, self.variant))
 
 
 @results.command(sort_key=1)

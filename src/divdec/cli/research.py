@@ -90,8 +90,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
 
     For example:
 
-        divdec compare --data demo --methods all --grid small --seeds 3 --jobs 2 \
-          --output runs/compare
+        divdec compare --data demo --methods all --grid small --seeds 3 --search-seeds 1 \
+          --jobs 2 --output runs/compare
     """
     from rich.console import Console
 

@@ -20,13 +20,14 @@ from jaxtyping import Float, Int
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import SMALLEST, holdout_wins, prob_mean
 from divdec.evaluation.results import GROUPS, Results
+from divdec.options import EARLIER_VARIANTS
 
 Figure = int | float | np.ndarray  # a figure read from JSON may be an integer
 Draws = Float[np.ndarray, " draws"]
 Counts = Int[np.ndarray, "draws items"]
 T = TypeVar("T")
 
-VARIANTS = ("paper", "dd-repo", "relative")
+VARIANTS = ("openunlearning", "dd-paper", "relative")
 AGGREGATES = ("agg", "agg_without_privacy", "mem", "priv", "utility")
 DISTANCES = ("verbmem_distance", "knowmem_distance")
 
@@ -61,9 +62,10 @@ def harmonic_mean(values: Sequence[Figure]) -> Figure:
 
 def needed(variant: str, *, fluency: bool = True) -> dict[str, tuple[str, ...]]:
     """List the figures that Mem, Priv and Utility (with or without `fluency`) are computed from."""
+    variant = EARLIER_VARIANTS.get(variant, variant)
     if variant not in VARIANTS:
         raise UsageError(f"variant {variant!r} is not known; there are: {', '.join(VARIANTS)}")
-    truth_ratio = CLOSER_TO_1 if variant == "dd-repo" else PROB_MEAN
+    truth_ratio = CLOSER_TO_1 if variant == "dd-paper" else PROB_MEAN
     return {
         "mem": ("extraction_strength", "exact_memorization", CORRECT, truth_ratio),
         "priv": ATTACKS,
@@ -74,9 +76,10 @@ def needed(variant: str, *, fluency: bool = True) -> dict[str, tuple[str, ...]]:
 def memorization(figures: Mapping[str, Any], variant: str) -> Figure:
     """Mem: the harmonic mean of 1 − extraction strength, exact memorization, paraphrase probability, truth ratio.
 
-    The truth ratio is the mean p_c/(p_c + p_w) (`paper`, `relative`), which falls as the model forgets. `dd-repo` uses
-    OpenUnlearning's "closer to 1", which rises as it forgets, so that 1 − it penalises forgetting; the paper's tables
-    are computed so. A `UsageError` names a figure that is missing, or not a number from 0 to 1.
+    The truth ratio is the mean p_c/(p_c + p_w) (`openunlearning`, `relative`), which falls as the model forgets.
+    `dd-paper` uses OpenUnlearning's "closer to 1", which rises as it forgets, so that 1 − it penalises forgetting; the
+    tables of the Divergence Decoding paper are computed so. A `UsageError` names a figure that is missing, or not a
+    number from 0 to 1.
     """
     return harmonic_mean([1 - value for value in _take(figures, needed(variant)["mem"], "the result's")])
 
@@ -101,7 +104,7 @@ def utility(figures: Mapping[str, Any], target: Mapping[str, Any], *, fluency: b
 
     Errors are those of `memorization`.
     """
-    names = needed("paper", fluency=fluency)["utility"]
+    names = needed("openunlearning", fluency=fluency)["utility"]
     mean = harmonic_mean(_take(figures, names, "the result's"))
     of_target = float(harmonic_mean(_take(target, names, "the target's")))
     return mean / of_target if of_target > 0 else _plain(np.zeros_like(mean))
@@ -111,7 +114,7 @@ def aggregate(
     figures: Mapping[str, Any],
     target: Mapping[str, Any],
     retrain: Mapping[str, Any],
-    variant: str = "paper",
+    variant: str = "openunlearning",
     *,
     fluency: bool | None = None,
 ) -> Scores:
@@ -169,7 +172,7 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
 
 
 def tofu_figures(results: Results) -> dict[str, Any]:
-    """Return a result's figures, with the truth ratio that `paper` needs if the items allow it."""
+    """Return a result's figures, with the truth ratio that `openunlearning` needs if the items allow it."""
     figures: dict[str, Any] = dict(results.figures)
     if figures.get(PROB_MEAN) is None and results.items.get(CORRECT) and results.items.get(WRONG):
         ratios = list(probability_truth_ratios(results).values())
@@ -216,7 +219,7 @@ def _take(figures: Mapping[str, Any], names: Sequence[str], owner: str) -> list[
     missing = [name for name in names if figures.get(name) is None]
     if missing:
         hint = (
-            f" (items of {CORRECT} and {WRONG} give it; variant dd-repo does without)" if PROB_MEAN in missing else ""
+            f" (items of {CORRECT} and {WRONG} give it; variant dd-paper does without)" if PROB_MEAN in missing else ""
         )
         raise UsageError(f"{owner} {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing{hint}")
     for name in names:

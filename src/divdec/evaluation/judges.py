@@ -263,6 +263,9 @@ def _verdict(reply: str) -> bool | None:
     return leaked if isinstance(leaked, bool) else None
 
 
+FLUENCY_CLASSIFIER = "madhurjindal/autonlp-Gibberish-Detector-492513457"  # OpenUnlearning's
+
+
 class Fluency:
     """A text classifier whose class 0 means fluent text (OpenUnlearning's classifier_prob)."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, number_of_processes, on_main
-from divdec.evaluation.judges import Fluency
+from divdec.evaluation.judges import FLUENCY_CLASSIFIER, Fluency
 from divdec.evaluation.leak import PROMPTS, LeakSuite
 from divdec.evaluation.muse import evaluate_muse, read_muse
 from divdec.evaluation.questions import QuestionFormat
@@ -64,7 +64,7 @@ def evaluate(
     if number_of_processes() > 1 and device_map == "auto":
         raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
-    data_digest, evaluate_suite = _suite(settings)
+    data_digest, evaluate_suite = _suite(settings, report)
     runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
     decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data_digest}
@@ -197,7 +197,7 @@ def _steering(checkpoint: Path, path: str, settings: EvalSettings) -> tuple[Stee
     return (default,)
 
 
-def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
+def _suite(settings: EvalSettings, report: Callable[[str], None]) -> tuple[str, Callable[..., list[Results]]]:
     """Digest of the suite's data, and its function; bad data is refused before a model is loaded."""
     folder = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
@@ -214,7 +214,7 @@ def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
             evaluate_muse, data=data, max_length=settings.max_length, **shared
         )
     data = read_tofu(folder, settings.split, holdout, settings.limit)
-    fluency = None if settings.fluency == "none" else Fluency(settings.fluency)
+    fluency = _fluency(settings.fluency, report)
     reference = None
     if settings.reference is not None:
         checkpoint = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
@@ -226,3 +226,20 @@ def _suite(settings: EvalSettings) -> tuple[str, Callable[..., list[Results]]]:
         return evaluate_tofu(model, data, form, fluency=fluency, reference=reference, **shared, **options)
 
     return settings_hash(data), evaluate_questions
+
+
+def _fluency(checkpoint: str | None, report: Callable[[str], None]) -> Fluency | None:
+    """Load the classifier. Nobody asked for the default one, so a machine that lacks it measures everything else."""
+    if checkpoint == "none":
+        return None
+    if checkpoint is not None:
+        return Fluency(checkpoint)
+    try:
+        return Fluency(FLUENCY_CLASSIFIER)
+    except UsageError:
+        if is_main():
+            report(
+                f"fluency is left out: its classifier {FLUENCY_CLASSIFIER} cannot be loaded, neither from the local "
+                "Hugging Face cache nor from the hub; give another one with --fluency"
+            )
+        return None

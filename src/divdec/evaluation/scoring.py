@@ -81,6 +81,8 @@ class EvaluatedModel:
     tokenizer: PreTrainedTokenizerBase
     settings: tuple[Steering | None, ...] = ()
     """Settings of a steered model; (None,) for a plain one. By default the model's own."""
+    soft_likelihoods: bool = False
+    """Score likelihoods with the soft fill of the rank rule; answers keep the fill of the setting."""
 
     def __post_init__(self) -> None:
         steered = isinstance(self.model, DivergenceForCausalLM)
@@ -95,6 +97,8 @@ class EvaluatedModel:
         """Score the examples under every setting; see `score_settings`."""
         if isinstance(self.model, DivergenceForCausalLM):
             settings = [setting for setting in self.settings if setting is not None]
+            if self.soft_likelihoods:
+                settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
             return score_settings(self.model, examples, settings, moments=moments, batch_size=batch_size, title=title)
         return [score(self.model, examples, moments=moments, batch_size=batch_size, title=title)]
 

@@ -40,8 +40,9 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     sweep: tuple[str, ...] = ()
     """Evaluate several settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20. The rank rule uses the soft
     fill."""
-    fluency: str = _of("tofu", default="madhurjindal/autonlp-Gibberish-Detector-492513457")
-    """tofu: text classifier for fluency, whose class 0 means fluent: a folder or hub id. 'none' skips fluency."""
+    fluency: str | None = _of("tofu", default=None)
+    """tofu: text classifier for fluency, whose class 0 means fluent: a folder or hub id. 'none' skips fluency. By
+    default OpenUnlearning's (madhurjindal/autonlp-Gibberish-Detector-492513457), if it can be loaded."""
     reference: str | None = _of("tofu", default=None)
     """tofu: reference model for the reference attack, with the same tokenizer: a folder or hub id."""
     sequence: Literal["none", "scal", "sust"] = _of("muse", default="none")

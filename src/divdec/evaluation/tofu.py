@@ -171,12 +171,12 @@ def evaluate_tofu(
     elif "holdout" in data.sets:
         stages.append(lambda: run.compute_reference_attack(reference))
     if fluency is None:
-        reasons["forget_Q_A_gibberish"] = "fluency was left out (--fluency none)"
+        reasons["forget_Q_A_gibberish"] = "there is no fluency classifier (--fluency)"
     else:
         stages.append(lambda: run.judge_fluency(fluency))
     if retain_results is None:
         reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
-    return run_stages(stages, results, lambda one: _compute_figures(one, retain_results), reasons, save)
+    return run_stages(stages, results, lambda one: compute_figures(one, retain_results), reasons, save)
 
 
 def run_stages(
@@ -328,7 +328,7 @@ def _check_retained(retained: Results, data: TofuData) -> None:
         )
 
 
-def _compute_figures(results: Results, retained: Results | None) -> None:
+def compute_figures(results: Results, retained: Results | None = None) -> None:
     """Compute every figure that the items allow: ratios, means, AUCs and model utility."""
     for name, aggregate in {"forget": closer_to_1_better, **dict.fromkeys(SETS, true_better)}.items():
         right = f"{name}_Q_A_PARA_Prob" if name in ("forget", "retain") else f"{name}_Q_A_Prob"

@@ -46,7 +46,17 @@ from divdec.research.baselines.methods import METHODS, REFERENCES
 from divdec.research.baselines.run import build_method
 from divdec.research.compare.benchmark import Benchmark, check_inputs, load_benchmarks
 from divdec.research.compare.settings import CompareSettings, Trial, trials_of
-from divdec.research.compare.table import BenchmarkResults, SeedResult, TrialSummary, best_of, summarize, write_files
+from divdec.research.compare.table import (
+    TEST,
+    VALIDATION,
+    BenchmarkResults,
+    SeedResult,
+    TrialSummary,
+    best_of,
+    half_of,
+    summarize,
+    write_files,
+)
 from divdec.runs import ResultCache, RunFolder, output_folder, read_json, write_json
 from divdec.steering import Steering
 from divdec.training.distillation import distill
@@ -118,24 +128,27 @@ def _compare(
     results = _run_all(searched, trials, settings, output, report)
     summaries = _summaries(trials, searched, results, settings.variant)
     best = best_of(summaries)
+    validated = best_of(_summaries(trials, searched, results, settings.variant, VALIDATION))
+    chosen = [trial for trial in trials if trial.label == validated[trial.method].setting]
     if len(searched) < len(benchmarks):
         # The settings chosen on the first seeds are measured on the others, where nothing is chosen.
-        winners = [trial for trial in trials if trial.label == best[trial.method].setting]
+        winners = [trial for trial in trials if trial.label == best[trial.method].setting or trial in chosen]
         results |= _run_all(benchmarks[len(searched) :], winners, settings, output, report)
         summaries = _summaries(trials, benchmarks, results, settings.variant)
         best = {one.method: one for one in summaries if one.setting == best[one.method].setting}
-    chosen = {
+    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, settings.variant, TEST)}
+    winning = {
         seed: [one for one in own if one.failed is None and one.trial.label == best[one.trial.method].setting]
         for seed, own in results.items()
     }
-    leaks = _leaks(benchmarks, chosen, settings, output)
-    times = _times(benchmarks[0], chosen[benchmarks[0].seed], output)
+    leaks = _leaks(benchmarks, winning, settings, output)
+    times = _times(benchmarks[0], winning[benchmarks[0].seed], output)
     if not settings.keep_models:
-        winning = {one.folder for own in chosen.values() for one in own}
+        kept = {one.folder for own in winning.values() for one in own}
         for one in (one for own in results.values() for one in own):
-            if one.folder not in winning:
+            if one.folder not in kept:
                 shutil.rmtree(one.folder / MODEL, ignore_errors=True)
-    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started)
+    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, held_out)
 
 
 def _seed_folder(output: Path, benchmark: Benchmark) -> Path:
@@ -171,9 +184,17 @@ def _run_all(
 
 
 def _summaries(
-    trials: Sequence[Trial], benchmarks: Sequence[Benchmark], results: dict[int, list[TrialResult]], variant: str
+    trials: Sequence[Trial],
+    benchmarks: Sequence[Benchmark],
+    results: dict[int, list[TrialResult]],
+    variant: str,
+    half: int | None = None,
 ) -> list[TrialSummary]:
-    """Summarize every trial over the seeds on which it was run."""
+    """Summarize trials over the seeds on which they were run, on all questions or on one half of them."""
+
+    def read(result: TrialResult) -> Results:
+        return result.results if half is None else half_of(result.results, half)
+
     references = {}
     by_trial: dict[Trial, dict[int, TrialResult]] = {trial: {} for trial in trials}
     for benchmark in benchmarks:
@@ -181,15 +202,16 @@ def _summaries(
         for reference in own[: len(REFERENCES)]:
             if reference.failed is not None:
                 raise UsageError(f"{reference.trial.method} cannot be measured: {reference.failed}")
-        references[benchmark.seed] = own[0].results, own[1].results
+        references[benchmark.seed] = read(own[0]), read(own[1])
         for result in own:
-            by_trial[result.trial][benchmark.seed] = result
+            if result.trial in by_trial:
+                by_trial[result.trial][benchmark.seed] = result
     return [
         summarize(
             trial.method,
             trial.label,
             {
-                seed: SeedResult(one.results, one.seconds, one.extra_bytes, seed if benchmarks[0].own_questions else 0)
+                seed: SeedResult(read(one), one.seconds, one.extra_bytes, seed if benchmarks[0].own_questions else 0)
                 for seed, one in by_seed.items()
                 if one.failed is None
             },
@@ -322,7 +344,8 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         built = build_model(trial, benchmark, folder / MODEL, seed_folder / "work")
         model = load_trial(built.folder, trial)
         extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
-        subject = EvaluatedModel(model, load_tokenizer(benchmark.target))
+        # As in the paper's code: answers with the hard fill, likelihoods (which must be finite) with the soft one.
+        subject = EvaluatedModel(model, load_tokenizer(benchmark.target), soft_likelihoods=True)
         # No aggregate needs gradient norms, and they cost a backward pass per item.
         (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False)
         results.name = str(trial.folder)
@@ -399,8 +422,6 @@ def load_trial(folder: Path, trial: Trial) -> PreTrainedModel:
     """Load a trial's model, on an accelerator if one is available."""
     if trial.steering is not None or is_bundle(folder):  # δ-Unlearning writes a bundle too
         model = DivergenceForCausalLM.from_pretrained(folder)
-        # Likelihoods need finite logits, and the paper's figures of the rank rule use the soft fill throughout.
-        model.steering = dataclasses.replace(model.steering, fill="soft")
     else:
         model = load_model(folder).eval()
     device: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

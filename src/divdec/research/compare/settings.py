@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from divdec.errors import UsageError
+from divdec.options import EARLIER_VARIANTS, Variant
 from divdec.research.baselines.methods import REFERENCES, TITLES
 from divdec.research.ranges import CheckedSettings, Count, Natural
 from divdec.runs import settings_hash
@@ -141,7 +142,7 @@ class CompareSettings(CheckedSettings):
     """Number of attack prompts per question for Leak@k, measured on each method's best setting. 0 skips Leak@k."""
     limit: Count | None = None
     """Use only the first N questions of each set."""
-    variant: Literal["paper", "dd-repo", "relative"] = "paper"
+    variant: Variant = "openunlearning"
     """How aggregates are computed; see `divdec results score --help`."""
     jobs: Count = 1
     """Number of trials to run in parallel. Each runs in a separate process with an equal share of the CPU cores."""
@@ -152,6 +153,7 @@ class CompareSettings(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "variant", EARLIER_VARIANTS.get(self.variant, self.variant))
         if self.search_seeds is not None and not 1 <= self.search_seeds <= self.seeds:
             raise UsageError(f"search-seeds is {self.search_seeds}; accepted: 1 to the number of seeds, {self.seeds}")
         if not self.methods:
@@ -200,7 +202,10 @@ class Trial:
 
     def fingerprint(self, benchmark: Benchmark) -> str:
         """Digest of everything that determines the results, except the code."""
-        return settings_hash([self.method, self.options, self.constant, self.steering, benchmark.identity])
+        steering = self.steering
+        if steering is not None and steering.startswith("rank"):
+            steering += ", answers with the hard fill"  # earlier versions generated with the soft fill
+        return settings_hash([self.method, self.options, self.constant, steering, benchmark.identity])
 
 
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:

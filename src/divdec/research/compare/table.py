@@ -14,6 +14,7 @@ from rich.console import Console
 
 from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
 from divdec.evaluation.results import Results
+from divdec.evaluation.tofu import compute_figures
 from divdec.report.page import write_page
 from divdec.report.scores import MEASURES, best_index
 from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
@@ -25,6 +26,7 @@ from divdec.runs import write_json, write_text
 SHOWN = ("agg", "mem", "priv", "utility")
 FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
 COSTS = ("Training", "Memory", "Time a token")
+VALIDATION, TEST = 0, 1  # halves of the questions: those with even numbers choose a setting, the others report it
 TABLE, JSON, PAGE = "table.md", "comparison.json", "report.html"
 
 
@@ -108,6 +110,22 @@ class BenchmarkResults:
     times: dict[str, float]
     """Time per token relative to the target's, by method; on the first seed."""
     seconds: float
+    held_out: dict[str, TrialSummary] = dataclasses.field(default_factory=dict)
+    """By method, the setting that was chosen on one half of the questions, measured on the other half."""
+
+    def tried(self, method: str) -> int:
+        """Number of settings of a method."""
+        return sum(trial.method == method for trial in self.trials)
+
+
+def half_of(results: Results, half: int) -> Results:
+    """Results on one half of each set's questions: those with even (0) or odd (1) numbers."""
+    part = dataclasses.replace(results, figures={}, items={})
+    for metric, items in results.items.items():
+        if chosen := {str(int(index) // 2): fields for index, fields in items.items() if int(index) % 2 == half}:
+            part.items[metric] = chosen
+    compute_figures(part)
+    return part
 
 
 def summarize(
@@ -185,6 +203,7 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
     write_text(output / TABLE, markdown(results, settings))
     content = {
         "best": [dataclasses.asdict(trial) for trial in results.best.values()],
+        "held_out": [dataclasses.asdict(trial) for trial in results.held_out.values()],
         "without_best": sorted(without_best(results.trials)),
         "grid": [dataclasses.asdict(trial) for trial in results.trials],
         "leaks": {method: {str(k): value for k, value in own.items()} for method, own in results.leaks.items()},
@@ -201,6 +220,8 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         best=best,
         grid=results.trials,
         times=results.times,
+        held_out=results.held_out,
+        tried=results.tried,
         shown=SHOWN,
         measures=MEASURES,
         notes=_notes(results),
@@ -210,9 +231,9 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 
 def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the best settings without their intervals, and the notes."""
+    """Print the best settings without intervals, training times and memory (80 columns), and the notes."""
     console.print(_lead(results, settings), highlight=False)
-    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN), "Train", "Memory", "Time"]
+    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in SHOWN), "Held out", "Time"]
     rows = []
     for trial in _marked_best(results):
         values = (
@@ -221,8 +242,9 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
             else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
         )
         setting = trial.setting.replace("learning_rate", "lr")
-        costs = trial.costs(results.times.get(trial.method))
-        rows.append(dict(zip(heads, (trial.title, setting, *values, *costs), strict=True)))
+        *_, time_ratio = trial.costs(results.times.get(trial.method))
+        tried, (_, held_out) = str(results.tried(trial.method)), _held_out(results, trial.method, interval=False)
+        rows.append(dict(zip(heads, (trial.title, setting, tried, *values, held_out, time_ratio), strict=True)))
     console.print(terminal_table(rows, left=2))
     for note in _notes(results):
         console.print(note, highlight=False)
@@ -230,7 +252,7 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
 
 def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
     """Format the best settings, their leaks, the whole grid and the notes in Markdown."""
-    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results.times)}"
+    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results)}"
     if results.leaks:
         ks = list(next(iter(results.leaks.values())))
         rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
@@ -239,18 +261,29 @@ def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
     return text + "".join(f"\n{note}\n" for note in _notes(results))
 
 
-def _table(trials: Sequence[TrialSummary], times: Mapping[str, float] | None = None) -> str:
-    """Format settings in Markdown, with their costs if times are given."""
-    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN), *(COSTS if times is not None else ())]
+def _table(trials: Sequence[TrialSummary], results: BenchmarkResults | None = None) -> str:
+    """Format settings in Markdown. With the results, what the choice of the setting rests on, and the costs."""
+    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN)]
+    if results is not None:
+        heads += ["Settings tried", "Chosen on one half", "Agg on the other half", *COSTS]
     rows = []
     for trial in trials:
         cells = [f"{MEASURES[name].text(trial.values.get(name))} {trial.interval_text(name)}".strip() for name in SHOWN]
-        if times is not None:
-            cells += trial.costs(times.get(trial.method))
+        if results is not None:
+            cells += [str(results.tried(trial.method)), *_held_out(results, trial.method)]
+            cells += trial.costs(results.times.get(trial.method))
         if trial.has_failed:
             cells = [str(trial.failed).replace("|", "\\|"), *[""] * (len(cells) - 1)]
         rows.append([trial.title, trial.setting, *cells])
     return markdown_table(heads, rows)
+
+
+def _held_out(results: BenchmarkResults, method: str, *, interval: bool = True) -> tuple[str, str]:
+    """The setting chosen on one half of the questions, and Agg on the other half."""
+    if (trial := results.held_out.get(method)) is None:
+        return "–", "–"
+    text = MEASURES["agg"].text(trial.values.get("agg"))
+    return trial.setting, f"{text} {trial.interval_text('agg')}".strip() if interval else text
 
 
 def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
@@ -296,7 +329,8 @@ def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
     asked = "these very questions, as in the paper" if searched >= number else f"the {first} for the grid's others"
     return (
         f"{settings.data}, {settings.grid} grid, {seeds}, aggregates of the variant {settings.variant}; the best "
-        f"setting of each method by Agg on {asked}; 99 % bootstrap intervals over {drawn}, target and retrained model "
+        f"setting of each method by Agg on {asked}; held out: the setting with the highest Agg on the questions with "
+        f"even numbers, and its Agg on the others; 99 % bootstrap intervals over {drawn}, target and retrained model "
         "held fixed"
     )
 

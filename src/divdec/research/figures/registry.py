@@ -24,7 +24,7 @@ class FigureRequest:
     """Results of the target, if no folder of the runs is named so."""
     retrain: str | None = None
     """Results of the retrained model, if no folder of the runs is named so."""
-    variant: str = "paper"
+    variant: str = "openunlearning"
     """Computation of TOFU's aggregates."""
     level: float = 0.99
     """Level of the bootstrap intervals."""

@@ -11,6 +11,7 @@ from typing import Any
 from divdec.errors import UsageError
 from divdec.evaluation.aggregate import AGGREGATES, Bootstrap
 from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
+from divdec.options import EARLIER_VARIANTS
 from divdec.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
 from divdec.research.baselines.methods import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec.research.figures.registry import FigureRequest, Source, missing_data, run_path
@@ -130,7 +131,7 @@ def with_values(results: Sequence[MethodResult], *names: str) -> list[MethodResu
     wanted = [*(parts if any(name.startswith("agg") for name in names) else ()), *names]
     reasons = [result.reasons[name] for result in results for name in wanted if name in result.reasons]
     why = f": {reasons[0]}" if reasons else ""
-    hint = "; of summaries alone --variant dd-repo can be computed" if "truth_ratio" in why else ""
+    hint = "; of summaries alone --variant dd-paper can be computed" if "truth_ratio" in why else ""
     raise UsageError(f"no result has {' and '.join(MEASURES[name].short for name in names)}{why}{hint}")
 
 
@@ -179,10 +180,9 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("grid"), list):
         raise UsageError(f"{source.path} is not a comparison of `divdec compare`")
-    if content["variant"] != variant:
-        raise UsageError(
-            f"{source.path} holds aggregates of the variant {content['variant']}; give --variant {content['variant']}"
-        )
+    recorded = EARLIER_VARIANTS.get(content["variant"], content["variant"])
+    if recorded != EARLIER_VARIANTS.get(variant, variant):
+        raise UsageError(f"{source.path} holds aggregates of the variant {recorded}; give --variant {recorded}")
     results = []
     for row in content["grid"]:
         method, setting, rule, strength = row["method"], row["setting"], None, None
