@@ -276,7 +276,7 @@ def tables(results):
     heads = ["Method", "Setting", *FIGURES, "Mem", "Priv", "Utility", *(f"Agg {name}" for name in VARIANTS)]
     rows = []
     for row in results["rows"]:
-        cells = [row[name] for name in FIGURES] + [row["paper"][name] for name in ("mem", "priv", "utility")]
+        cells = [row[name] for name in FIGURES] + [row["openunlearning"][name] for name in ("mem", "priv", "utility")]
         cells += [row[variant]["agg"] for variant in VARIANTS]
         title = f"**{TITLES[row['method']]}**" if row["best"] else TITLES[row["method"]]
         rows.append([title, row["setting"], *map(number, cells)])

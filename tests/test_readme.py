@@ -88,7 +88,7 @@ def test_readme_links_resolve(page):
 def test_documented_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
-        for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
+        for target in re.findall(r"`make ([a-z0-9-]+)", page.read_text()):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{page.name}: make {target}"
 
 
