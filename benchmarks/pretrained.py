@@ -26,7 +26,7 @@ from divdec.training.auxiliaries import train_auxiliaries
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings
 from divdec.training.shrinking import shrink
 
-SETTINGS = "linear:0.5", "linear:1", "rank:5", "rank:20", "rank:50"
+SETTINGS = "linear:0.5", "linear:1", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3"
 COLUMNS = "forget", "reworded", "retain", "unlisted", "neutral", "perplexity"
 LENGTH = 32  # tokens of a neutral answer
 
@@ -75,7 +75,7 @@ def main() -> None:
                 AuxiliarySettings(
                     base=options.base, target=options.target, recipe=options.recipe, forget=str(paths["forget"]),
                     retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, lr=options.lr, seed=seed,
-                    steering="rank:20",
+                    steering="rank:20:3",
                 ),
                 measure=False,
             )  # fmt: skip

@@ -11,7 +11,9 @@ def steered_logits(target, retain, forget, ids, steering, vocab_size=None):
     """Steered logits after each token of one sequence, written from equations 1 and 2 alone."""
     with torch.no_grad():
         P, q, p = (model(input_ids=torch.tensor([ids])).logits[0].float() for model in (target, retain, forget))
-    vocab_size = vocab_size or min(logits.shape[-1] for logits in (P, q, p))
+    shared = min(q.shape[-1], p.shape[-1])
+    q, p = (logits[:, :shared].log_softmax(-1) for logits in (q, p))
+    vocab_size = vocab_size or min(P.shape[-1], shared)
     P, q, p = (logits[:, :vocab_size] for logits in (P, q, p))
     if steering.rule == "linear":
         return P + steering.alpha * (q - p)
@@ -24,7 +26,11 @@ def rank(target, divergence, steering):
     worst = sorted(allowed, key=lambda token: (divergence[token].item(), token))[: steering.k]
     filling = -float("inf") if steering.fill == "hard" else sorted(target.tolist(), reverse=True)[steering.k - 1]
     steered = target.clone()
-    steered[worst] = filling
+    for token in worst:
+        if steering.margin is None:
+            steered[token] = filling
+        elif -divergence[token] >= steering.margin:
+            steered[token] = min(filling, target[token].item())
     return steered
 
 
@@ -72,7 +78,7 @@ class StepByStep:
     """What a steered model says after a text: one uncached, unpadded pass of each part for every text anew.
 
     Attributes:
-        divergence: a function of a text (a list of token ids) that gives ℓ_q − ℓ_p after its last token.
+        divergence: a function of a text (a list of token ids) that gives log q − log p after its last token.
         takedowns: a registry whose correction is added to the target's logits, or None.
     """
 

@@ -60,11 +60,13 @@ def test_rank_rule_depends_only_on_divergence_order(target, divergence, k, scale
 
 
 @settings(max_examples=300)
-@given(ROW, st.one_of(ROW, TIED_ROW), st.data(), st.sampled_from(["hard", "soft"]))
-def test_rank_rule_matches_stable_sort(target, divergence, data, fill):
+@given(
+    ROW, st.one_of(ROW, TIED_ROW), st.data(), st.sampled_from(["hard", "soft"]), st.sampled_from([None, 0.0, 0.5, 3.0])
+)
+def test_rank_rule_matches_stable_sort(target, divergence, data, fill, margin):
     eligible = data.draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=2).map(lambda ids: tuple(sorted(ids))))
     k = data.draw(st.integers(1, (VOCAB if eligible is None else len(eligible)) - 1))
-    steering = Steering("rank", k=k, fill=fill, vocabulary=eligible)
+    steering = Steering("rank", k=k, margin=margin, fill=fill, vocabulary=eligible)
     expected = reference.rank(target, divergence, steering)
     assert torch.equal(steering.apply(target, divergence), expected)
     assert steering.apply(target, divergence).isfinite().any()
@@ -87,6 +89,9 @@ def test_rank_masks_match_hand_computed_values():
     assert hard.tolist() == [-math.inf, 4.0, 3.0, -math.inf]
     soft = steer_rank(target, divergence, 2, fill="soft")
     assert soft.tolist() == [4.0, 4.0, 3.0, 4.0]
+    # With a margin, tokens on which p and q nearly agree stay, and no logit is raised.
+    assert steer_rank(target, divergence, 3, margin=1.5).tolist() == [5.0, 4.0, 3.0, -math.inf]
+    assert steer_rank(target, divergence, 2, fill="soft", margin=0.5).tolist() == [4.0, 4.0, 3.0, 2.0]
     eligible = torch.tensor([False, True, True, False])
     assert steer_rank(target, divergence, 1, eligible=eligible).tolist() == [5.0, 4.0, -math.inf, 2.0]
 
@@ -138,7 +143,7 @@ def test_k_is_checked_against_eligible_vocabulary():
         Steering("rank", k=1, vocabulary=(3, 12)).check_vocabulary(10)
 
 
-@pytest.mark.parametrize("text", ["linear:1.5", "linear:0", "rank:20", "rank:20:soft"])
+@pytest.mark.parametrize("text", ["linear:1.5", "linear:0", "rank:20", "rank:20:soft", "rank:20:3", "rank:20:2.5:soft"])
 def test_steering_round_trips_through_string_and_json(text):
     steering = Steering.parse(text)
     assert str(steering) == text
@@ -170,7 +175,10 @@ def test_large_vocabulary_bitmap_is_compact():
         ("linear", "accepted"),
         ("rank:1.5", "whole number"),
         ("rank:0", "at least 1"),
-        ("rank:5:medium", "hard"),
+        ("rank:5:medium", "margin in 'rank:5:medium' is not a number"),
+        ("rank:5:3:medium", "unknown fill 'medium'"),
+        ("rank:5:-1", "margin is -1.0; accepted: a number from 0 to 100"),
+        ("rank:5:nan", "margin is nan"),
         (7, "accepted"),
         ({"rule": "linear", "strength": 2}, "unknown fields"),
         ({"rule": "rank", "vocabulary": "%%%"}, "bitmap"),
@@ -209,6 +217,9 @@ def unchecked():
         ({"k": True}, "whole number"),
         ({"k": math.nan}, "whole number"),
         ({"k": np.float64(3)}, "whole number"),
+        ({"margin": "3"}, "margin is '3'; accepted: a number from 0 to 100"),
+        ({"margin": -1}, "margin is -1"),
+        ({"margin": math.inf}, "margin is inf"),
         ({"allow_negative": 1, "alpha": -1}, "allow_negative is 1; accepted: true, false"),
         ({"rule": ["rank"]}, "unknown steering rule"),
         ({"fill": None}, "unknown fill"),

@@ -21,7 +21,11 @@ from divdec.fail_closed import check
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
 LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
-ACCEPTED = "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20) or 'rank:K:soft'"
+LARGEST_MARGIN = 100.0  # no probabilities differ by such a factor in float32
+ACCEPTED = (
+    "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20), 'rank:K:MARGIN' (rank:20:3), and for "
+    "likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
+)
 NOT_FINITE = "the steered logits contain NaN or +inf, or rule out every token; no answer is given"
 
 
@@ -32,7 +36,7 @@ def steer_linear(
 
     Args:
         target_logits: ℓ_P, of any floating dtype.
-        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        divergence: ℓ_q − ℓ_p over the same vocabulary, up to a constant per position.
         alpha: strength; 0 leaves the target unchanged, 1 replaces its p by q.
 
     Returns:
@@ -48,20 +52,24 @@ def steer_rank(
     fill: str = "hard",
     eligible: Bool[Tensor, " vocab"] | None = None,
     *,
+    margin: float | None = None,
     smallest: Float[Tensor, "... ordered"] | None = None,
     largest: Float[Tensor, "... top"] | None = None,
 ) -> Float[Tensor, "... vocab"]:
     """Mask the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
 
-    Ties in the divergence are resolved by token id, lowest first.
+    Ties in the divergence are resolved by token id, lowest first. The margin is not in the paper: without it, k tokens
+    are masked even where p and q agree.
 
     Args:
         target_logits: ℓ_P, of any floating dtype.
-        divergence: ℓ_q − ℓ_p over the same vocabulary.
+        divergence: ℓ_q − ℓ_p over the same vocabulary; with a margin, log q − log p.
         k: number of tokens masked at every position.
         fill: value of a masked logit: 'hard' is −inf (decoding), 'soft' the k-th largest target logit of the
             position (likelihoods stay finite).
         eligible: tokens that may be masked; None for all.
+        margin: mask only those of the k tokens whose divergence is at most −margin (nats, for neural auxiliaries). The
+            soft fill then raises no logit.
         smallest: the first entries (more than k) of the eligible divergence in ascending order, if already known.
         largest: the first entries (at least k) of the target's logits in descending order, if already known.
 
@@ -83,8 +91,11 @@ def steer_rank(
         filling = largest[..., k - 1 : k]
     else:
         filling = torch.full_like(kth, -math.inf)
+    if margin is not None:
+        filling = torch.minimum(filling, target_logits)
     special = undefined | (kth == following)
     if special.device.type == "cpu" and not special.any():  # on a GPU the test would cost more than the general case
+        kth = kth if margin is None else kth.clamp(max=-margin)
         return torch.where(ranked <= kth, filling, target_logits)
     # Entries below the k-th smallest, then the lowest ids of those equal to it: a stable sort without the sort.
     below, tied = ranked < kth, ranked == kth
@@ -92,6 +103,8 @@ def steer_rank(
         tied = tied & eligible.to(tied.device)
     remaining = k - below.sum(dim=-1, keepdim=True)
     masked = below | (tied & (tied.cumsum(dim=-1) <= remaining))
+    if margin is not None:
+        masked = masked & (ranked <= -margin)
     return torch.where(masked, filling, target_logits).masked_fill(undefined, math.nan)
 
 
@@ -121,6 +134,8 @@ class Steering:
     """Strength of the linear rule."""
     k: int = 20
     """Number of tokens that the rank rule masks."""
+    margin: float | None = None
+    """Least log p − log q of a token that the rank rule masks; None for any."""
     fill: str = "hard"
     """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
@@ -151,6 +166,10 @@ class Steering:
             )
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
+        if self.margin is not None:
+            if not _is_number(self.margin, numbers.Real) or not 0 <= self.margin <= LARGEST_MARGIN:
+                raise UsageError(f"margin is {self.margin!r}; accepted: a number from 0 to {LARGEST_MARGIN:g}")
+            object.__setattr__(self, "margin", float(self.margin))
         object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
@@ -158,7 +177,7 @@ class Steering:
 
     @classmethod
     def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
-        """Read a setting from a string ('linear:1.5', 'rank:20', 'rank:20:soft'), a mapping or a Steering.
+        """Read a setting from a string ('linear:1.5', 'rank:20', 'rank:20:3', 'rank:20:soft'), a mapping or a Steering.
 
         Raises:
             UsageError: the rule is unknown, or its value is not a number or out of range.
@@ -173,9 +192,13 @@ class Steering:
         if rule == "linear" and len(values) == 1:
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
             return cls(rule="linear", alpha=alpha, allow_negative=allow_negative)
-        if rule == "rank" and len(values) in (1, 2):
+        if rule == "rank" and len(values) in (1, 2, 3):
             k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
-            return cls(rule="rank", k=k, fill=values[1] if len(values) == 2 else "hard")
+            fill = values.pop() if len(values) == 3 or values[-1] in FILLS else "hard"
+            margin = None
+            if len(values) == 2:
+                margin = _parse_number(values[1], float, f"margin in {value!r} is not a number")
+            return cls(rule="rank", k=k, margin=margin, fill=fill)
         raise UsageError(f"steering is {value!r}; {ACCEPTED}")
 
     def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
@@ -189,7 +212,8 @@ class Steering:
     def __str__(self) -> str:
         if self.rule == "linear":
             return f"linear:{self.alpha:g}"
-        return f"rank:{self.k}" + (":soft" if self.fill == "soft" else "")
+        margin = "" if self.margin is None else f":{self.margin:g}"
+        return f"rank:{self.k}{margin}" + (":soft" if self.fill == "soft" else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; the eligible vocabulary becomes a compressed bitmap."""
@@ -247,7 +271,7 @@ class Steering:
 
         Args:
             target_logits: ℓ_P, of any floating dtype.
-            divergence: ℓ_q − ℓ_p over the same vocabulary.
+            divergence: log q − log p over the same vocabulary.
             eligible: `self.eligible(vocab_size)`, if the caller has it already.
             **order: `smallest` and `largest` of `steer_rank`, if the caller has them already.
 
@@ -259,7 +283,7 @@ class Steering:
         """
         if self.rule == "rank":
             eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
-            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, **order)
+            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin, **order)
         else:
             steered = steer_linear(target_logits, divergence, self.alpha)
         # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.

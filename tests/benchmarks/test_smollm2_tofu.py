@@ -68,7 +68,9 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     assert [row["method"] for row in results["rows"]] == ["target", "retrain", "linear", "npo", "ngram-filter"]
     assert all(row["best"] and 0 <= row["leak"]["1"] <= 1 for row in results["rows"])
     retrain = results["rows"][1]
-    assert [retrain[variant]["priv"] for variant in ("openunlearning", "dd-paper", "relative")] == pytest.approx([1, 1, 1])
+    assert [retrain[variant]["priv"] for variant in ("openunlearning", "dd-paper", "relative")] == pytest.approx(
+        [1, 1, 1]
+    )
     relearned = results["relearning"]
     assert [point["step"] for point in relearned["npo"]["curve"]] == [0, 1, 2]
     assert set(relearned) == {"target", "retrain", "npo"}

@@ -213,7 +213,7 @@ def _pair(retain, forget):
 
 def _difference(retain, forget):
     width = min(len(retain), len(forget))
-    return retain[:width] - forget[:width]
+    return retain[:width].log_softmax(-1) - forget[:width].log_softmax(-1)
 
 
 @functools.cache

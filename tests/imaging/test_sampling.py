@@ -224,7 +224,7 @@ def test_any_causal_image_token_model_can_be_steered():
     )  # fmt: skip
     with torch.no_grad():
         target, q, p = (piece(drawn[:, :-1]).logits for piece in parts)
-        assert_close(model(drawn[:, :-1]).logits, target + 2 * (q - p))
+        assert_close(model(drawn[:, :-1]).logits, target + 2 * (q.log_softmax(-1) - p.log_softmax(-1)))
     best = (target + 2 * (q - p)).argmax(-1)
     assert_same_answers(model, begin.tolist(), drawn, torch.cat([begin, best], dim=1), eos_token_id=None)
     assert not torch.equal(target.argmax(-1), drawn[:, 1:])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM
 
 CANDIDATES = tuple(
-    Steering.parse(text) for text in ("linear:0.5", "linear:1", "linear:1.5", "rank:5", "rank:20", "rank:50")
+    Steering.parse(text) for text in ("linear:0.5", "linear:1", "linear:1.5", "rank:5:3", "rank:20:3", "rank:50:3")
 )
 LEAST_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""

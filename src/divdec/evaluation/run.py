@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
-    """Parse settings such as 'linear:0.5,1,1.5' and 'rank:1,5,20'.
+    """Parse settings such as 'linear:0.5,1,1.5', 'rank:1,5,20' and 'rank:5,20:3' (with a margin).
 
     Rank settings get the soft fill, which likelihoods need.
 
@@ -40,9 +40,11 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
     settings: list[Steering] = []
     for text in texts:
         rule, _, values = text.partition(":")
-        values, _, fill = values.partition(":")
+        values, *ending = values.split(":")
+        if rule == "rank" and ending[-1:] not in (["soft"], ["hard"]):
+            ending.append("soft")
+        ending = "".join(f":{one}" for one in ending)
         for value in values.split(","):
-            ending = ":soft" if rule == "rank" and fill in ("", "soft") else f":{fill}" if fill else ""
             settings.append(Steering.parse(f"{rule}:{value}{ending}", allow_negative=allow_negative))
     if len({str(setting) for setting in settings}) < len(settings):
         raise UsageError(f"the sweep {' '.join(texts)} names a setting twice")

@@ -36,14 +36,13 @@ class NeuralPair(BaseExperts, nn.Module):
         return PairCache(new_cache(self.retain), new_cache(self.forget))
 
     def compute(self, inputs: Inputs, cache: PairCache | None, logits_to_keep: int) -> Tensor:
-        """Compute ℓ_q − ℓ_p (paper, eq. 1); tokens that an auxiliary has read ahead are not read again."""
+        """Compute log q − log p (paper, eq. 1); tokens that an auxiliary has read ahead are not read again."""
         if cache is None:
             q, p = (logits_of(model, *inputs, None, logits_to_keep) for model in (self.retain, self.forget))
         else:
             q = cache.retain.logits(self.retain, *inputs, logits_to_keep)
             p = cache.forget.logits(self.forget, *inputs, logits_to_keep)
-        q, p = q[..., : self.vocab_size], p[..., : self.vocab_size]
-        return q.float() - p.to(q.device).float()
+        return divergence_of(q, p)
 
     def read_ahead(
         self,
@@ -59,6 +58,17 @@ class NeuralPair(BaseExperts, nn.Module):
         """
         model, own = (self.retain, cache.retain) if name == "retain" else (self.forget, cache.forget)
         return own.read_ahead(model, input_ids, attention_mask, position_ids)[..., : self.vocab_size]
+
+
+def divergence_of(q_logits: Float[Tensor, "... _"], p_logits: Float[Tensor, "... _"]) -> Float[Tensor, "... vocab"]:
+    """Compute log q − log p over the tokens that both have, in float32.
+
+    This is ℓ_q − ℓ_p of the paper's eq. 1 up to a constant per position, which changes neither rule; the margin of the
+    rank rule needs probabilities.
+    """
+    width = min(q_logits.shape[-1], p_logits.shape[-1])
+    q, p = q_logits[..., :width].float(), p_logits[..., :width].to(q_logits.device).float()
+    return q - p - (q.logsumexp(dim=-1, keepdim=True) - p.logsumexp(dim=-1, keepdim=True))
 
 
 class PairCache(Cache):

@@ -19,7 +19,7 @@ _ROW_METHODS = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_selec
 
 @runtime_checkable
 class Experts(Protocol):
-    """A retain and a forget model that compute ℓ_q − ℓ_p over the target's vocabulary."""
+    """A retain and a forget model that compute log q − log p over the target's vocabulary."""
 
     vocab_size: int
     """Width of the divergence: the vocabulary that both models share."""
@@ -36,7 +36,7 @@ class Experts(Protocol):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """Return ℓ_q − ℓ_p after each of the last `logits_to_keep` tokens (after every token if 0), in float32.
+        """Return log q − log p after each of the last `logits_to_keep` tokens (after every token if 0), in float32.
 
         Args:
             input_ids: the tokens that `cache` does not hold yet.

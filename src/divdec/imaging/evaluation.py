@@ -103,7 +103,7 @@ def rule_name(steering: Steering) -> tuple[str, str]:
     """Method and config of a rule in the paper's tables."""
     if steering.rule == "linear":
         return "Linear", f"α={steering.alpha:g}"
-    return "Rank", f"k={steering.k}"
+    return "Rank", f"k={steering.k}" + ("" if steering.margin is None else f", margin={steering.margin:g}")
 
 
 def frechet_distances(

@@ -317,7 +317,9 @@ def restrict_to_codes(steering: Steering, layout: ImageLayout) -> Steering:
         UsageError: it is the soft rank rule, under which suppressed tokens can be sampled.
     """
     if steering.rule == "rank" and steering.fill == "soft":
-        raise UsageError(f"{steering} is for likelihoods; sample images with rank:{steering.k}")
+        raise UsageError(
+            f"{steering} is for likelihoods; sample images with {dataclasses.replace(steering, fill='hard')}"
+        )
     if steering.rule == "rank" and layout.no_codes:
         return dataclasses.replace(steering, vocabulary=tuple(range(layout.codes)))
     return steering

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
-DEFAULT_RULE = "rank:5"
+DEFAULT_RULE = "rank:20:3"
 SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 MOST_ANSWERED, ANSWER = 512, 32  # questions of the forget set that the target answers in its own words; tokens
 MAX_ATTEMPTS = 4

@@ -338,7 +338,7 @@ def _check_teacher(config: DivergenceConfig, steering: Steering, settings: Disti
     if steering.rule == "rank" and steering.fill == "hard":
         raise UsageError(
             f"the rule {steering} gives masked tokens probability 0, so that the loss is infinite; distil from "
-            f"rank:{steering.k}:soft or linear:ALPHA (--steering)"
+            f"{steering}:soft or linear:ALPHA (--steering)"
         )
     if steering.rule == "linear" and steering.alpha == 0:
         raise UsageError("linear:0 steers nothing: the student would learn the target itself (--steering linear:1.5)")

@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import same_weights
+from divdec.experts.neural import divergence_of, same_weights
 from divdec.fail_closed import check_divergence, check_target
 from divdec.model.checkpoint import weight_files
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
@@ -118,8 +118,8 @@ class DivergenceForCausalLM(nn.Module):
         logits = {part: model.compute_logits(hidden[part].contiguous()) for part, model in self.models.items()}
         if any(values is None for values in logits.values()):
             return None
-        logits = {part: values[..., : self.vocab_size].float() for part, values in logits.items()}
-        target = logits["target"]
+        target = logits.pop("target")[..., : self.vocab_size].float()
+        auxiliaries = [logits[part] for part in AUXILIARIES if part in logits]
         check_target(target)
         contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
         if self.takedowns is not None:
@@ -128,8 +128,8 @@ class DivergenceForCausalLM(nn.Module):
             check_divergence(correction)
             target = target + correction.to(target.device)
         divergence = torch.zeros_like(target)
-        if "retain_auxiliary" in logits:
-            divergence = logits["retain_auxiliary"] - logits["forget_auxiliary"]
+        if auxiliaries:
+            divergence = divergence_of(*auxiliaries)[..., : self.vocab_size]
         if self.ngrams is not None:
             assert contexts is not None
             ngrams = self.ngrams.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
