@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from divdec.configuration import NO_RULE
 from divdec.errors import UsageError
 from divdec.experts.protocol import BaseExperts, Experts, Inputs, lengths_of
-from divdec.steering import Steering
+from divdec.steering import NO_RULE, Steering
 
 
 class CombinedExperts(BaseExperts, nn.Module):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, NO_RULE, PARTS, DivergenceConfig
+from divdec.configuration import AUXILIARIES, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     INDEX,
@@ -37,7 +37,7 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.loading import read_config, weight_of
 from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
-from divdec.steering import Steering
+from divdec.steering import NO_RULE, Steering
 
 if TYPE_CHECKING:
     from torch import Tensor
