@@ -153,6 +153,11 @@ def write_bundle(
     count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
     vocab_size = min(_vocabulary(configs, tokenizers, paths, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
+    if ngram is not None and retain_auxiliary is None:
+        from divdec.experts.combined import CombinedExperts, check_rule
+        from divdec.experts.ngram_fit import load_pair
+
+        check_rule(steering, CombinedExperts([(load_pair(folders["ngram"]), ngram_weight)]))
     for part, reference in references.items():
         if reference.folder is not None:
             folder = _stored_path(reference.folder, paths[part], output.resolve())
