@@ -16,6 +16,7 @@ from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
 from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
+from divdec.serving.logprobs import LogprobPolicy, default_level
 
 if TYPE_CHECKING:
     from divdec.serving import ServerOptions
@@ -44,6 +45,9 @@ class ServeSettings:
     """Further bundles, as name=path; clients choose by name."""
     registry: str | None = None
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
+    logprobs: str | None = None
+    """What replies tell of probabilities: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
+    logit_bias and log-probabilities of the prompt. Default: off with --registry, full without. vLLM: off or full."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """Inference engine: embedded (this process), or vllm."""
     vllm_options: str = ""
@@ -78,6 +82,10 @@ class ServeSettings:
             )
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
+        if self.logprobs is not None:
+            policy = LogprobPolicy.parse(self.logprobs)
+            if self.engine == "vllm" and policy.level not in ("off", "full"):
+                raise UsageError(f"--logprobs is {self.logprobs!r}; accepted with --engine vllm: off, full")
 
 
 # Fields of the embedded server that vLLM replaces by its own or lacks.
@@ -142,7 +150,9 @@ def serve(
             name: build_engine(name, path, settings, choice, speculation, loading, experts)
             for name, path in bundles.items()
         }
-        run_server(engines, port, options)
+        follows = any(engine.count_takedowns() is not None for engine in engines.values())
+        policy = LogprobPolicy.parse(settings.logprobs or default_level(follows))
+        run_server(engines, port, dataclasses.replace(options, logprobs=policy))
     finally:
         port.close()
 
@@ -180,6 +190,7 @@ def _serve_vllm(
         name=name,
         speculative=VLLM_DRAFT_LENGTH if length is True else length,
         registry=None if settings.registry is None else Path(settings.registry),
+        logprobs=settings.logprobs,
         verify=not loading.no_verify,
         host=settings.host,
         port=settings.port,

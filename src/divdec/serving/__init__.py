@@ -8,6 +8,7 @@ import socket
 import ssl
 
 from divdec.errors import UsageError, first_line
+from divdec.serving.logprobs import LogprobPolicy
 
 SHORTEST_KEY = 16  # characters
 
@@ -30,6 +31,8 @@ class ServerOptions:
     """Seconds that running requests have to finish at shutdown."""
     log_prompts: bool = False
     """Log prompts."""
+    logprobs: LogprobPolicy = LogprobPolicy()  # noqa: RUF009  frozen
+    """Which log-probabilities replies may contain."""
     ssl_certfile: str | None = None
     """Certificate (PEM) with its chain."""
     ssl_keyfile: str | None = None

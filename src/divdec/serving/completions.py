@@ -74,7 +74,7 @@ class CompletionCall:
 
     def __init__(self, body: CompletionRequest | ChatCompletionRequest, server: Server, request: Request) -> None:
         self.body, self.server, self.request = body, server, request
-        self.engine = server.find_model(body.model)
+        self.engine, self.policy = server.find_model(body.model), server.options.logprobs
         self.record: RequestRecord = request.state.record
         self.record.model, self.record.stream = self.engine.name, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
@@ -83,6 +83,8 @@ class CompletionCall:
 
     async def respond(self) -> Response:
         """Answer the request; an error before the first event of a stream is an ordinary error reply."""
+        if (field := self.policy.find_refused(vars(self.body))) is not None:
+            raise invalid(self.policy.refusal(field), field, "logprobs_refused")
         await self.prepare()
         self._check_logprob_values()
         if not self.body.stream:
@@ -318,10 +320,10 @@ class TextCompletion(CompletionCall):
         def add(token: int, offset: int, logprob: TokenLogprob | None) -> None:
             names["tokens"].append(self._name(token))
             names["text_offset"].append(offset)
-            names["token_logprobs"].append(None if logprob is None else logprob.logprob)
+            names["token_logprobs"].append(None if logprob is None else self.policy.shown(logprob.logprob))
             top: dict[str, float] = {}
             for other, value in () if logprob is None else (*logprob.top, (token, logprob.logprob)):
-                top.setdefault(self._name(other), value)
+                top.setdefault(self._name(other), self.policy.shown(value))
             names["top_logprobs"].append(None if logprob is None else top)
 
         if reply.prompt_logprobs is not None:
@@ -389,7 +391,10 @@ class ChatCompletion(CompletionCall):
 
     def _token(self, token: int, logprob: float) -> Event:
         name = self.engine.token_name(token, by_id=self.body.return_tokens_as_token_ids)
-        return {"token": name, "logprob": logprob, "bytes": list(self.engine.token_bytes(token)) or None}
+        return {
+            "token": name, "logprob": self.policy.shown(logprob),
+            "bytes": list(self.engine.token_bytes(token)) or None,
+        }  # fmt: skip
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
