@@ -194,7 +194,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         save_packed(self, save_directory, **kwargs)
 
-    def push_to_hub(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, **kwargs: Any
     ) -> str:
         """Push the bundle that the model was loaded from to the hub, as it is on disk and was measured.
