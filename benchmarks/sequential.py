@@ -74,10 +74,8 @@ class SequentialSettings:
 
     steering: tuple[str, ...] = ("linear:0.75", "linear:1.5", "linear:3")
     """Rules of each pair; the chosen one is also the teacher's."""
-    lr: tuple[float, ...] = (1e-4, 2e-4, 4e-4)
-    """Peak learning rates of distillation."""
-    baseline_lr: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
-    """Peak learning rates of each baseline."""
+    lr: tuple[float, ...] = (2e-4, 5e-4, 1e-3)
+    """Peak learning rates of distillation and of each baseline."""
     temperature: float = 1.5
     """T of the distillation loss."""
     epochs: float = 10.0
@@ -91,9 +89,7 @@ class SequentialSettings:
 
     def of(self, method: str) -> tuple[Setting, ...]:
         """The settings of a method."""
-        if method in (STEERED, FORGET_RETAIN):
-            return self.steering
-        return self.lr if method == DISTILLED else self.baseline_lr
+        return self.steering if method in (STEERED, FORGET_RETAIN) else self.lr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,16 +261,9 @@ def run_sequential(
     candidates: list[Candidate] = []
     for method in METHODS:
         by_setting = {setting: measure(method, PROTOCOLS[0], 1, setting) for setting in settings.of(method)}
-        halves = {setting: every_second(scores) for setting, scores in by_setting.items()}
-        tried = {
-            setting: Candidate(
-                method, str(setting), statistics.fmean(half[request_name(1)]), statistics.fmean(half[RETAIN]),
-                distance(half, every_second(plain["retrained"])),
-            )
-            for setting, half in halves.items()
-        }  # fmt: skip
-        candidates += tried.values()
-        setting = builder.chosen[method] = min(tried, key=lambda setting: tried[setting].to_retrained)
+        setting, tried = choose_setting(method, by_setting, plain["retrained"])
+        builder.chosen[method] = setting
+        candidates += tried
         first = by_setting[setting]
         for protocol, step in itertools.product(PROTOCOLS, range(1, len(sequence.requests) + 1)):
             scores = first if step == 1 else measure(method, protocol, step, setting)
@@ -434,9 +423,19 @@ class SequenceBuilder:
         return str(path)
 
 
-def every_second(scores: Mapping[str, Sequence[float]]) -> Scores:
-    """Half of the items of each set, on which settings are chosen."""
-    return {name: list(values[::2]) for name, values in scores.items()}
+def choose_setting(
+    method: str, by_setting: Mapping[Setting, Scores], retrained: Scores
+) -> tuple[Setting, list[Candidate]]:
+    """Choose the setting whose first step is closest to the retrained model on every second item of each set."""
+
+    def half(scores: Scores) -> Scores:
+        return {name: values[::2] for name, values in scores.items()}
+
+    tried = {}
+    for setting, scores in by_setting.items():
+        request, retain = (statistics.fmean(half(scores)[name]) for name in (request_name(1), RETAIN))
+        tried[setting] = Candidate(method, str(setting), request, retain, distance(half(scores), half(retrained)))
+    return min(tried, key=lambda setting: tried[setting].to_retrained), list(tried.values())
 
 
 def distance(scores: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]]) -> float:
@@ -517,9 +516,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("../shared/data/muse_news"), help="folder with MUSE-News")
     parser.add_argument("--steering", nargs="+", default=SequentialSettings.steering, help="rules to choose from")
     parser.add_argument("--temperature", type=float, default=SequentialSettings.temperature, help="of distillation")
-    parser.add_argument("--lr", nargs="+", type=float, default=SequentialSettings.lr, help="rates of distillation")
     parser.add_argument(
-        "--baseline-lr", nargs="+", type=float, default=SequentialSettings.baseline_lr, help="rates of each baseline"
+        "--lr", nargs="+", type=float, default=SequentialSettings.lr, help="of training, to choose from"
     )
     parser.add_argument("--epochs", type=float, default=SequentialSettings.epochs, help="of distillation and baselines")
     parser.add_argument("--seed", type=int, default=0)
@@ -531,9 +529,7 @@ def main() -> int:
     try:
         demo = args.world == "demo"
         sequence = demo_sequence(args.steps, args.seed) if demo else muse_sequence(args.data, args.steps)
-        settings = SequentialSettings(
-            tuple(args.steering), tuple(args.lr), tuple(args.baseline_lr), args.temperature, args.epochs, args.seed
-        )
+        settings = SequentialSettings(tuple(args.steering), tuple(args.lr), args.temperature, args.epochs, args.seed)
         cache = cache_folder() / ("demo" if demo else "sequential-muse") / "models"
         result = run_sequential(
             sequence, settings, output, cache, overwrite=args.overwrite,

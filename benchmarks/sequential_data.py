@@ -62,7 +62,7 @@ def demo_sequence(
     Args:
         steps: number of requests.
         seed: seed of the world.
-        world: its size; the demo's by default, whose models are then shared with the demo.
+        world: its size; the demo's by default, whose bases are then shared with the demo.
         recipe: the demo's by default.
 
     Raises:

@@ -22,9 +22,9 @@ from sequential import (
     Candidate,
     SequenceStep,
     SequentialSettings,
+    choose_setting,
     distance,
     distance_interval,
-    every_second,
     run_sequential,
     sequential_table,
     train_models,
@@ -45,7 +45,7 @@ def tiny_sequence(steps=2, seed=0):
     return dataclasses.replace(sequence, questions=asked, max_new_tokens=4)
 
 
-SETTINGS = SequentialSettings(steering=("linear:1.5",), lr=(1e-3, 1e-2), baseline_lr=(1e-3,), epochs=1.0)
+SETTINGS = SequentialSettings(steering=("linear:0.5", "linear:5"), lr=(1e-3,), epochs=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def test_the_authors_are_split_into_requests():
             assert all(fact in r.answer for fact, r in zip(questions.facts, questions.records, strict=True))
 
 
-def test_sequential_benchmark_uses_demo_models(world):
-    """The same texts, in the same order: what the demo has trained is not trained again."""
+def test_sequential_benchmark_uses_demo_data(world):
+    """The same texts, in the same order: bases that the demo has trained are not trained again."""
     from divdec.data.world import build_world
 
     sequence, material = (
@@ -191,82 +191,87 @@ def test_sequential_run_writes_metrics_items_table_plot_and_models(finished):
     assert table.count("| sustainability: ") == table.count("| scaling: ") == len(METHODS)
 
 
+def items_of(output):
+    return [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
+
+
 def scores_of(output):
     """Each model's scores by question set, from the items of a run."""
     found = {}
-    for line in (output / "items.jsonl").read_text().splitlines():
-        item = json.loads(line)
+    for item in items_of(output):
         found.setdefault(item["model"], {}).setdefault(item["asked"], []).append(item["score"])
     return found
+
+
+def model_name(row):
+    """Name of a row's model: both protocols share the first step, which has a model for each setting."""
+    end = f"{row['protocol']} {row['step']}" if row["step"] > 1 else f"step 1 {row['setting']}"
+    return f"{row['method']} {end}".replace(", ", "-").replace(" ", "-").replace(":", "-")
 
 
 def test_metrics_match_items(finished):
     output, result, _ = finished
     found = scores_of(output)
-    first = {
-        "steered": "steered-step-1-linear-1.5", "steered, forget-retain": "steered-forget-retain-step-1-linear-1.5",
-        "distilled": f"distilled-step-1-{chosen_rate(result)}", "grad-diff": "grad-diff-step-1-0.001",
-        "npo": "npo-step-1-0.001",
-    }  # fmt: skip
-    later = {f"{method.replace(', ', '-')}-{protocol}-2" for method, protocol in itertools.product(METHODS, PROTOCOLS)}
-    assert set(found) == {
-        "target", "retrained", *first.values(), "distilled-step-1-0.001", "distilled-step-1-0.01", *later,
-    }  # fmt: skip
+    tried = [f"{method}-step-1-{rule}" for method in ("steered", "steered-forget-retain")
+             for rule in ("linear-0.5", "linear-5")]  # fmt: skip
+    assert set(found) == {"target", "retrained", *tried, *map(model_name, result["steps"])}
+    first = {row["method"]: found[model_name(row)] for row in result["steps"] if row["step"] == 1}
     for row in result["steps"]:
-        at_start = found[first[row["method"]]]
-        own = found[f"{row['method'].replace(', ', '-')}-{row['protocol']}-2"] if row["step"] > 1 else at_start
+        own = found[model_name(row)]
         assert row["scores"] == pytest.approx({name: sum(values) / len(values) for name, values in own.items()})
-        assert row["distance"] == pytest.approx(distance(own, at_start))
+        assert row["distance"] == pytest.approx(distance(own, first[row["method"]]))
         assert row["distance_to_retrained"] == pytest.approx(distance(own, found["retrained"]))
     facts = {questions.name: questions.facts for questions in tiny_sequence().questions}
-    for line in (output / "items.jsonl").read_text().splitlines():
-        item = json.loads(line)
+    for item in items_of(output):
         assert item["score"] == float(facts[item["asked"]][item["index"]] in item["answer"])
 
 
-def chosen_rate(result):
-    return next(row["setting"] for row in result["steps"] if row["method"] == "distilled")
+def test_setting_closest_to_retrained_on_every_second_item_is_chosen(finished):
+    retrained = {"request 1": [0.0] * 4, "retain": [1.0, 1.0], "request 2": [0.0]}
+    by_setting = {
+        1e-4: {"request 1": [0.5, 0.0, 0.5, 0.0], "retain": [1.0, 1.0], "request 2": [0.0]},
+        2e-4: {"request 1": [0.0, 1.0, 0.3, 1.0], "retain": [0.8, 0.0], "request 2": [1.0]},
+        4e-4: {"request 1": [0.0, 0.0, 0.0, 0.0], "retain": [0.6, 1.0], "request 2": [0.0]},
+    }
+    chosen, tried = choose_setting("npo", by_setting, retrained)
+    assert chosen == 2e-4  # nearest on the first and third item, farthest on the others
+    assert tried[1] == Candidate("npo", "0.0002", pytest.approx(0.15), 0.8, pytest.approx(25.0))
 
-
-def test_setting_closest_to_retrained_on_half_the_questions_is_chosen(finished):
     output, result, _ = finished
-    assert [one["method"] for one in result["candidates"]] == [*METHODS[:2], "distilled", "distilled", *METHODS[3:]]
     found = scores_of(output)
-    tried = {one["setting"]: one["to_retrained"] for one in result["candidates"] if one["method"] == "distilled"}
-    for setting, measured in tried.items():
-        half = {name: values[::2] for name, values in found[f"distilled-step-1-{setting}"].items()}
-        assert measured == pytest.approx(distance(half, every_second(found["retrained"])))
-    assert tried[chosen_rate(result)] == min(tried.values())
-    assert every_second({"retain": [1.0, 0.0, 0.5]}) == {"retain": [1.0, 0.5]}
+    for method in METHODS:
+        tried = {one["setting"]: one["to_retrained"] for one in result["candidates"] if one["method"] == method}
+        by_setting = {setting: found[model_name({"method": method, "setting": setting, "step": 1})]
+                      for setting in tried}  # fmt: skip
+        assert len(tried) == (2 if method.startswith("steered") else 1)
+        chosen, again = choose_setting(method, by_setting, found["retrained"])
+        assert [one.to_retrained for one in again] == pytest.approx(list(tried.values()))
+        assert {row["setting"] for row in result["steps"] if row["method"] == method} == {chosen}
 
 
 def test_trained_models_and_auxiliaries_start_from_expected_checkpoints(finished):
     output, result, _ = finished
     models = output / "models"
     runs = {path.parent.name: json.loads(path.read_text()) for path in models.glob("*/run.json")}
-    first = f"distilled-step-1-{chosen_rate(result)}"
-    (target,) = {runs[name]["settings"]["target"] for name in ("npo-step-1-0.001", "grad-diff-step-1-0.001")}
+    (target,) = {runs[f"{name}-step-1-0.001"]["settings"]["target"] for name in ("npo", "grad-diff")}
     started = {name: run["settings"].get("init_student") or run["settings"]["target"] for name, run in runs.items()}
     assert started == {
-        **dict.fromkeys(["distilled-step-1-0.001", "distilled-step-1-0.01", "distilled-scaling-2"], target),
-        "distilled-sustainability-2": str(models / first),
-        **dict.fromkeys(["grad-diff-step-1-0.001", "grad-diff-scaling-2"], target),
+        **{f"{name}-{step}": target for name in METHODS[2:] for step in ("step-1-0.001", "scaling-2")},
+        "distilled-sustainability-2": str(models / "distilled-step-1-0.001"),
         "grad-diff-sustainability-2": str(models / "grad-diff-step-1-0.001" / "model"),
-        **dict.fromkeys(["npo-step-1-0.001", "npo-scaling-2"], target),
         "npo-sustainability-2": str(models / "npo-step-1-0.001" / "model"),
     }
     for name, run in runs.items():
         assert ("60 records" if name.endswith("scaling-2") else "30 records") in run["forget_set"]
-        assert run["settings"]["epochs"] == 1.0
-    for name, steered in ((first, "step-1-linear-1.5"), ("distilled-sustainability-2", "sustainability-2"),
-                          ("distilled-scaling-2", "scaling-2")):  # fmt: skip
-        assert runs[name]["settings"]["bundle"] == str(models / f"steered-{steered}")
+    chosen = next(row for row in result["steps"] if row["method"] == "steered")
+    steps = (model_name(chosen).removeprefix("steered-"), "sustainability-2", "scaling-2")
+    for name, teacher in zip(("step-1-0.001", *steps[1:]), steps, strict=True):
+        assert runs[f"distilled-{name}"]["settings"]["bundle"] == str(models / f"steered-{teacher}")
 
     def digests(name):
         config = json.loads((models / name / "config.json").read_text())
         return [tuple(config[part]["sha256"].values()) for part in ("target", "retain_auxiliary", "forget_auxiliary")]
 
-    steps = ("step-1-linear-1.5", "sustainability-2", "scaling-2")
     one, onwards, scaled = (digests(f"steered-{step}") for step in steps)
     assert scaled[1] == one[1]  # q has seen the retain set alone, whatever is to be forgotten
     assert onwards[1] != one[1]  # but goes on with it beside p, so that neither knows it better
@@ -303,7 +308,7 @@ def test_forget_only_auxiliary_sees_requests_alone(cache, monkeypatch):
 
 def test_resumed_sequential_run_repeats_no_work(finished):
     _, _, lines = finished
-    name = "distilled-step-1-0.01"
+    name = "distilled-step-1-0.001"
     assert {"target: already measured", f"{name}: already measured", f"{name}: already trained"} <= set(lines)
     assert "distilled-sustainability-2: already trained" not in lines
     assert "target: in the cache" in lines
