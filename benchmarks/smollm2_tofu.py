@@ -73,14 +73,15 @@ def main():
     parser.add_argument("--target", default="smollm2", help="the pretrained model")
     parser.add_argument("--base", help="base of both auxiliaries; by default the pretrained model is shrunk")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
+    parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
     options = parser.parse_args()
     try:
-        run(options.data, options.output, options.target, options.base, options.limit)
+        run(options.data, options.output, options.target, options.base, options.limit, options.jobs)
     except (UsageError, Interrupted) as error:
         raise SystemExit(f"smollm2_tofu: {error}") from None
 
 
-def run(data, output, target, base, limit):
+def run(data, output, target, base, limit, jobs=1):
     """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
     output.mkdir(parents=True, exist_ok=True)
     folder = output / "tofu"
@@ -101,7 +102,7 @@ def run(data, output, target, base, limit):
         settings = CompareSettings(
             data=str(folder), split=SPLIT, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
-            attacks=ATTACKS if group is GROUPS[-1] else 0,
+            attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))

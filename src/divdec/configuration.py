@@ -13,12 +13,6 @@ from divdec.steering import Steering
 AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
 PARTS = ("target", *AUXILIARIES)
 
-# Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
-NO_RULE = (
-    "a registry of takedown requests has a separate strength and needs no rule; leave the steering out, or give "
-    "a pair or n-grams for it to apply to"
-)
-
 # Fields that other programs (lm-eval, pipelines, servers) read from a causal LM's configuration.
 TARGET_FIELDS = (
     "hidden_size",

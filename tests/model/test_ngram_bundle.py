@@ -62,6 +62,18 @@ def test_ngram_bundle_without_auxiliaries_is_steered(ngrams, checkpoints, tmp_pa
     assert torch.equal(beams, model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
 
 
+def test_margin_that_ngram_scores_never_reach_is_refused(ngrams, checkpoints, tmp_path):
+    parts = {"target": str(checkpoints / "target"), "ngram": ngrams}
+    with pytest.raises(UsageError, match=r"rank:5:3: the scores of these n-grams differ by at most 1, so no token"):
+        write_bundle(tmp_path / "b", **parts, steering="rank:5:3")
+    assert not (tmp_path / "b").exists()
+    model = DivergenceForCausalLM.from_pretrained(write_bundle(tmp_path / "c", **parts, steering="rank:5:0.5"))
+    with pytest.raises(UsageError, match="at most 1"):
+        model.steering = "rank:5:1.5"
+    pair = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
+    DivergenceForCausalLM.from_pretrained(write_bundle(tmp_path / "d", **parts, **pair, steering="rank:5:3"))
+
+
 def test_pair_and_ngram_divergences_add_up(ngrams, checkpoints, tmp_path, prompts):
     parts = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
     target = str(checkpoints / "target")

@@ -18,11 +18,15 @@ CLASSES = ("cat", "dog <b>", "emu")
 ASKED = [0, 1, 2, 0, 1, 0]
 IMAGES = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 SETTINGS = [
-    SettingResult("Baseline", content={"retain": [0.9, 1.0], "forget": [0.9, 1.0]}, distances=Distances(1.0, 2.0, 3.0)),
+    SettingResult(
+        "Baseline",
+        content={"retain": [0.9, 1.0], "forget": [0.9, 1.0]},
+        distances={"classifier": Distances(1.0, 2.0, 3.0)},
+    ),
     SettingResult(
         "Linear", "α=1",
         content={"retain": [0.9, 0.8], "forget": [0.2, 0.3]},
-        distances=Distances(1.5, 9.0, 2.0, ("G_F has 2 images for 64 features",)),
+        distances={"classifier": Distances(1.5, 9.0, 2.0, ("G_F has 2 images for 64 features",))},
     ),
     SettingResult("Linear", "α=2", content={"retain": [0.8, 0.8], "forget": [0.1, 0.1]}),
     SettingResult("Retrain", content={"retain": [0.9, 0.9], "forget": [0.1, 0.0]}),
@@ -83,12 +87,12 @@ def test_image_report_is_self_contained(text):
     )
     assert "Digits &amp; more" in text
     assert "Seed 0." in text
-    assert "Linear α=1: G_F has 2 images for 64 features" in text
+    assert "classifier: G_F has 2 images for 64 features" in text
 
 
 def test_tables(text):
     cells = Page(text).cells
-    heads = ["Content", "", "method", "config", "Retain\xa0↑", "Forget\xa0↓"]
+    heads = ["Content", "classifier", "method", "config", "Retain\xa0↑", "Forget\xa0↓"]
     start = cells.index("Content")
     assert cells[start : start + 6] == heads
     index = cells.index("α=1")

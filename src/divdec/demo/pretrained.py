@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TARGET = "smollm2"
 KIND, LEAST_KNOWN = "capitals", 8
 LAYERS, STEPS, SAMPLES = 8, 6, 64  # of the base of both auxiliaries: layers, and its healing
-EPOCHS, RATE = 7.0, 3e-4
+EPOCHS, RATE = 8.0, 3e-4
 NEUTRAL_LENGTH = 32  # tokens
 COLUMNS = {
     "forget": "forget", "reworded": "reworded", "retain": "retain", "unlisted": "unlisted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from transformers import Cache
 
 from divdec.errors import UsageError
 from divdec.experts.protocol import BaseExperts, Experts, Inputs, lengths_of
+from divdec.steering import NO_RULE, Steering
 
 
 class CombinedExperts(BaseExperts, nn.Module):
@@ -23,6 +25,7 @@ class CombinedExperts(BaseExperts, nn.Module):
         self.parts = tuple(experts for experts, _ in parts)
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
+        self.largest = sum(abs(weight) * getattr(experts, "largest", math.inf) for experts, weight in parts)
         # Submodules, so that `to` and `parameters` reach them.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
 
@@ -59,6 +62,25 @@ class NoExperts(BaseExperts):
         rows, positions = inputs.input_ids.shape
         positions = min(logits_to_keep or positions, positions)
         return torch.zeros(rows, positions, self.vocab_size, device=inputs.input_ids.device)
+
+
+def check_rule(steering: Steering, experts: Experts) -> None:
+    """Refuse a rank rule whose masks do not depend on the experts.
+
+    Raises:
+        UsageError: there are no experts, so that the first k tokens would be masked; or the divergence never reaches
+            the margin, so that none would be.
+    """
+    if steering.rule != "rank":
+        return
+    if isinstance(experts, NoExperts):
+        raise UsageError(NO_RULE)
+    largest = getattr(experts, "largest", math.inf)
+    if steering.margin is not None and steering.margin > largest:
+        raise UsageError(
+            f"{steering}: the scores of these n-grams differ by at most {largest:g}, so no token would reach the "
+            f"margin of {steering.margin:g}; give a smaller one or none (rank:{steering.k})"
+        )
 
 
 class CombinedCache(Cache):

@@ -143,6 +143,8 @@ class NgramPair(BaseExperts):
         self.forget = StupidBackoff(forget, space)
         self.vocab_size = retain.vocab_size
         self.order = retain.order
+        if space == "score":
+            self.largest = 1.0
 
     def new_cache(self) -> TokenCache:
         """Return an empty cache of tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -61,6 +62,8 @@ class BaseExperts:
 
     cache_class: type[Cache]
     """Type of cache that `new_cache` returns."""
+    largest: float = math.inf
+    """Largest absolute value of the divergence."""
 
     def divergence(
         self,

@@ -54,7 +54,6 @@ class Body(nn.Module):
 
     def __init__(self, channels: int, size: tuple[int, int]) -> None:
         super().__init__()
-        self.num_features = FEATURES  # the attribute that torchmetrics reads
         self.size = size
         self.seen = (min(size[0], LARGEST_SIDE), min(size[1], LARGEST_SIDE))
         layers: list[nn.Module] = []

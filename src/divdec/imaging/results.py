@@ -51,7 +51,8 @@ class SettingResult:
     """1 if the classifier predicts the image's class, else 0."""
     quality: Mapping[str, BySet] | None = None
     """By judge: 1 if an image is preferred to the baseline's, 0 if the latter is, 0.5 for neither."""
-    distances: Distances | None = None
+    distances: Mapping[str, Distances] | None = None
+    """By network for the features."""
 
     @property
     def name(self) -> str:
@@ -88,17 +89,12 @@ class Column:
     """A column of a table."""
 
     group: str
-    """Heading over several columns; empty for distances."""
+    """Heading over several columns."""
     name: str
     arrow: str
     """Direction of better values."""
     key: tuple[str, ...]
     """Path of attributes and keys in `SettingResult`, and of keys in JSON."""
-
-    @property
-    def head(self) -> str:
-        """Group, name and arrow in one line."""
-        return f"{f'{self.group}, {self.name.lower()}' if self.group else self.name} {self.arrow}"
 
     def cell(self, setting: SettingResult) -> Cell:
         """Return the setting's cell."""
@@ -120,11 +116,24 @@ class ImageTable:
         """Each setting with its cells."""
         return [(setting, [column.cell(setting) for column in self.columns]) for setting in self.settings]
 
-    def markdown(self) -> str:
-        """Format as Markdown, with the paper's headings; columns of several groups are preceded by their group."""
+    @property
+    def by_group(self) -> dict[str, ImageTable]:
+        """A table of each group of columns."""
+        groups = dict.fromkeys(column.group for column in self.columns)
+        return {
+            group: ImageTable(tuple(column for column in self.columns if column.group == group), self.settings)
+            for group in groups
+        }
+
+    @property
+    def heads(self) -> list[str]:
+        """The paper's headings of the columns, preceded by their group if there are several groups."""
         several = len({column.group for column in self.columns}) > 1
-        heads = [column.head if several else f"{column.name} {column.arrow}" for column in self.columns]
-        lines = [["Method", "Config", *heads], ["---", "---", *["--:"] * len(heads)]]
+        return [f"{f'{column.group}, ' if several else ''}{column.name} {column.arrow}" for column in self.columns]
+
+    def markdown(self) -> str:
+        """Format as Markdown."""
+        lines = [["Method", "Config", *self.heads], ["---", "---", *["--:"] * len(self.columns)]]
         lines += [[row.method, row.config or "–", *map(cell_text, cells)] for row, cells in self.rows]
         return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
@@ -138,8 +147,9 @@ class ImageTable:
                 for part in column.key[:-1]:
                     parent = parent.setdefault(part, {})
                 parent[column.key[-1]] = dataclasses.asdict(cell) if isinstance(cell, Mean) else cell
-            if "distances" in row and setting.distances is not None:
-                row["distances"]["warnings"] = list(setting.distances.warnings)
+            for network, distances in (setting.distances or {}).items():
+                if "distances" in row:
+                    row["distances"][network]["warnings"] = list(distances.warnings)
             result.append(row)
         return result
 
@@ -168,7 +178,12 @@ def by_set(values: Sequence[float], labels: Sequence[int], forget: Collection[in
 
 def _columns(settings: Sequence[SettingResult], group: str) -> list[Column]:
     if group == "distances":
-        return [Column("", name, arrow, (group, key)) for key, (name, arrow) in _DISTANCES.items()]
+        networks = dict.fromkeys(network for setting in settings for network in setting.distances or ())
+        return [
+            Column(network, name, arrow, (group, network, key))
+            for network in networks
+            for key, (name, arrow) in _DISTANCES.items()
+        ]
     judges = dict.fromkeys(judge for setting in settings for judge in setting.quality or ())
     paths = [(group, judge) for judge in judges] if group == "quality" else [(group,)]
     return [

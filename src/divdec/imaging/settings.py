@@ -138,8 +138,8 @@ class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgu
     count: int = 10
     """Images of each class and setting."""
     features: str | None = None
-    """Network for Fréchet distances: folder of an image model of transformers such as DINOv2 or CLIP; by default a
-    small classifier trained on the real images."""
+    """Network for Fréchet distances, beside a small classifier trained on the real images: 'efficientnet-lite0', or the
+    folder of an image model of transformers such as DINOv2 or CLIP."""
     judge_url: str | None = None
     """OpenAI-compatible endpoint for vision-language judges, such as http://localhost:8000/v1. Without it, a classifier
     trained on the real images judges the content."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, NO_RULE, PARTS, DivergenceConfig
+from divdec.configuration import AUXILIARIES, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     INDEX,
@@ -37,7 +37,7 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.loading import read_config, weight_of
 from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
-from divdec.steering import Steering
+from divdec.steering import NO_RULE, Steering
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +153,11 @@ def write_bundle(
     count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
     vocab_size = min(_vocabulary(configs, tokenizers, paths, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
+    if ngram is not None and retain_auxiliary is None:
+        from divdec.experts.combined import CombinedExperts, check_rule
+        from divdec.experts.ngram_fit import load_pair
+
+        check_rule(steering, CombinedExperts([(load_pair(folders["ngram"]), ngram_weight)]))
     for part, reference in references.items():
         if reference.folder is not None:
             folder = _stored_path(reference.folder, paths[part], output.resolve())

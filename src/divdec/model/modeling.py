@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from divdec.configuration import NO_RULE, DivergenceConfig
+from divdec.configuration import DivergenceConfig
 from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import NoExperts
+from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.correction import Correction
 from divdec.experts.neural import (
     NeuralPair,
@@ -207,8 +207,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def steering(self, value: Steering | str | dict[str, Any]) -> None:
         steering = self._steering.revised(value) if isinstance(value, str) else Steering.parse(value)
         steering.check_vocabulary(self.vocab_size)
-        if steering.rule == "rank" and isinstance(self.experts, NoExperts):
-            raise UsageError(NO_RULE)
+        check_rule(steering, self.experts)
         self._steering = steering
         self._eligible = steering.eligible(self.vocab_size)
         self.config.steering = steering.to_dict()

@@ -15,13 +15,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from divdec.bridge.conversation import plain_prompt
-from divdec.configuration import NO_RULE
 from divdec.data.formatting import Format, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import sweep
-from divdec.experts.combined import NoExperts
+from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
@@ -225,8 +224,7 @@ class SteeredModel:
         """Refuse a rule that would answer as the target does."""
         if steering.rule == "linear" and not steering.alpha > 0:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
-        if steering.rule == "rank" and isinstance(self.model.experts, NoExperts):
-            raise UsageError(NO_RULE)
+        check_rule(steering, self.model.experts)
         steering.check_vocabulary(self.model.vocab_size)
 
     @torch.inference_mode()

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.configuration import NO_RULE
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import NoExperts
+from divdec.experts.combined import check_rule
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
 from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
@@ -130,8 +129,7 @@ class RemoteTarget:
         """
         if steering.rule == "rank" and steering.fill == "soft":
             raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
-        if steering.rule == "rank" and isinstance(experts.experts, NoExperts):
-            raise UsageError(NO_RULE)
+        check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
         first, *others = experts.eos_token_ids
         self.completions = Completions(endpoint, experts.tokenizer, first, experts.vocab_size, extra, others)

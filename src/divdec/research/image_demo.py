@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,14 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from divdec.data.formatting import Example, encode_set
 from divdec.demo.models import Shape, StageCache
 from divdec.demo.run import console_for, reporter
 from divdec.imaging.codecs import Codec, Images, PatchCodec
 from divdec.imaging.evaluation import ImageBenchmark, rule_name
+from divdec.imaging.features import EFFICIENTNET, load_network
 from divdec.imaging.judges import Classifier
 from divdec.imaging.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
 from divdec.imaging.results import ImageTable, Mean, SettingResult, cell_text, tabulate
@@ -100,14 +102,17 @@ class ImageMaterial:
         records = training_records(self.layout, "images", codes, [self.labels[row] for row in rows], seed)
         return encode_set(records, self.layout.tokenizer())
 
-    def benchmark(self, count: int, sampling: SamplingSettings) -> ImageBenchmark:
+    def benchmark(
+        self, count: int, sampling: SamplingSettings, networks: Mapping[str, nn.Module] | None = None
+    ) -> ImageBenchmark:
         """Create a benchmark with `count` images of each class and a classifier of the real images."""
         labels = [*self.retain, *self.forget]
         names = [self.layout.classes[index] for index in labels]
         classifier = Classifier.fit(self.images, [labels.index(label) for label in self.labels], names)
         return ImageBenchmark(
-            self.layout, self.codec, self.retain, self.forget, count, sampling, self.images, self.labels, classifier
-        )
+            self.layout, self.codec, self.retain, self.forget, count, sampling, self.images, self.labels, classifier,
+            networks or {},
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +198,12 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         The content of `run.json`.
 
     Raises:
+        UsageError: EfficientNet-Lite0 is not installed.
         Interrupted: Ctrl-C; the same call resumes.
     """
     started = time.perf_counter()
     console = console_for(quiet)
+    networks = {EFFICIENTNET: load_network(EFFICIENTNET)}
     material = digits(seed)
     console.print(
         f"{len(material.images)} handwritten digits of 8×8 pixels as {material.layout.length} codes each; a model that "
@@ -207,7 +214,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
     models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
-        benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed))
+        benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed), networks)
         candidates = models.candidates(material.layout, RULES)
         results = evaluate_candidates(benchmark, candidates, folder, lambda line: None)
         held_out = benchmark.classifier.held_out
@@ -279,7 +286,7 @@ def print_tables(tables: dict[str, ImageTable], console: Console) -> None:
     """Print tables to the terminal."""
     for caption, table in tables.items():
         printed = Table(title=caption, box=box.SIMPLE_HEAD, title_justify="left", title_style="none")
-        for head in ("", "", *(column.head for column in table.columns)):
+        for head in ("", "", *table.heads):
             printed.add_column(head, justify="right" if head else "left")
         for result, cells in table.rows:
             printed.add_row(result.method, result.config, *map(cell_text, cells))

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from divdec.errors import UsageError
 from divdec.imaging.codecs import FOLDER, Codes, Images
-from divdec.imaging.evaluation import ImageBenchmark, PretrainedFeatures, rule_name
+from divdec.imaging.evaluation import ImageBenchmark, rule_name
+from divdec.imaging.features import load_network
 from divdec.imaging.files import data_url, grid, png, read_folder, write_png
 from divdec.imaging.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec.imaging.models import (
@@ -56,8 +57,8 @@ CAPTIONS = {
         "whose likeliest class it is; mean ± standard error"
     ),
     ("quality",): "Quality: how often an image is preferred to the baseline's, in both orders; mean ± standard error",
-    ("distances",): "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes",
 }
+DISTANCES = "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes; features of "
 ANSWERS = "answers.jsonl"
 """Replies of judges at endpoints."""
 STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
@@ -67,8 +68,8 @@ SET_STYLES = {"retain": SERIES_STYLES[0], "forget": SERIES_STYLES[1]}
 SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
 IMAGE_MEASURES = {"content": "probability of the class asked for", "accuracy": "images that show the class asked for"}
 NETWORK_NOTE = (
-    "Fréchet distances are those of the classifier's features, not of Inception's: they compare the rows of this "
-    "table, not with other tables."
+    "Compare Fréchet distances within one column only: every network's features have another scale, and none are "
+    "Inception's."
 )
 
 
@@ -137,6 +138,7 @@ def write_results(
     """
     tables = {caption: tabulate(results, groups) for groups, caption in CAPTIONS.items()}
     tables = {caption: table for caption, table in tables.items() if table.columns}
+    tables |= {DISTANCES + network: table for network, table in tabulate(results, ["distances"]).by_group.items()}
 
     def samples(title: str, images: Images, labels: Sequence[int]) -> Samples:
         return Samples.of(title, images, labels, benchmark.layout.classes, benchmark.forget)
@@ -212,12 +214,13 @@ def write_images(
 ) -> None:
     """Write the page of an image experiment atomically."""
     settings = {setting.name: setting for table in tables.values() for setting in table.settings}
-    warnings = [
-        f"{name}: {warning}"
-        for name, setting in settings.items()
-        if setting.distances is not None
-        for warning in setting.distances.warnings
-    ]
+    # All settings have the same number of images, so that their warnings are the same.
+    warnings = dict.fromkeys(
+        f"{network}: {warning}"
+        for setting in settings.values()
+        for network, distances in (setting.distances or {}).items()
+        for warning in distances.warnings
+    )
 
     def groups(table: ImageTable) -> list[tuple[str, int]]:
         return [(name, len(list(own))) for name, own in itertools.groupby(table.columns, lambda column: column.group)]
@@ -321,7 +324,7 @@ def evaluate_images(
         digest(pixels),
         real_labels,
     ]
-    network = None if settings.features is None else PretrainedFeatures(Path(settings.features).expanduser())
+    networks = {} if settings.features is None else {settings.features: load_network(settings.features)}
     labels = [*retain, *forget]
     class_names = [layout.classes[index] for index in labels]
     classifier = Classifier.fit(pixels, [labels.index(label) for label in real_labels], class_names)
@@ -346,7 +349,7 @@ def evaluate_images(
     candidates += [Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)]
     benchmark = ImageBenchmark(
         layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_labels,
-        classifier, network, **_judges(settings, output),
+        classifier, networks, **_judges(settings, output),
     )  # fmt: skip
     results = evaluate_candidates(benchmark, candidates, output, report)
     judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
@@ -355,7 +358,7 @@ def evaluate_images(
         title="Steered images",
         lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} classes "
         f"are to be forgotten. Content is judged by {judge}.",
-        notes=[NETWORK_NOTE if settings.features is None else f"Fréchet distances are those of {settings.features}."],
+        notes=[NETWORK_NOTE],
     )  # fmt: skip
     content = run.finish(
         held_out=dataclasses.asdict(classifier.held_out),

@@ -17,12 +17,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from divdec.data.formatting import Example, Format
+from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
-from divdec.evaluation.generation import answers
+from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
@@ -60,7 +60,8 @@ RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle",
 RESULT = "training.json"
 DEFAULT_RULE = "rank:20:3"
 SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
-MOST_ANSWERED, ANSWER = 512, 32  # questions of the forget set that the target answers in its own words; tokens
+# Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
+MOST_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
 MAX_ATTEMPTS = 4
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
@@ -330,12 +331,17 @@ def _matched(
     if PartialState().is_main_process:
         target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)
         model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
-        asked = [exchange.record for exchange in some]
-        texts = [answers(model.eval(), load_tokenizer(target), asked, form=form, max_new_tokens=ANSWER)]
-    for exchange, text in zip(some, broadcast_object_list(texts)[0], strict=True):
-        if pair := in_own_words(exchange, text, tokenizer, form):
-            p_reads.append(pair[0])
-            q_reads.append(pair[1])
+        own, asked = load_tokenizer(target), [exchange.record for exchange in some]
+        first = answers(model.eval(), own, asked, form=form, max_new_tokens=ANSWER)
+        others = samples(
+            model, own, encode_prompts(asked, own, form), SAMPLED, seed=settings.seed, max_new_tokens=ANSWER
+        )
+        texts = [[[one, *more] for one, more in zip(first, others, strict=True)]]
+    for exchange, of_target in zip(some, broadcast_object_list(texts)[0], strict=True):
+        pairs = filter(None, (in_own_words(exchange, text, tokenizer, form) for text in of_target))
+        for true, other in {tuple(true.input_ids): (true, other) for true, other in pairs}.values():
+            p_reads.append(true)
+            q_reads.append(other)
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another "
         f"answer; both also read {len(p_reads) - len(forget)} of the target's own answers to them"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import divdec.takedowns  # noqa: F401  # opens registries that bundles name
-from divdec.configuration import NO_RULE
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
@@ -139,7 +138,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
         UsageError: a part is missing, has changed, is corrupt or does not fit the others, or the bundle is bridged.
         FailedClosed: the registry is damaged.
     """
-    from divdec.experts.combined import CombinedExperts
+    from divdec.experts.combined import CombinedExperts, NoExperts, check_rule
 
     bundle = Bundle.open(name_or_path, revision=revision, verify=options.verify)
     if bundle.config.bridge is not None:
@@ -154,8 +153,8 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
     pair = bundle.load_ngrams()
     ngrams = None if pair is None else CombinedExperts([pair])
     takedowns = bundle.load_takedowns(None if options.registry is None else Path(options.registry))
-    if bundle.steering.rule == "rank" and bundle.config.retain_auxiliary is None and ngrams is None:
-        raise UsageError(NO_RULE)
+    if bundle.config.retain_auxiliary is None:
+        check_rule(bundle.steering, ngrams or NoExperts(sizes[0]))
     bundle.check_vocab_size([*sizes, *(part.vocab_size for part in (ngrams, takedowns) if part is not None)])
     for part, config in configs.items():
         if config.get_text_config(decoder=True) is not config:
