@@ -208,7 +208,7 @@ def fit_classifier(
     mean, scale = together.mean(dim=0), together.std(dim=0).clamp(min=1e-6)
     labels = [1] * len(forget) + [0] * len(retain)
     # Standardized, because the coordinates of a normalized embedding are too small for the penalty of scikit-learn.
-    regression = LogisticRegression(max_iter=1000, class_weight="balanced")
+    regression: Any = LogisticRegression(max_iter=1000, class_weight="balanced")
     regression.fit(((together - mean) / scale).numpy(), labels)
     weight = torch.tensor(regression.coef_[0]).float() / scale
     bias = torch.tensor(regression.intercept_[0]).float() - mean @ weight
@@ -238,12 +238,16 @@ def read_classifier(folder: Path, options: Mapping[str, Any]) -> tuple[PromptCla
     """Read the classifier of a folder, and all tensors in its file.
 
     Raises:
-        UsageError: the embedder is missing or has changed.
+        UsageError: the embedder is missing or has changed, or an earlier version wrote the folder.
     """
+    if "embedder" not in options:
+        raise UsageError(
+            f"{folder} holds a classifier of hidden states, of an earlier version; create the baseline again"
+        )
     tensors = load_file(folder / CLASSIFIER)
     fields = options["layout"]
-    tokens = (tuple(fields[name]) for name in ("header", "marker", "ends"))
-    layout = PromptLayout(*tokens, int(fields["window"]))
+    header, marker, ends = (tuple(fields[name]) for name in ("header", "marker", "ends"))
+    layout = PromptLayout(header, marker, ends, int(fields["window"]))
     relative, sha256 = options["embedder"].get("folder"), options["embedder"]["sha256"]
     path = find_embedder(None if relative is None else str((folder / relative).resolve()))
     CheckpointReference(folder=str(path), sha256=sha256).verify(path, "embedder")
