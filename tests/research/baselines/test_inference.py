@@ -23,7 +23,7 @@ from divdec.evaluation.questions import question_of
 from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.research.baselines import auto, logits  # noqa: F401  composites load
-from divdec.research.baselines.composite import CompositeForCausalLM
+from divdec.research.baselines.composite import CompositeForCausalLM, Step
 from divdec.research.baselines.eco import corrupt
 from divdec.research.baselines.embedder import SentenceEmbedder, find_embedder
 from divdec.research.baselines.filters import names_of, ngrams_of
@@ -476,8 +476,13 @@ def test_classifier_reads_question_without_layout_and_remembers_it(job):
     prompts = [tuple(ids) for ids in encode_prompts(job.forget.records, job.tokenizer)]
     assert [classifier.text_of(ids) for ids in prompts] == [question_of(record) for record in job.forget]
     assert torch.equal(classifier.embed(prompts), embeddings)
+    # Nothing is embedded again for an answer's tokens, nor for the padding after it.
     classifier.embedder = None
     assert torch.equal(classifier.embed(prompts), embeddings)
+    end, padding = job.tokenizer.eos_token_id, job.tokenizer.pad_token_id
+    ids = torch.tensor([[*prompts[0], 70, end, padding, padding]])
+    reading = classifier.read(Step(ids, None, torch.arange(ids.shape[1])[None], 5), None, 5)
+    torch.testing.assert_close(reading.embeddings, embeddings[:1, None].expand(-1, 5, -1))
 
 
 def test_missing_or_changed_embedder_raises(job, tmp_path, monkeypatch):

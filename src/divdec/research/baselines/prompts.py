@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CLASSIFIER = "classifier.safetensors"
 MEMORY = 1024
-"""Prompts whose embeddings a classifier keeps: those of an answer's tokens are all the same."""
+"""Texts whose embeddings a classifier keeps: the prompt before an answer's tokens is always the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class PromptClassifier(nn.Module):
         self.threshold = threshold
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
-        self._embeddings: dict[tuple[int, ...], Tensor] = {}
+        self._embeddings: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def read(self, step: Step, cache: Cache | None, kept: int) -> Reading:
@@ -156,13 +156,13 @@ class PromptClassifier(nn.Module):
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Float[Tensor, "prompts features"]:
         """Compute the embeddings of prompts, or of their beginnings, and keep them."""
-        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._embeddings]
+        texts = {prompt: self.text_of(prompt) for prompt in dict.fromkeys(prompts)}
+        missing = [text for text in dict.fromkeys(texts.values()) if text not in self._embeddings]
         if len(self._embeddings) + len(missing) > MEMORY:
-            self._embeddings = {prompt: self._embeddings[prompt] for prompt in {*prompts} - {*missing}}
+            self._embeddings = {text: self._embeddings[text] for text in {*texts.values()} - {*missing}}
         if missing:
-            found = self.embedder.embed([self.text_of(prompt) for prompt in missing])
-            self._embeddings |= dict(zip(missing, found, strict=True))
-        return torch.stack([self._embeddings[prompt] for prompt in prompts])
+            self._embeddings |= dict(zip(missing, self.embedder.embed(missing), strict=True))
+        return torch.stack([self._embeddings[texts[prompt]] for prompt in prompts])
 
     def text_of(self, prompt: Sequence[int]) -> str:
         """Decode a prompt without header, marker and special tokens."""
