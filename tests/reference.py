@@ -111,7 +111,8 @@ class StepByStep:
         allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
         allowed[list(self.steering.vocabulary or range(self.vocab_size))] = True
         following = divergence[allowed].sort().values[self.steering.k]
-        return allowed & (divergence < following - tolerance)
+        limit = following if self.steering.margin is None else min(following, torch.tensor(-self.steering.margin))
+        return allowed & (divergence < limit - tolerance)
 
 
 @torch.no_grad()

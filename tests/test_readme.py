@@ -81,8 +81,21 @@ def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypa
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_readme_links_resolve(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for link in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", page.read_text(), flags=re.MULTILINE):
+        target = "".join(link)
+        if target.startswith("http"):
+            continue
+        path, _, section = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not section or section in sections(linked), target
+
+
+def sections(page):
+    """Anchors that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_documented_make_targets_exist():

@@ -107,7 +107,8 @@ def _steering(chance, kind):
         eligible = None
         if k < 200 and chance.random() < 0.3:
             eligible = tuple(chance.sample(range(VOCAB), k + chance.randint(1, 100)))
-        return Steering("rank", k=k, fill=chance.choice(("hard", "hard", "soft")), vocabulary=eligible)
+        margin, fill = chance.choice((None, None, 0.3)), chance.choice(("hard", "hard", "soft"))
+        return Steering("rank", k=k, margin=margin, fill=fill, vocabulary=eligible)
     if chance.random() < 0.05:
         return Steering(alpha=-1.0, allow_negative=True)
     return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)))
@@ -545,7 +546,10 @@ class Comparison:
         allowed[list(steering.vocabulary or range(len(divergence)))] = True
         ordered = divergence[allowed].sort().values
         low, high = ordered[steering.k - 1] - self.of_divergence, ordered[steering.k] + self.of_divergence
-        return allowed & (divergence > low) & (divergence < high)
+        exchangeable = allowed & (divergence > low) & (divergence < high)
+        if steering.margin is not None:
+            exchangeable |= allowed & ((divergence + steering.margin).abs() < self.of_divergence)
+        return exchangeable
 
     def _possible(self, scores, token):
         if scores.isnan().any() or scores[token].isneginf():

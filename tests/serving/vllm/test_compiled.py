@@ -11,7 +11,7 @@ def test_compile_cache_is_not_shared_between_auxiliaries(ask, make_bundle, ngram
     """vLLM keeps compiled code by the target's shape: auxiliaries of one architecture, or of two, must not share it."""
     own_cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     # Models of one and two layers: compiling takes its time by the layer.
-    shallow = make_bundle("flat-target", "flat-retain", "flat-forget")
+    shallow = make_bundle("flat-target", "flat-retain", "flat-forget", steering="rank:40:0.5")
     deep = make_bundle("flat-target", ngram=ngrams, steering="rank:20")
     for bundle in (shallow, deep, shallow):
         (answers,) = ask(bundle, [requests(prompts[:8], logprobs=5)], own_cache, **ALONE)
