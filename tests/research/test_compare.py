@@ -332,6 +332,13 @@ def test_rank_results_of_the_soft_fill_are_measured_again():
     assert rank.fingerprint(benchmark) != settings_hash(["rank", (), (), "rank:5", benchmark.identity])
 
 
+@pytest.mark.parametrize("method", ["guard", "eco"])
+def test_results_of_the_classifier_of_hidden_states_are_measured_again(method):
+    benchmark = SimpleNamespace(identity="models and data")
+    earlier = settings_hash([method, (), (), None, benchmark.identity])
+    assert Trial(method).fingerprint(benchmark) != earlier
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_grid_settings_are_valid_for_their_method(grid):
     from divdec.training.settings import DistillationSettings

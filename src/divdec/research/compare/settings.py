@@ -49,7 +49,7 @@ SMALL: dict[str, Grid] = {
     "offset": {"learning_rate": (1e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 5.0)},
     "uld": {"learning_rate": (2e-3, 5e-3), "weight": (0.8, 1.5, 3.0)},
     "ucd": {"learning_rate": (6e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
-    "guard": {"delta": (0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
+    "guard": {"delta": (0.3, 0.5, 0.7), "similarity_weight": (0.0, 1.0)},
     "eco": {"strength": (0.5, 2.0, 10.0, 30.0), "dims": (4, 16)},
     **_FILTERS,
     "lunar": {"coefficient": (3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
@@ -205,7 +205,10 @@ class Trial:
         steering = self.steering
         if steering is not None and steering.startswith("rank"):
             steering += ", answers with the hard fill"  # earlier versions generated with the soft fill
-        return settings_hash([self.method, self.options, self.constant, steering, benchmark.identity])
+        method = self.method
+        if method in ("guard", "eco"):
+            method += ", sentence embeddings"  # earlier versions classified the target's hidden states
+        return settings_hash([method, self.options, self.constant, steering, benchmark.identity])
 
 
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
