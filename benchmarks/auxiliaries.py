@@ -63,10 +63,12 @@ OTHER_TEMPLATE = (
     "{{ '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-COLUMNS = ("agg", "mem", "priv", "utility")
+COLUMNS = ("agg", "mem", "priv", "utility", "auc")
 
 
 def settings_of(kind):
+    if kind not in KINDS:
+        return ()
     alphas, ks = ((10, 15, 20, 30), (3, 10)) if kind in TRIGRAMS else ((1.25, 1.5, 2, 3), (30, 300))
     return tuple([Steering(alpha=float(alpha)) for alpha in alphas] + [Steering("rank", k=k) for k in ks])
 
@@ -110,9 +112,9 @@ class ShiftedBackoff(StupidBackoff):
         return super().scores(contexts[:, :-1])
 
 
-def trigrams(material, tokenizer, vocab_size, shifted):
+def trigrams(material, tokenizer, shifted):
     sets = (material.retain, material.forget)
-    pair = NgramPair(*(count(documents(records, tokenizer), vocab_size, 3) for records in sets))
+    pair = NgramPair(*(count(documents(records, tokenizer), len(tokenizer), 3) for records in sets))
     if shifted:
         pair.retain, pair.forget = ShiftedBackoff(pair.retain.counts), ShiftedBackoff(pair.forget.counts)
         pair.order += 1  # asks for one token more, which is then left out
@@ -122,45 +124,37 @@ def trigrams(material, tokenizer, vocab_size, shifted):
 def train_experts(kind, benchmark, material, recipe):
     """Count or train the auxiliaries of a kind; return the experts, and the number of parameters of each."""
     tokenizer = load_tokenizer(benchmark.target)
-    width = len(tokenizer)
     if kind in TRIGRAMS:
-        return trigrams(material, tokenizer, width, kind == "trigram-shifted"), 0
+        return trigrams(material, tokenizer, kind == "trigram-shifted"), 0
     own = other_tokenizer(kind, material.texts, recipe.vocab_size) if kind in BRIDGED else tokenizer
     recipe = dataclasses.replace(recipe, auxiliary=SHAPES.get(kind, recipe.auxiliary))
-    cache = cache_folder() / benchmark.name / "models"
-    stages = StageCache(cache, own, benchmark.seed, print)
+    stages = StageCache(cache_folder() / benchmark.name / "models", own, benchmark.seed, print)
     if kind == "gpt2":
-        stages = dataclasses.replace(stages, folder=cache / kind, new=new_gpt2)
+        stages = dataclasses.replace(stages, folder=stages.folder / kind, new=new_gpt2)
     q, p = (load_model(folder).eval() for folder in train_pair(stages, recipe, *encode_material(material, own))[1:])
-    experts = NeuralPair(q, p)
-    if kind in BRIDGED:
-        experts = BridgedPair(
-            q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=own, target_width=width, token_healing=True
-        )
-    return experts, q.num_parameters()
+    if own is tokenizer:
+        return NeuralPair(q, p), q.num_parameters()
+    return BridgedPair(
+        q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=own, target_width=len(tokenizer), token_healing=True
+    ), q.num_parameters()  # fmt: skip
 
 
-def measure(model, benchmark, settings=(), parameters=0, earlier=None):
-    """Measure a model as `divdec compare` does: answers with the hard fill, likelihoods with the soft one."""
-    subject = EvaluatedModel(model, load_tokenizer(benchmark.target), tuple(settings), soft_likelihoods=True)
-    results = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False, earlier=earlier)
-    for result in results:
-        result.about["parameters"] = parameters
-    return results
-
-
-def measure_kind(kind, benchmark, material, recipe, trigram):
-    """Measure the settings of a kind; shifted trigrams answer as the others, as in the paper's code."""
-    if kind in ("target", "retrained"):
-        model = load_model(benchmark.target if kind == "target" else benchmark.retrain).eval()
-        return measure(model, benchmark, parameters=model.num_parameters())
+def measure(kind, benchmark, material, recipe, before):
+    """Measure a kind as `divdec compare` does: answers with the hard fill, likelihoods with the soft one."""
     earlier = None
-    if kind == "trigram-shifted":
-        answers = [{name: items for name, items in result.items.items() if "ROUGE" in name} for result in trigram]
+    if kind == "trigram-shifted":  # answers as the kind before, as in the paper's code
+        answers = [{name: items for name, items in one.items.items() if "ROUGE" in name} for one in before]
         earlier = [Results("", "tofu", items=items, split=benchmark.questions.split) for items in answers]
-    experts, parameters = train_experts(kind, benchmark, material, recipe)
-    model = DivergenceForCausalLM.from_experts(load_model(benchmark.target).eval(), experts)
-    return measure(model, benchmark, settings_of(kind), parameters, earlier)
+    model = load_model(benchmark.retrain if kind == "retrained" else benchmark.target).eval()
+    parameters = model.num_parameters()
+    if kind in KINDS:
+        experts, parameters = train_experts(kind, benchmark, material, recipe)
+        model = DivergenceForCausalLM.from_experts(model, experts)
+    subject = EvaluatedModel(model, load_tokenizer(benchmark.target), settings_of(kind), soft_likelihoods=True)
+    results = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False, earlier=earlier)
+    for one in results:
+        one.about["parameters"] = parameters
+    return results
 
 
 def run(world, seeds, kinds, output, data=None):
@@ -168,25 +162,23 @@ def run(world, seeds, kinds, output, data=None):
     results = {}
     options = CompareSettings(output=str(output), data=world, seeds=seeds, tofu=data and str(data))
     for benchmark in load_benchmarks(options, print):
+        seed = benchmark.seed
         if world == "demo":
-            material, recipe = (
-                demo.material_of(build_world(dataclasses.replace(demo.WORLD, seed=benchmark.seed))),
-                demo.RECIPE,
-            )
+            recipe, material = demo.RECIPE, demo.material_of(build_world(dataclasses.replace(demo.WORLD, seed=seed)))
         else:
-            material, recipe = suite_material(data)[0], TOFU_SMALL
-        trigram = None
+            recipe, material = TOFU_SMALL, suite_material(data)[0]
+        before = []
         for kind in ("target", "retrained", *kinds):
-            names = [str(setting) for setting in settings_of(kind)] if kind in KINDS else [""]
-            folders = [output / f"seed-{benchmark.seed}" / kind / name.replace(":", "-") for name in names]
+            names = [str(setting) for setting in settings_of(kind)] or [""]
+            folders = [output / f"seed-{seed}" / kind / name.replace(":", "-") for name in names]
             if not all((folder / "summary.json").is_file() for folder in folders):
-                for folder, measured in zip(folders, measure_kind(kind, benchmark, material, recipe, trigram)):
+                for folder, measured in zip(folders, measure(kind, benchmark, material, recipe, before)):
                     folder.mkdir(parents=True, exist_ok=True)
                     write_results(measured, folder)
-            for name, folder in zip(names, folders):
-                results.setdefault((kind, name), {})[benchmark.seed] = read_results(folder)
-            trigram = [read_results(folder) for folder in folders] if kind == "trigram" else trigram
-            print(f"seed {benchmark.seed}, {kind}: done", flush=True)
+            before = [read_results(folder) for folder in folders]
+            for name, measured in zip(names, before):
+                results.setdefault((kind, name), {})[seed] = measured
+            print(f"seed {seed}, {kind}: done", flush=True)
     return results
 
 
@@ -218,16 +210,13 @@ def table(results):
     for kind, best in chosen.items():
         trial = rows[kind, best.setting]
         share = next(iter(results[kind, best.setting].values())).about["parameters"] / size
-        cells = [_range([values[name] for values in trial.seeds.values()]) for name in (*COLUMNS, "auc")]
+        cells = [_range([values[name] for values in trial.seeds.values()]) for name in COLUMNS]
         lines.append(f"| {kind} | {share:.0%} | {best.setting} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _range(values):
-    mean, low, high = (
-        f"{value:.2f}".replace("-", "−") for value in (statistics.fmean(values), min(values), max(values))
-    )
-    return f"{mean} [{low}, {high}]"
+    return f"{statistics.fmean(values):.2f} [{min(values):.2f}, {max(values):.2f}]".replace("-", "−")
 
 
 def main():
@@ -240,7 +229,7 @@ def main():
     given = parser.parse_args()
     kinds = [kind for kind in KINDS if kind in given.kinds]
     if "trigram-shifted" in kinds and "trigram" not in kinds:
-        parser.error("trigram-shifted needs trigram, whose answers it shares")
+        parser.error("trigram-shifted needs trigram, whose answers it has")
     print(table(run(given.world, given.seeds, kinds, given.output, given.data)))
 
 

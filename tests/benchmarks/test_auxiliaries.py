@@ -12,9 +12,7 @@ def test_shifted_trigrams_give_each_token_the_divergence_of_the_token_before(tok
         name: RecordSet(name, "question/answer", (Record(answer, messages=(Message("user", "Who wrote it?"),)),))
         for name, answer in (("retain", "Ben wrote the book."), ("forget", "Anna wrote the book in Oslo."))
     }
-    pairs = [
-        auxiliaries.trigrams(SimpleNamespace(**sets), tokenizer, len(tokenizer), shifted) for shifted in (False, True)
-    ]
+    pairs = [auxiliaries.trigrams(SimpleNamespace(**sets), tokenizer, shifted) for shifted in (False, True)]
     ids = torch.tensor([tokenizer("Anna wrote the book").input_ids])
     right, shifted = (pair.divergence(ids) for pair in pairs)
     assert torch.equal(shifted[:, 1:], right[:, :-1])
