@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -351,6 +352,14 @@ def test_grid_settings_are_valid_for_their_method(grid):
             METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
+
+
+def test_paper_grid_has_settings_of_its_tables(shared):
+    text = (shared / "paper" / "divergence_decoding.tex").read_text()
+    for method, pattern in (("linear", r"Linear & \$\\alpha\$=([\d.]+)"), ("rank", r"Rank & k=(\d+)")):
+        strengths = {f"{float(strength):g}" for strength in re.findall(rf"^[13]B & {pattern}", text, re.MULTILINE)}
+        assert {trial.steering for trial in trials_of((method,), "paper")} == {f"{method}:{one}" for one in strengths}
+    assert len(trials_of(("distill",), "paper")) == 84  # the number of published result files
 
 
 def test_invalid_input_gives_one_line_error(models_folder, tmp_path):

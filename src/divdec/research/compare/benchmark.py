@@ -129,15 +129,7 @@ def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
-    data = Path(settings.tofu or "").expanduser()
-    material, questions = suite_material(data, settings.limit)
-    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
-    general = [
-        record
-        for name in ("real_authors_perturbed", "world_facts_perturbed")
-        for record in read_records(data / f"{name}.json")
-    ]
-    material = dataclasses.replace(material, general=general)
+    material, questions = suite_material(Path(settings.tofu or "").expanduser(), settings.limit)
     return _trained("tofu-small", seed, material, TOFU_SMALL, questions, report)
 
 
@@ -192,7 +184,14 @@ def suite_material(data: Path, limit: int | None = None) -> tuple[Material, Tofu
         UsageError: a file is missing.
     """
     others = other_authors(data)
+    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
+    general = [
+        record
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for record in read_records(data / f"{name}.json")
+    ]
     material = tofu_material(data, others[RETAIN + HOLDOUT :], others[:RETAIN])
+    material = dataclasses.replace(material, general=general)
     whole = read_tofu(data, "forget01")
     retain = whole.sets["retain"]
     sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}

@@ -58,13 +58,17 @@ _PAPER_GRADIENT: Grid = {
     "learning_rate": (5e-7, 8e-7, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 1e-5),
     "epochs": tuple(float(number) for number in range(1, 11)),
 }
-# The paper's (appendix TOFU).
+# The paper's: the linear and the rank rule as in its table of all settings (for either size of the auxiliaries),
+# distillation as in its published result files, the others as in appendix TOFU.
+_PAPER_ALPHAS = (0.5, *(n / 10 for n in range(10, 16)), 2.0, *(n / 10 for n in range(25, 36)), 4.0)
 PAPER: dict[str, Grid] = {
-    "linear": {
-        "steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 2, 2.5, 3, 3.5, 4))
-    },
+    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in _PAPER_ALPHAS)},
     "rank": {"steering": tuple(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000))},
-    "distill": {"lr": (1e-5, 2e-5, 4e-5, 8e-5), "temperature": (1.0, 1.5, 2.0, 4.0)},
+    "distill": {
+        "lr": (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5),
+        "temperature": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0),
+        "epochs": (5.0, 10.0),
+    },
     "grad-ascent": _PAPER_GRADIENT,
     "grad-diff": _PAPER_GRADIENT,
     "npo": _PAPER_GRADIENT,
