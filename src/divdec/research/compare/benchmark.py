@@ -56,6 +56,8 @@ class Benchmark:
     """A small model that has seen neither set."""
     forget: RecordSet
     retain: RecordSet
+    """What every method may rehearse. In the embedded data everything that the target was tuned on besides the forget
+    set: with the general records of real authors and world facts, about which the suite asks too."""
     questions: TofuData
     form: Format
     """Layout of the training texts."""
@@ -139,9 +141,10 @@ def _trained(
     report(f"{name}, seed {seed}")
     models = train_all(material, recipe, seed, cache_folder() / name / "models", report)
     pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # other methods use the small base too
+    retain = dataclasses.replace(material.retain, records=(*material.retain, *material.general))
     return Benchmark(
         name, seed, models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary, models.small_base,
-        material.forget, material.retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
+        material.forget, retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
         models.seconds["retrain reference"], own_questions=name == "demo",
     )  # fmt: skip
 
