@@ -394,7 +394,7 @@ def test_small_grid_has_equally_many_settings_of_every_method():
 def test_pair_of_another_recipe_needs_a_base(models_folder, tmp_path):
     (benchmark,) = load_benchmarks(settings_of(models_folder, tmp_path, base=None), print)
     (trial, *_) = trials_of(("linear-paper",), "small")
-    with pytest.raises(UsageError, match="recipe full-retain is trained from a small model .* give it with --base"):
+    with pytest.raises(UsageError, match=r"recipe full-retain is trained from a small model .* give it with --base"):
         build_model(trial, benchmark, tmp_path / "model", tmp_path / "work")
 
 
