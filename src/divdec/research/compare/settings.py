@@ -24,7 +24,7 @@ _FILTERS: dict[str, Grid] = {
     "ngram-filter": {"ngram_size": (4, 6, 10)},
     "guardrail": {"mode": ("prompt", "filter", "both")},
 }
-_LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5))}
+_LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))}
 _RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))}
 # The options of `divdec train` for the rows whose pair it trains from the small base.
 _PAPER_PAIR: Grid = {"recipe": ("full-retain",), "lr": (1e-3,)}
