@@ -32,13 +32,15 @@ from divdec.research.compare.table import SeedResult, summarize
 
 TEACHER = Trial("linear", steering="linear:1.5")
 ALL = 1000  # more than there are
-STUDENTS = {
+EVERY_SEED = {
     "200 of the authors, teacher-student": ("authors", 200, "teacher-student"),
-    "200 of the authors, student-teacher": ("authors", 200, "student-teacher"),
-    "authors and general, teacher-student": ("general", ALL, "teacher-student"),
     "authors and general, student-teacher": ("general", ALL, "student-teacher"),
 }
-EVERY_SEED = ("200 of the authors, teacher-student", "authors and general, student-teacher")
+STUDENTS = {
+    **EVERY_SEED,
+    "authors and general, teacher-student": ("general", ALL, "teacher-student"),
+    "200 of the authors, student-teacher": ("authors", 200, "student-teacher"),
+}
 SHOWN = ("agg", "mem", "priv", "utility")
 UNLIKELY = math.log(1e-4)
 
@@ -87,25 +89,24 @@ def main():
     given = parser.parse_args()
     benchmarks = load_benchmarks(CompareSettings(output=str(given.output), seeds=given.seeds), print)
     references, results = {}, {name: {} for name in ("Teacher", *STUDENTS)}
-    tokens = []
     for benchmark in benchmarks:
         folder = given.output / f"seed-{benchmark.seed}"
         target, retrain = (trained(Trial(name), benchmark, folder).results for name in ("target", "retrain"))
         references[benchmark.seed] = target, retrain
-        teacher = trained(TEACHER, benchmark, folder)
-        results["Teacher"][benchmark.seed] = teacher
-        for name in STUDENTS:
-            if benchmark.seed and name not in EVERY_SEED:
-                continue
-            rehearsed, trial = student_of(name)
-            own = rehearsing(benchmark, rehearsed)
-            results[name][benchmark.seed] = one = trained(trial, own, folder / rehearsed)
-            print(f"seed {benchmark.seed}, {name}: {one.failed or 'measured'}", flush=True)
-            if not benchmark.seed:
-                models = (load_trial(result.folder / MODEL, result.trial) for result in (teacher, one))
-                part = unlikely_tokens(*models, benchmark)
-                means = part.mean(dim=0).tolist()
-                tokens.append([name, str(len(part)), *(f"{value:.2g}" for value in means)])
+        results["Teacher"][benchmark.seed] = trained(TEACHER, benchmark, folder)
+    tokens = []
+    for name, benchmark in [(name, one) for name in STUDENTS for one in benchmarks]:
+        if benchmark is not benchmarks[0] and name not in EVERY_SEED:
+            continue
+        rehearsed, trial = student_of(name)
+        folder = given.output / f"seed-{benchmark.seed}" / rehearsed
+        results[name][benchmark.seed] = one = trained(trial, rehearsing(benchmark, rehearsed), folder)
+        print(f"seed {benchmark.seed}, {name}: {one.failed or 'measured'}", flush=True)
+        if benchmark is benchmarks[0]:
+            teacher = results["Teacher"][benchmark.seed]
+            models = (load_trial(result.folder / MODEL, result.trial) for result in (teacher, one))
+            part = unlikely_tokens(*models, benchmark)
+            tokens.append([name, str(len(part)), *(f"{value:.2g}" for value in part.mean(dim=0).tolist())])
     rows = []
     for name, by_seed in results.items():
         own = {seed: SeedResult(one.results, one.seconds, None) for seed, one in by_seed.items()}
