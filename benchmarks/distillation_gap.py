@@ -3,7 +3,7 @@
 The TOFU suite measures students of linear:1.5 on the models of `make world`, and models that the cache lacks are
 trained. A student rehearses questions about the authors of the retain set, or also general questions (public authors
 and cities), on which target and retrained model were tuned. Aggregates are means over the seeds, of the variant
-`openunlearning` without fluency. The first and the last student are trained on every seed, the others on seed 0.
+`openunlearning` without fluency. Two students are trained on every seed, the others on seed 0.
 
 The second table is about the tokens of the true answers of the forget set to which the teacher gives less than 1e-4:
 the mean log-probability of teacher and student, and how much of KL(teacher ‖ student) and of KL(student ‖ teacher) at
