@@ -17,7 +17,7 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -93,6 +93,10 @@ test-browser: install
 
 test-gpu: install
 	$(PYTEST) -m gpu
+
+# The wheel with its base dependencies alone in a new environment, then with each extra: about ten minutes.
+test-package: install
+	CONSTRAINTS=$(CURDIR)/constraints.txt $(PYTEST) -m package --timeout 1800 tests/test_package.py
 
 # The oldest transformers that pyproject.toml admits, in an environment of its own.
 test-oldest: $(VENV)-oldest/.installed
