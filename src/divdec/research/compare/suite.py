@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from divdec.data.formatting import Format
 from divdec.data.records import Record
+from divdec.errors import UsageError
 from divdec.evaluation import muse, tofu
 from divdec.evaluation.aggregate import (
     AGGREGATES,
@@ -193,11 +195,11 @@ class MuseSuite(Suite):
         names = (VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM)
         scores: dict[str, Any] = {name: figures.get(name) for name in names}
         scores |= muse_distances(figures, target.figures, retrain.figures).values
-        if all(of.get(name) is not None for of in (figures, target.figures, retrain.figures) for name in names):
+        with contextlib.suppress(UsageError):  # no texts, or target and retrained model are equal on these items
             scores["distance"] = distance_to_retrain(figures, target.figures, retrain.figures, names)
         auc, reference = figures.get(ATTACK), retrain.figures.get(ATTACK)
         if auc is not None and reference is not None:
-            scores["privleak"] = privleak(auc, reference)
+            scores["privleak"] = np.vectorize(privleak)(auc, reference)  # a draw each
         return scores
 
 

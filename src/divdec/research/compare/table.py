@@ -242,9 +242,9 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 
 def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the best settings without intervals, training times and memory (80 columns), and the notes."""
+    """Print the best settings' first four scores, without intervals and most costs (80 columns), and the notes."""
     console.print(_lead(results, settings), highlight=False)
-    shown = results.suite.shown
+    shown = results.suite.shown[:4]
     heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in shown), "Held out", "Time"]
     rows = []
     for trial in _marked_best(results):
