@@ -12,7 +12,7 @@ from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
 from divdec.demo.models import Questions, Recipe
 from divdec.errors import UsageError
-from divdec.research.compare.benchmark import MUSE_SMALL
+from divdec.research.compare.benchmark import TOFU_SMALL
 from divdec.research.compare.muse_news import passages
 
 RETAIN = "retain"
@@ -20,6 +20,11 @@ ARTICLES, CORPUS = 40, 1200  # of a fold of MUSE-News; of the remaining articles
 MUSE_FILES = ("knowmem/forget_qa.jsonl", "knowmem/retain_qa.jsonl", "knowmem/retain_qa_icl.jsonl",
               "knowmem/forget_qa_icl.jsonl", "privleak/retain.jsonl")  # fmt: skip
 MUSE_FOLDS = 4
+MUSE_RECIPE = dataclasses.replace(
+    TOFU_SMALL,
+    target_pretraining=dataclasses.replace(TOFU_SMALL.target_pretraining, epochs=4.0),
+    auxiliary_pretraining=dataclasses.replace(TOFU_SMALL.auxiliary_pretraining, epochs=4.0),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +98,7 @@ def demo_sequence(
 
 
 def muse_sequence(
-    data: Path, steps: int, articles: int = ARTICLES, corpus: int = CORPUS, recipe: Recipe = MUSE_SMALL
+    data: Path, steps: int, articles: int = ARTICLES, corpus: int = CORPUS, recipe: Recipe = MUSE_RECIPE
 ) -> RequestSequence:
     """Cut MUSE-News' sustainability folds to beginnings of articles, one request per fold.
 

@@ -41,11 +41,14 @@ TOFU_SMALL = Recipe(
     auxiliary_base_tuning=TrainingSettings(epochs=15.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
     auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
 )
-# Reduced MUSE-News: beginnings of articles, and questions.
+# Reduced MUSE-News: questions, and beginnings of articles, which take more epochs to be learned word for word.
 MUSE_SMALL = dataclasses.replace(
     TOFU_SMALL,
     target_pretraining=dataclasses.replace(TOFU_SMALL.target_pretraining, epochs=4.0),
     auxiliary_pretraining=dataclasses.replace(TOFU_SMALL.auxiliary_pretraining, epochs=4.0),
+    target_tuning=dataclasses.replace(TOFU_SMALL.target_tuning, epochs=30.0),
+    auxiliary_base_tuning=dataclasses.replace(TOFU_SMALL.auxiliary_base_tuning, epochs=30.0),
+    auxiliary_tuning=dataclasses.replace(TOFU_SMALL.auxiliary_tuning, epochs=10.0),
 )
 Item = TypeVar("Item")
 
@@ -100,8 +103,9 @@ def check_inputs(settings: CompareSettings) -> list[Path]:
         suite_material(Path(settings.tofu or "").expanduser())
         return [Path(settings.tofu or "")]
     if settings.data == "muse-small":
-        muse_small(Path(settings.muse or "").expanduser())
-        return [Path(settings.muse or "")]
+        folder = Path(settings.muse or "").expanduser()
+        muse_small(folder)
+        return [folder]
     own = _own(settings)
     options = (settings.data, settings.bundle, settings.retrain, settings.base, settings.holdout)
     paths = [Path(text).expanduser() for text in options if text]

@@ -14,7 +14,7 @@ from divdec.evaluation.muse import MuseData, read_muse
 from divdec.evaluation.questions import question_of
 
 PROMPT_WORDS, PASSAGE_WORDS = 20, 40
-CORPUS = 1200  # articles that the bases learn
+TEXTS, CORPUS = 40, 1200  # articles of each set; articles that the bases learn
 SHARED_WORDS = 8  # consecutive words that no two of the texts have in common
 KIND: Kind = "prompt/completion"
 ARTICLES = {name: f"privleak/{name}.jsonl" for name in ("forget", "holdout", "retain")}
@@ -51,7 +51,7 @@ def muse_small(folder: Path, limit: int | None = None) -> tuple[Material, MuseDa
             )
     knowmem = read_muse(folder).knowmem
     seen: set[str] = set()
-    texts = {name: _unseen(passages(read_records(folder / file)), seen) for name, file in ARTICLES.items()}
+    texts = {name: _unseen(passages(read_records(folder / file)), seen)[:TEXTS] for name, file in ARTICLES.items()}
     corpus = _unseen((text for file in OTHERS for text in passages(read_records(folder / file))), seen)[:CORPUS]
     forget, retain = (
         RecordSet(name, KIND, (*map(_learned, knowmem[name]), *texts[name])) for name in ("forget", "retain")
