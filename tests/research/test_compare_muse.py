@@ -195,7 +195,7 @@ def test_compare_on_muse_end_to_end(news, few, tmp_path):
     assert set(results.leaks) == {"target", "retrain", "linear", "rank", "npo"}
 
     content = json.loads((output / "comparison.json").read_text())
-    assert (content["suite"], content["variant"]) == ("muse", None)
+    assert content["suite"] == "muse"
     best = {entry["method"]: entry for entry in content["best"]}
     assert best["linear"]["goal"] == "distance"
     low, high = best["linear"]["intervals"]["distance"]
@@ -209,6 +209,7 @@ def test_compare_on_muse_end_to_end(news, few, tmp_path):
     assert page.count("<svg") == 2
     assert "The best setting by each distance" in page
     assert "Agg" not in page
+    assert main(["results", "plot", str(output), "--figure", "muse-scatter", "--output", str(tmp_path / "a.svg")]) == 0
     console = Console(width=80, file=io.StringIO())
     show(results, settings, console)
     assert "…" not in console.file.getvalue()

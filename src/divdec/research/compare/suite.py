@@ -58,9 +58,12 @@ class Suite(abc.ABC):
     """Scores whose best settings a second table lists."""
     note: ClassVar[str]
     """Remark on the scores, for readers."""
-    variant: str | None = None
-    """How aggregates are computed, if there are several ways."""
     data: Any
+
+    @property
+    def about(self) -> dict[str, str]:
+        """How the scores are computed."""
+        return {"suite": self.name}
 
     @abc.abstractmethod
     def evaluate(self, model: EvaluatedModel) -> Results:
@@ -111,6 +114,11 @@ class TofuSuite(Suite):
     figures = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
     goals = ("agg", "agg_without_privacy")
     note = "Utility is the model utility relative to the target's; no fluency classifier is used."
+
+    @property
+    def about(self) -> dict[str, str]:
+        """See `Suite.about`."""
+        return {**super().about, "variant": self.variant}
 
     def evaluate(self, model: EvaluatedModel) -> Results:
         """See `Suite.evaluate`."""

@@ -216,8 +216,7 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         "leaks": {method: {str(k): value for k, value in own.items()} for method, own in results.leaks.items()},
         "time_ratio": results.times,
         "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
-        "suite": results.suite.name,
-        "variant": results.suite.variant,
+        **results.suite.about,
     }
     write_json(output / JSON, content)
     best = _marked_best(results)
@@ -353,11 +352,12 @@ def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
     searched = settings.search_seeds or number
     first = "first seed, the only one" if searched == 1 else f"first {searched} seeds, the only ones"
     asked = "these very questions, as in the paper" if searched >= number else f"the {first} for the grid's others"
-    variant = f", aggregates of the variant {results.suite.variant}" if results.suite.variant else ""
+    variant = results.suite.about.get("variant")
+    computed = f", aggregates of the variant {variant}" if variant else ""
     goal = results.goal
     extreme = "highest" if goal.better == "higher" else "lowest"
     return (
-        f"{settings.data}, {settings.grid} grid, {seeds}{variant}; the best setting of each method by {goal.short} on "
+        f"{settings.data}, {settings.grid} grid, {seeds}{computed}; the best setting of each method by {goal.short} on "
         f"{asked}; held out: the setting with the {extreme} {goal.short} on the questions with even numbers, and its "
         f"{goal.short} on the others; 99 % bootstrap intervals over {drawn}, target and retrained model held fixed"
     )
