@@ -245,6 +245,7 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
     console.print(_lead(results, settings), highlight=False)
     shown = results.suite.shown[:4]
     heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in shown), "Held out", "Time"]
+    heads = [head.replace(" ", "\n") for head in heads]  # so that settings have room
     rows = []
     for trial in _marked_best(results):
         values = (

@@ -181,7 +181,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
     if not isinstance(content, dict) or not isinstance(content.get("grid"), list):
         raise UsageError(f"{source.path} is not a comparison of `divdec compare`")
     suite = content.get("suite", "tofu")  # earlier versions compared on TOFU alone
-    recorded = EARLIER_VARIANTS.get(content.get("variant"), content.get("variant"))
+    recorded = EARLIER_VARIANTS.get(content.get("variant", ""), content.get("variant"))
     if suite == "tofu" and recorded != EARLIER_VARIANTS.get(variant, variant):
         raise UsageError(f"{source.path} holds aggregates of the variant {recorded}; give --variant {recorded}")
     results = []
