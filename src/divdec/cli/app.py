@@ -82,7 +82,8 @@ app = App(
     version=_version,
     default_parameter=Parameter(negative=(), consume_multiple=1, show_default=_shown_default),
 )
-for flag in ("--help", "--version"):
+app.register_install_completion_command(help="Install completion for your shell (bash, zsh or fish).")
+for flag in ("--help", "--version", "--install-completion"):
     app[flag].group = OPTIONS
 for group, commands in (
     (Group("Train, decode and serve", sort_key=1), PRODUCT),

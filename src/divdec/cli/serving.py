@@ -16,6 +16,8 @@ from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
 from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
+from divdec.serving import SuppressionPolicy
+from divdec.serving.logprobs import LogprobPolicy, default_level
 
 if TYPE_CHECKING:
     from divdec.serving import ServerOptions
@@ -44,6 +46,16 @@ class ServeSettings:
     """Further bundles, as name=path; clients choose by name."""
     registry: str | None = None
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
+    logprobs: str | None = None
+    """What replies tell of probabilities: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
+    logit_bias and log-probabilities of the prompt. Default: off with --registry, full without. vLLM: off or full."""
+    on_suppressed: Literal["answer", "refuse", "note"] = "answer"
+    """What to do with a reply from which steering took much of the target's probability, where the model would invent
+    something: answer, refuse (send --refusal instead), or note (add the share to the response)."""
+    suppressed_share: Annotated[float, RARE] = 0.2
+    """Share of probability that counts as much, at the token of the reply where steering took most."""
+    refusal: Annotated[str, RARE] = "I cannot answer that."
+    """Text that replaces a refused reply."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """Inference engine: embedded (this process), or vllm."""
     vllm_options: str = ""
@@ -76,14 +88,23 @@ class ServeSettings:
             raise UsageError(
                 "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
             )
+        self.suppression()
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
+        if self.logprobs is not None:
+            policy = LogprobPolicy.parse(self.logprobs)
+            if self.engine == "vllm" and policy.level not in ("off", "full"):
+                raise UsageError(f"--logprobs is {self.logprobs!r}; accepted with --engine vllm: off, full")
+
+    def suppression(self) -> SuppressionPolicy:
+        """Return what becomes of replies from which steering took much."""
+        return SuppressionPolicy(self.on_suppressed, self.suppressed_share, self.refusal)
 
 
 # Fields of the embedded server that vLLM replaces by its own or lacks.
 EMBEDDED = (
     "extra_bundle", "max_num_seqs", "max_queue", "max_tokens", "max_seconds", "max_body_bytes", "shutdown_timeout",
-    "log_prompts",
+    "log_prompts", "on_suppressed", "suppressed_share", "refusal",
 )  # fmt: skip
 
 
@@ -142,7 +163,9 @@ def serve(
             name: build_engine(name, path, settings, choice, speculation, loading, experts)
             for name, path in bundles.items()
         }
-        run_server(engines, port, options)
+        follows = any(engine.count_takedowns() is not None for engine in engines.values())
+        policy = LogprobPolicy.parse(settings.logprobs or default_level(follows))
+        run_server(engines, port, dataclasses.replace(options, logprobs=policy))
     finally:
         port.close()
 
@@ -180,6 +203,7 @@ def _serve_vllm(
         name=name,
         speculative=VLLM_DRAFT_LENGTH if length is True else length,
         registry=None if settings.registry is None else Path(settings.registry),
+        logprobs=settings.logprobs,
         verify=not loading.no_verify,
         host=settings.host,
         port=settings.port,
@@ -217,6 +241,7 @@ def _options(settings: ServeSettings) -> ServerOptions:
         max_sequences=settings.max_queue,
         shutdown_timeout=settings.shutdown_timeout,
         log_prompts=settings.log_prompts,
+        suppression=settings.suppression(),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
@@ -254,6 +279,7 @@ def build_engine(
         max_num_seqs=settings.max_num_seqs,
         max_queue=settings.max_queue,
         speculation=None if length is None else speculative.Speculation(None if length is True else length),
+        measure_suppression=settings.on_suppressed != "answer",
     )
 
 

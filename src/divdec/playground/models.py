@@ -27,6 +27,7 @@ from divdec.playground.rendering import Token, TokenShift
 from divdec.remote.client import Endpoint, Refused
 from divdec.sampling import pick
 from divdec.serving import is_local
+from divdec.serving.logprobs import REFUSED
 from divdec.steering import LARGEST_ALPHA, Steering
 
 if TYPE_CHECKING:
@@ -340,6 +341,7 @@ class RemoteServer:
         if self.name not in models:
             raise UsageError(f"{self.url} serves no model {self.name!r}; it serves: {', '.join(models)}")
         self._endpoint = dataclasses.replace(endpoint, model=self.name)
+        self._chat = self._logprobs = True  # until the server refuses
 
     def close(self) -> None:
         """Close the connections."""
@@ -353,23 +355,38 @@ class RemoteServer:
         if self.options.system_prompt:
             turns.insert(0, Message("system", self.options.system_prompt))
         fields = {"max_tokens": self.options.max_new_tokens, "temperature": temperature, "seed": self.options.seed}
+        while True:
+            try:
+                yield from (self._stream_chat if self._chat else self._stream_text)(turns, fields)
+                return
+            except Refused as error:
+                if error.status != 400:
+                    raise
+                if self._chat and "chat template" in str(error):
+                    self._chat = False
+                elif self._logprobs and REFUSED in str(error):
+                    self._logprobs = False
+                else:
+                    raise
+
+    def _stream_chat(self, turns: Sequence[Message], fields: Mapping[str, Any]) -> Iterator[Token]:
         chat = [{"role": turn.role, "content": turn.content} for turn in turns]
-        try:
-            for choice in self._endpoint.stream(messages=chat, logprobs=True, top_logprobs=TOP_LOGPROBS, **fields):
-                entries = (choice.get("logprobs") or {}).get("content") or [{}]
-                top = {other["token"]: other["logprob"] for other in entries[-1].get("top_logprobs") or ()}
-                text = (choice.get("delta") or {}).get("content")
-                yield from _read_token(text, entries[-1].get("token"), entries[-1].get("logprob"), top)
-        except Refused as error:
-            if error.status != 400 or "chat template" not in str(error):
-                raise
-            prompt = plain_prompt((turn.role, turn.content) for turn in turns)
-            for choice in self._endpoint.stream(prompt=prompt, logprobs=TOP_LOGPROBS, **fields):
-                logprobs = choice.get("logprobs") or {}
-                name, logprob, top = (
-                    (logprobs.get(field) or [None])[-1] for field in ("tokens", "token_logprobs", "top_logprobs")
-                )
-                yield from _read_token(choice.get("text"), name, logprob, top or {})
+        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._logprobs else {}
+        for choice in self._endpoint.stream(messages=chat, **asked, **fields):
+            entries = (choice.get("logprobs") or {}).get("content") or [{}]
+            top = {other["token"]: other["logprob"] for other in entries[-1].get("top_logprobs") or ()}
+            text = (choice.get("delta") or {}).get("content")
+            yield from _read_token(text, entries[-1].get("token"), entries[-1].get("logprob"), top)
+
+    def _stream_text(self, turns: Sequence[Message], fields: Mapping[str, Any]) -> Iterator[Token]:
+        prompt = plain_prompt((turn.role, turn.content) for turn in turns)
+        asked: dict[str, Any] = {"logprobs": TOP_LOGPROBS} if self._logprobs else {}
+        for choice in self._endpoint.stream(prompt=prompt, **asked, **fields):
+            logprobs = choice.get("logprobs") or {}
+            name, logprob, top = (
+                (logprobs.get(field) or [None])[-1] for field in ("tokens", "token_logprobs", "top_logprobs")
+            )
+            yield from _read_token(choice.get("text"), name, logprob, top or {})
 
 
 def _read_token(

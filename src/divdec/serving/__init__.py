@@ -6,10 +6,35 @@ import dataclasses
 import ipaddress
 import socket
 import ssl
+from typing import Literal
 
 from divdec.errors import UsageError, first_line
+from divdec.serving.logprobs import LogprobPolicy
 
 SHORTEST_KEY = 16  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class SuppressionPolicy:
+    """What becomes of replies from which steering took much."""
+
+    action: Literal["answer", "refuse", "note"] = "answer"
+    """'refuse' replaces the reply, 'note' adds the share to it."""
+    share: float = 0.2
+    """Least share that counts as much, above 0 and at most 1."""
+    refusal: str = "I cannot answer that."
+    """Text in place of the reply."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--suppressed-share is {self.share:g}; accepted: above 0, at most 1")
+        if not self.refusal.strip():
+            raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
+
+    def refuses(self, share: float | None) -> bool:
+        """Whether a finished reply with this share is replaced."""
+        # Without a share nobody knows what steering took.
+        return self.action == "refuse" and (share is None or not share < self.share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +55,10 @@ class ServerOptions:
     """Seconds that running requests have to finish at shutdown."""
     log_prompts: bool = False
     """Log prompts."""
+    logprobs: LogprobPolicy = LogprobPolicy()  # noqa: RUF009  frozen
+    """Which log-probabilities replies may contain."""
+    suppression: SuppressionPolicy = SuppressionPolicy()
+    """What becomes of replies from which steering took much."""
     ssl_certfile: str | None = None
     """Certificate (PEM) with its chain."""
     ssl_keyfile: str | None = None

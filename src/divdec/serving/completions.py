@@ -28,6 +28,7 @@ SAME_FIELDS = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
 )  # fmt: skip
 """Request fields that are passed on unchanged as sampling parameters."""
+FILTERED = "content_filter"  # finish reason of a refused reply, as in the OpenAI API
 Result = TypeVar("Result")
 Event = dict[str, Any]
 AppStatus.disable_automatic_graceful_drain()  # on shutdown the engines end their streams
@@ -74,7 +75,7 @@ class CompletionCall:
 
     def __init__(self, body: CompletionRequest | ChatCompletionRequest, server: Server, request: Request) -> None:
         self.body, self.server, self.request = body, server, request
-        self.engine = server.find_model(body.model)
+        self.engine, self.policy = server.find_model(body.model), server.options.logprobs
         self.record: RequestRecord = request.state.record
         self.record.model, self.record.stream = self.engine.name, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
@@ -83,6 +84,8 @@ class CompletionCall:
 
     async def respond(self) -> Response:
         """Answer the request; an error before the first event of a stream is an ordinary error reply."""
+        if (field := self.policy.find_refused(vars(self.body))) is not None:
+            raise invalid(self.policy.refusal(field), field, "logprobs_refused")
         await self.prepare()
         self._check_logprob_values()
         if not self.body.stream:
@@ -106,6 +109,14 @@ class CompletionCall:
     def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
         """Return the choices of the events for an output of one reply."""
         raise NotImplementedError
+
+    def note(self, reply: RequestOutput) -> Event:
+        """Return the field of a choice that says how much steering took, if the operator wants it."""
+        if self.server.options.suppression.action != "note" or reply.finish_reason is None:
+            return {}
+        share = reply.suppressed
+        marked = share is None or not share < self.server.options.suppression.share
+        return {"suppressed": {"share": None if share is None else round(share, 4), "marked": marked}}
 
     def add_replies(
         self,
@@ -188,6 +199,8 @@ class CompletionCall:
             finally:
                 await stream.aclose()
 
+        suppression = self.server.options.suppression
+        held: list[list[RequestOutput]] = [[] for _ in self.replies]
         deadline = asyncio.get_running_loop().time() + self.server.options.max_seconds
         observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
         tasks = [asyncio.create_task(generate(index, *reply)) for index, reply in enumerate(self.replies)]
@@ -200,10 +213,20 @@ class CompletionCall:
                     raise output
                 observe(index, len(output.tokens))
                 self.record.generated_tokens += len(output.tokens)
+                held[index].append(output)
                 if output.finish_reason:
                     unfinished -= 1
-                    self.record.finish_reasons.add(output.finish_reason)
-                yield index, output
+                    if suppression.refuses(output.suppressed):
+                        prompt = held[index][0].prompt_logprobs
+                        held[index] = [
+                            RequestOutput(suppression.refusal, prompt_logprobs=prompt, finish_reason=FILTERED)
+                        ]
+                    self.record.finish_reasons.add(held[index][-1].finish_reason or "")
+                elif suppression.action == "refuse":
+                    continue  # a streamed part could not be taken back
+                for part in held[index]:
+                    yield index, part
+                held[index].clear()
         finally:
             # Cancelling closes the engine's generators, which aborts their requests.
             for task in tasks:
@@ -310,7 +333,10 @@ class TextCompletion(CompletionCall):
         prompt = self.prompts[number]
         text = (prompt.text if self.body.echo and first else "") + reply.text
         logprobs = None if self.body.logprobs is None else self._logprobs(prompt, reply)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        return {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish_reason,
+            **self.note(reply),
+        }  # fmt: skip
 
     def _logprobs(self, prompt: Prompt, reply: RequestOutput) -> Event:
         names: Event = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -318,10 +344,10 @@ class TextCompletion(CompletionCall):
         def add(token: int, offset: int, logprob: TokenLogprob | None) -> None:
             names["tokens"].append(self._name(token))
             names["text_offset"].append(offset)
-            names["token_logprobs"].append(None if logprob is None else logprob.logprob)
+            names["token_logprobs"].append(None if logprob is None else self.policy.shown(logprob.logprob))
             top: dict[str, float] = {}
             for other, value in () if logprob is None else (*logprob.top, (token, logprob.logprob)):
-                top.setdefault(self._name(other), value)
+                top.setdefault(self._name(other), self.policy.shown(value))
             names["top_logprobs"].append(None if logprob is None else top)
 
         if reply.prompt_logprobs is not None:
@@ -359,7 +385,7 @@ class ChatCompletion(CompletionCall):
         return [
             {
                 "index": index, "message": {"role": "assistant", "content": reply.text, "refusal": None},
-                "logprobs": self._logprobs(reply.logprobs), "finish_reason": reply.finish_reason,
+                "logprobs": self._logprobs(reply.logprobs), "finish_reason": reply.finish_reason, **self.note(reply),
             }
             for index, reply in enumerate(replies)
         ]  # fmt: skip
@@ -372,7 +398,7 @@ class ChatCompletion(CompletionCall):
         if output.text or output.logprobs:
             yield empty | {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs)}
         if output.finish_reason:
-            yield empty | {"finish_reason": output.finish_reason}
+            yield empty | {"finish_reason": output.finish_reason} | self.note(output)
 
     def _logprobs(self, tokens: Iterable[TokenLogprob]) -> Event | None:
         if not self.body.logprobs:
@@ -389,7 +415,10 @@ class ChatCompletion(CompletionCall):
 
     def _token(self, token: int, logprob: float) -> Event:
         name = self.engine.token_name(token, by_id=self.body.return_tokens_as_token_ids)
-        return {"token": name, "logprob": logprob, "bytes": list(self.engine.token_bytes(token)) or None}
+        return {
+            "token": name, "logprob": self.policy.shown(logprob),
+            "bytes": list(self.engine.token_bytes(token)) or None,
+        }  # fmt: skip
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
@@ -423,7 +452,10 @@ def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
     }
     first, last = outputs[0], outputs[-1]
     text = "".join(output.text for output in outputs)
-    return RequestOutput(text, **fields, prompt_logprobs=first.prompt_logprobs, finish_reason=last.finish_reason)
+    return RequestOutput(
+        text, **fields, prompt_logprobs=first.prompt_logprobs, finish_reason=last.finish_reason,
+        suppressed=last.suppressed,
+    )  # fmt: skip
 
 
 def _mean_logprob(reply: RequestOutput) -> float:

@@ -62,6 +62,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_queue: int = 128,
         speculation: Speculation | None = None,
+        measure_suppression: bool = False,
     ) -> None:
         """Prepare; `start` starts the thread.
 
@@ -72,6 +73,7 @@ class Engine:
             max_num_seqs: most sequences that decode together.
             max_queue: most sequences that wait.
             speculation: how a request decodes that runs alone; None decodes it without drafts.
+            measure_suppression: measure what steering took from each reply, by one more pass over it.
 
         Raises:
             UsageError: the tokenizer cannot stream text, or the model cannot speculate.
@@ -89,7 +91,7 @@ class Engine:
         self._max_queue = max_queue
         eos: Any = model.generation_config.eos_token_id
         self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
-        self.scheduler = Scheduler(model, max_num_seqs, speculation)
+        self.scheduler = Scheduler(model, max_num_seqs, speculation, measure_suppression)
         try:
             self._bytes, self._special = token_bytes(tokenizer), special_tokens(tokenizer)
         except UsageError:  # an unknown kind of vocabulary: each token as it decodes alone

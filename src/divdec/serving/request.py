@@ -87,6 +87,8 @@ class RequestOutput:
     """In the first output, if requested; None for the first token, which follows nothing."""
     finish_reason: str | None = None
     """'stop' or 'length' in the last output."""
+    suppressed: float | None = None
+    """Share of probability that steering took, in the last output, where it is measured (`suppressed_share`)."""
 
 
 class Request:

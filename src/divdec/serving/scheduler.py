@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from divdec.experts.neural import stateful_types
 from divdec.experts.protocol import holds_tokens
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
+from divdec.serving.suppression import suppressed_share
 
 PREFILL_CHUNK = 512  # prompt tokens per prefill chunk, between two decoding steps
 PREFILL_LOGITS = 1 << 24  # logits of prompts that are held at a time where all of them are needed
@@ -198,10 +200,17 @@ class Scheduler:
         steps: forward passes so far.
     """
 
-    def __init__(self, model: DivergenceForCausalLM, max_num_seqs: int, speculation: Speculation | None) -> None:
+    def __init__(
+        self,
+        model: DivergenceForCausalLM,
+        max_num_seqs: int,
+        speculation: Speculation | None,
+        measure_suppression: bool = False,
+    ) -> None:
         self.waiting: collections.deque[Request] = collections.deque()  # append and popleft are atomic
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._model, self._max_num_seqs, self._speculation = model, max_num_seqs, speculation
+        self._measure_suppression = measure_suppression
         self._separate = _needs_separate_passes(model)
         self._prefills: list[Prefill] = []
         self._groups: list[Group] = []
@@ -346,11 +355,26 @@ class Scheduler:
                 continue
             request.failed_in_batch = False
             self.generated_tokens += len(output.tokens)
+            if self._measure_suppression and output.finish_reason is not None:
+                try:
+                    output = self._with_suppressed_share(request, output)
+                except Exception as error:
+                    self._fail([request], error)
+                    finished.append(request)
+                    continue
             self._outputs.append((request, output))
             if output.finish_reason is not None:
                 finished.append(request)
         if finished:
             self._drop(group, finished)
+
+    def _with_suppressed_share(self, request: Request, output: RequestOutput) -> RequestOutput:
+        """Add what steering took to the last output of a request, by one more pass over prompt and reply."""
+        chunk = min(self._chunk(request), max(1, PREFILL_LOGITS // self._model.vocab_size))
+        share = suppressed_share(
+            self._model, request.tokens, len(request.prompt), len(request.tokens) if self._separate else chunk
+        )
+        return dataclasses.replace(output, suppressed=share)
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Run each request alone, and fail those that raise an error alone."""

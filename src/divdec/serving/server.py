@@ -185,7 +185,7 @@ def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: C
     def card(engine: Engine) -> dict[str, Any]:
         return {
             "id": engine.name, "object": "model", "created": engine.created, "owned_by": "divdec",
-            "max_model_len": engine.max_model_len,
+            "max_model_len": engine.max_model_len, "logprobs": str(options.logprobs),
         }  # fmt: skip
 
     @app.get("/v1/models")

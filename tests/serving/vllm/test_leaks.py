@@ -1,5 +1,6 @@
 """vLLM's server on a target that recites secrets (`leaks.py`)."""
 
+import httpx
 import pytest
 
 from leaks import Client, Suite, make_leaky
@@ -31,3 +32,20 @@ def test_vllm_exposes_only_steered_output(steering, options, without, folder, to
     ):
         suite.run(client)
         assert client.refused < 25  # vLLM has no biases and penalties of some kinds with drafts
+
+
+def test_server_with_a_registry_gives_no_log_probabilities(make_bundle, make_registry, texts, tmp_path):
+    bundle = make_bundle(registry=make_registry(texts[:20]))
+    with vllm_serving(bundle, tmp_path / "log.txt") as url:
+
+        def ask(path, **fields):
+            return httpx.post(f"{url}{path}", json={"model": "steered", **fields}, headers=HEADERS, timeout=300)
+
+        text = {"prompt": texts[0][:40], "max_tokens": 2, "temperature": 0}
+        assert ask("/v1/completions", **text).status_code == 200
+        for fields in ({"logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True}, {"logit_bias": {"5": 1}}):
+            refused = ask("/v1/completions", **text, **fields)
+            assert refused.status_code == 400, fields
+            assert "--logprobs off" in refused.json()["error"]["message"]
+        chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+        assert ask("/v1/chat/completions", **chat, logprobs=True).status_code == 400

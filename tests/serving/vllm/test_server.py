@@ -34,7 +34,7 @@ def followed(make_bundle, ngrams, registry):
 def server(bundle, registry, tmp_path_factory):
     """The server's address; q drafts, and a registry is followed that the bundle does not name."""
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with vllm_serving(bundle, log, speculative=2, registry=str(registry)) as url:
+    with vllm_serving(bundle, log, speculative=2, registry=str(registry), logprobs="full") as url:
         yield url
     assert KEY not in log.read_text()
 

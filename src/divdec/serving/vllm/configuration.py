@@ -22,6 +22,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.loading import Bundle
+from divdec.serving.logprobs import MIDDLEWARE, default_level
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -291,6 +292,7 @@ def engine_arguments(
     name: str | None = None,
     speculative: int | None = None,
     registry: Path | None = None,
+    logprobs: str | None = None,
     verify: bool = True,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -304,6 +306,7 @@ def engine_arguments(
         speculative: number of drafted tokens; the drafter is the retain auxiliary, or repetitions in the text if the
             bundle has no neural pair.
         registry: folder of a registry of takedown requests to follow; by default the bundle's.
+        logprobs: 'off' or 'full', as for `divdec serve`; by default 'off' with a registry and 'full' without.
         verify: compare weights with the bundle's digests.
         host: address to listen on.
         port: port to listen on.
@@ -332,6 +335,8 @@ def engine_arguments(
         if "retain_auxiliary" in parts.bundle.paths:
             drafts = {"method": "draft_model", "model": str(parts.bundle.paths["retain_auxiliary"])}
         arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": speculative})]
+    if (logprobs or default_level(parts.takedowns is not None)) == "off":
+        arguments += ["--middleware", MIDDLEWARE]
     return [*arguments, *extra]
 
 

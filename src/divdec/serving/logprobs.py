@@ -1,0 +1,147 @@
+"""What replies may tell of probabilities: `divdec serve --logprobs`, for the embedded server and for vLLM.
+
+The log-probabilities of a steered model less those of the target, of another rule or of an earlier takedown are the
+steering itself, which points at the forgotten text. A field that lets a client read or compare the probability of a
+token of its choice (`logit_bias`, or log-probabilities of the prompt) gives away as much as log-probabilities do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ACCEPTED = "off, top-1, full, or rounded:STEP such as rounded:0.5"
+REFUSED = "log-probabilities"
+"""Part of every refusal, by which a client can tell it."""
+MIDDLEWARE = f"{__name__}.RefuseLogprobs"
+"""The class's path, for vLLM."""
+# Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities.
+OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "echo")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogprobPolicy:
+    """Which log-probabilities a reply may contain."""
+
+    level: str = "full"
+    """'off', 'top-1' (of the chosen and of the likeliest token), 'rounded' or 'full'."""
+    step: float = 0.0
+    """Log-probabilities are rounded to multiples of it, in nats."""
+
+    @classmethod
+    def parse(cls, text: str) -> LogprobPolicy:
+        """Read a policy.
+
+        Raises:
+            UsageError: the text is not one of `ACCEPTED`.
+        """
+        level, colon, number = text.partition(":")
+        if level == "rounded" and colon:
+            try:
+                step = float(number)
+            except ValueError:
+                step = math.nan
+            if 0 < step <= 100:
+                return cls(level, step)
+        elif level in ("off", "top-1", "full") and not colon:
+            return cls(level)
+        raise UsageError(f"--logprobs is {text!r}; accepted: {ACCEPTED}")
+
+    def __str__(self) -> str:
+        return f"{self.level}:{self.step:g}" if self.step else self.level
+
+    def find_refused(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the first field of a request that asks for more than the policy allows.
+
+        Args:
+            fields: fields of a completion or chat completion and their values.
+        """
+        if self.level == "full":
+            return None
+        asked = fields.get("logprobs")
+        asked = -1 if asked is None or asked is False else int(asked)  # a chat says true or false
+        most = {"off": -1, "top-1": 1}.get(self.level, math.inf)
+        for name, refused in (
+            ("logit_bias", bool(fields.get("logit_bias"))),
+            ("echo", bool(fields.get("echo")) and asked >= 0),
+            ("logprobs", asked > most),
+            ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
+        ):
+            if refused:
+                return name
+        return None
+
+    def refusal(self, field: str) -> str:
+        """Return the message for a refused field."""
+        return f"field {field!r} asks for more {REFUSED} than this server gives (--logprobs {self})"
+
+    def shown(self, logprob: float) -> float:
+        """Return a log-probability as replies show it."""
+        return round(logprob / self.step) * self.step if self.step else logprob
+
+
+def default_level(registry: bool) -> str:
+    """Return the level without `--logprobs`: replies before and after a takedown differ by what was taken down."""
+    return "off" if registry else "full"
+
+
+class RefuseLogprobs:
+    """Middleware of vLLM's server that refuses every request for log-probabilities (`--logprobs off`)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request (ASGI)."""
+        if scope["type"] == "websocket":  # its messages are not read here
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+        try:
+            field = find_logprob_field(json.loads(body))
+        except (ValueError, RecursionError):
+            field = None  # vLLM refuses a body that is not JSON
+        if field is None:
+            waiting = iter(messages)
+
+            async def receive_again() -> Message:
+                return next(waiting, None) or await receive()
+
+            await self._app(scope, receive_again, send)
+            return
+        error = {
+            "message": LogprobPolicy("off").refusal(field), "type": "BadRequestError", "param": field, "code": 400,
+        }  # fmt: skip
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+
+
+def find_logprob_field(value: Any) -> str | None:
+    """Return the name of a field, at any depth of a request to vLLM, by which a client would learn probabilities."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            asks = "logprob" in name or name in OTHER_FIELDS
+            # The field `include` of the Responses API lists 'message.output_text.logprobs'.
+            listed = name == "include" and "logprob" in str(inner)
+            if (asks and inner is not None and inner is not False) or listed:
+                return name
+            if (found := find_logprob_field(inner)) is not None:
+                return found
+    elif isinstance(value, list):
+        return next((found for found in map(find_logprob_field, value) if found is not None), None)
+    return None

@@ -1,0 +1,139 @@
+"""What replies tell of probabilities under each level of `--logprobs`."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from divdec.cli.serving import ServeSettings
+from divdec.errors import UsageError
+from divdec.serving.logprobs import LogprobPolicy, RefuseLogprobs, default_level, find_logprob_field
+from served import engine_of, serving
+
+TEXT = {"model": "tiny", "prompt": "The city of", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 4, "temperature": 0}
+
+
+def ask(url, **fields):
+    path = "chat/completions" if "messages" in fields else "completions"
+    return httpx.post(f"{url}/v1/{path}", json=fields, timeout=60)
+
+
+@pytest.fixture(scope="module", params=["off", "top-1", "rounded:0.5"])
+def guarded(request, served_bundle):
+    """A server with a level below full, and the level."""
+    policy = LogprobPolicy.parse(request.param)
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=policy) as url:
+        yield url, request.param
+
+
+# The least of what each level refuses.
+REFUSED = {
+    "off": [TEXT | {"logprobs": 0}, CHAT | {"logprobs": True}],
+    "top-1": [TEXT | {"logprobs": 2}, CHAT | {"logprobs": True, "top_logprobs": 2}],
+    "rounded:0.5": [],
+}
+EVERYWHERE = [
+    TEXT | {"logit_bias": {"5": 1}}, CHAT | {"logit_bias": {"5": 1}}, TEXT | {"echo": True, "logprobs": 0},
+]  # fmt: skip
+
+
+def test_levels_refuse_what_they_do_not_give(guarded, url):
+    address, level = guarded
+    for fields in REFUSED[level] + EVERYWHERE:
+        refused = ask(address, **fields)
+        assert refused.status_code == 400, (fields, refused.text)
+        error = refused.json()["error"]
+        assert error["code"] == "logprobs_refused"
+        assert error["param"] in fields
+        assert f"(--logprobs {level})" in error["message"]
+        assert ask(address, **fields | {"stream": True}).status_code == 400
+        assert ask(url, **fields).status_code == 200  # full
+    assert httpx.get(f"{address}/v1/models").json()["data"][0]["logprobs"] == level
+    assert httpx.get(f"{url}/v1/models/tiny").json()["logprobs"] == "full"
+
+
+def test_levels_change_no_text(guarded, url):
+    address, _ = guarded
+    for fields in (TEXT, TEXT | {"echo": True}, TEXT | {"n": 1, "best_of": 2}, CHAT):
+        one, other = (ask(where, **fields).json()["choices"][0] for where in (address, url))
+        assert one == other
+
+
+def test_top_1_gives_the_chosen_and_the_likeliest_token(served_bundle, url):
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy("top-1")) as address:
+        for fields in (TEXT | {"logprobs": 1}, CHAT | {"logprobs": True, "top_logprobs": 1}):
+            assert ask(address, **fields).json()["choices"] == ask(url, **fields).json()["choices"]
+
+
+def test_rounded_values_are_multiples_of_the_step(served_bundle, url):
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy("rounded", 0.5)) as address:
+        rounded, full = (ask(where, **TEXT, logprobs=5).json()["choices"][0]["logprobs"] for where in (address, url))
+        chat = ask(address, **CHAT, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
+    values = [
+        [*own["token_logprobs"], *(x for top in own["top_logprobs"] for x in top.values())] for own in (rounded, full)
+    ]
+    assert all(value % 0.5 == 0 for value in values[0])
+    assert any(value % 0.5 for value in values[1])
+    assert all(abs(a - b) <= 0.25 for a, b in zip(*values, strict=True))
+    assert all(other["logprob"] % 0.5 == 0 for token in chat for other in [token, *token["top_logprobs"]])
+
+
+@pytest.mark.parametrize("text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "top-2", "off:1"])
+def test_invalid_level_error_says_what_is_accepted(text):
+    with pytest.raises(UsageError, match=r"--logprobs is '.*'; accepted: off, top-1, full, or rounded:STEP"):
+        ServeSettings(logprobs=text)
+
+
+def test_default_is_off_with_a_registry():
+    assert (default_level(True), default_level(False)) == ("off", "full")
+    with pytest.raises(UsageError, match="accepted with --engine vllm: off, full"):
+        ServeSettings(logprobs="top-1", engine="vllm")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 5}, "logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"echo": True}, "echo"),
+        ({"sampling_params": {"logprobs": 1}}, "logprobs"),
+        ({"requests": [{"x": 1}, {"prompt_logprobs": 1}]}, "prompt_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"logprobs": False, "prompt_logprobs": None, "echo": False, "include": ["x"], "messages": [{"a": 1}]}, None),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_fields_of_vllm_are_found_at_any_depth(body, field):
+    assert find_logprob_field(body) == field
+
+
+def test_middleware_passes_on_whole_bodies_and_refuses_fields():
+    async def app(scope, receive, send):
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def chunks(text):
+        for start in range(0, len(text), 7):
+            yield text[start : start + 7]
+
+    async def post(text):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(RefuseLogprobs(app))) as client:
+            return await client.post("http://server/v1/completions", content=chunks(text))
+
+    harmless = json.dumps({"prompt": "logprobs and logit_bias", "logprobs": None}).encode()
+    assert asyncio.run(post(harmless)).content == harmless
+    assert asyncio.run(post(b"{not json")).content == b"{not json"
+    for encoding in ("utf-8", "utf-16"):  # JSON may be either
+        refused = asyncio.run(post(json.dumps({"prompt": "a", "logprobs": 3}).encode(encoding)))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "logprobs"
