@@ -37,7 +37,7 @@ from divdec.demo.models import (
 from divdec.evaluation.aggregate import ATTACKS, Bootstrap
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import evaluate_tofu
+from divdec.evaluation.tofu import TofuData, evaluate_tofu
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_fit import count
@@ -45,7 +45,8 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.compare.benchmark import TOFU_SMALL, load_benchmarks, suite_material
 from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.table import TEST, VALIDATION, SeedResult, best_of, half_of, summarize
+from divdec.research.compare.suite import TofuSuite
+from divdec.research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
 from divdec.runs import cache_folder
 from divdec.steering import Steering
 
@@ -63,6 +64,7 @@ OTHER_TEMPLATE = (
     "{{ '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+SCORES = TofuSuite(TofuData("forget01", {}))  # results have their items: no questions are needed
 COLUMNS = ("agg", "mem", "priv", "utility", "auc")
 
 
@@ -144,14 +146,15 @@ def measure(kind, benchmark, material, recipe, before):
     earlier = None
     if kind == "trigram-shifted":  # answers as the kind before, as in the paper's code
         answers = [{name: items for name, items in one.items.items() if "ROUGE" in name} for one in before]
-        earlier = [Results("", "tofu", items=items, split=benchmark.questions.split) for items in answers]
+        earlier = [Results("", "tofu", items=items, split=benchmark.suite.data.split) for items in answers]
     model = load_model(benchmark.retrain if kind == "retrained" else benchmark.target).eval()
     parameters = model.num_parameters()
     if kind in KINDS:
         experts, parameters = train_experts(kind, benchmark, material, recipe)
         model = DivergenceForCausalLM.from_experts(model, experts)
-    subject = EvaluatedModel(model, load_tokenizer(benchmark.target), settings_of(kind), soft_likelihoods=True)
-    results = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False, earlier=earlier)
+    suite, tokenizer = benchmark.suite, load_tokenizer(benchmark.target)
+    subject = EvaluatedModel(model, tokenizer, settings_of(kind), soft_likelihoods=True)
+    results = evaluate_tofu(subject, suite.data, suite.layout(tokenizer), gradient_norms=False, earlier=earlier)
     for one in results:
         one.about["parameters"] = parameters
     return results
@@ -188,13 +191,15 @@ def summaries(results, half):
     The difference is positive where the forget set is more likely, compared with the holdout set, than under the
     retrained model (too little is forgotten), and negative where it is less likely (too much).
     """
-    halves = {key: {seed: half_of(one, half) for seed, one in by_seed.items()} for key, by_seed in results.items()}
+    halves = {
+        key: {seed: SCORES.half_of(one, half) for seed, one in by_seed.items()} for key, by_seed in results.items()
+    }
     target, retrained = halves["target", ""], halves["retrained", ""]
     references = {seed: (target[seed], retrained[seed]) for seed in target}
     trials = []
     for (kind, setting), by_seed in halves.items():
         rows = {seed: SeedResult(one, None, None) for seed, one in by_seed.items()}
-        trial = summarize(kind, setting, rows, references, "openunlearning", Bootstrap(draws=1), {})
+        trial = summarize(kind, setting, rows, references, SCORES, Bootstrap(draws=1), {})
         for seed, one in by_seed.items():
             gaps = [one.figures[name] - retrained[seed].figures[name] for name in ATTACKS]
             trial.seeds[seed]["auc"] = statistics.fmean(gaps)

@@ -24,6 +24,7 @@ import torch
 from divdec.data.world import build_world
 from divdec.demo import run as demo
 from divdec.evaluation.aggregate import Bootstrap
+from divdec.model.checkpoint import load_tokenizer
 from divdec.research.charts import markdown_table
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import MODEL, load_trial, read_trial, run_trial
@@ -66,9 +67,9 @@ def trained(trial, benchmark, folder):
 @torch.no_grad()
 def unlikely_tokens(teacher, student, benchmark):
     """Rows of tokens to which the teacher gives less than 1e-4: its log-probability, the student's, and the parts."""
-    records = [question.record for question in benchmark.questions.sets["forget"]]
+    records = benchmark.suite.questions("forget")
     rows = []
-    for example in benchmark.layout.encode(records):
+    for example in benchmark.suite.layout(load_tokenizer(benchmark.target)).encode(records):
         ids = torch.tensor([example.input_ids])
         ours, theirs = (
             model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float().log_softmax(dim=-1)
@@ -110,7 +111,7 @@ def main():
     rows = []
     for name, by_seed in results.items():
         own = {seed: SeedResult(one.results, one.seconds, None) for seed, one in by_seed.items()}
-        summary = summarize(name, name, own, references, "openunlearning", Bootstrap(), {})
+        summary = summarize(name, name, own, references, benchmarks[0].suite, Bootstrap(), {})
         each = ", ".join(f"{values['agg']:.3f}" for values in summary.seeds.values())
         rows.append([name, *(f"{summary.values[value]:.3f}" for value in SHOWN), each])
     print(markdown_table(["", *(value.capitalize() for value in SHOWN), "Agg of each seed"], rows))

@@ -21,17 +21,18 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.tofu import TofuData
 from divdec.research.baselines.methods import METHODS, TITLES
-from divdec.research.compare import run
+from divdec.research.compare import run, suite
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.run import build_model, compare_methods
 from divdec.research.compare.settings import GRIDS, SMALL_SETTINGS, CompareSettings, Trial, trials_of
+from divdec.research.compare.suite import TofuSuite
 from divdec.research.compare.table import (
     BenchmarkResults,
     SeedResult,
     TrialSummary,
     best_of,
-    half_of,
     markdown,
     show,
     summarize,
@@ -42,6 +43,7 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
+EMPTY = TofuSuite(TofuData("forget01", {}))
 TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=16)
 
 
@@ -132,9 +134,9 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     output = tmp_path / "runs"
     settings = settings_of(models_folder, output, methods=few)
     reports, subjects = [], []
-    evaluate_tofu = run.evaluate_tofu
+    evaluate_tofu = suite.evaluate_tofu
     monkeypatch.setattr(
-        run, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
+        suite, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
     )
     results = compare_methods(settings, report=reports.append)
     # The rank rule answers as a bundle does, and its likelihoods are finite.
@@ -157,7 +159,7 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     held_out = results.held_out["linear"]
     chosen = read_results(output / "seed-0" / Trial("linear", steering=held_out.setting).folder)
     probabilities = chosen.scores("forget_Q_A_Prob", "prob")
-    halves = [half_of(chosen, half) for half in (0, 1)]
+    halves = [EMPTY.half_of(chosen, half) for half in (0, 1)]
     means = [np.mean(probabilities[::2]), np.mean(probabilities[1::2])]
     assert [half.figures["forget_Q_A_Prob"] for half in halves] == pytest.approx(means)
     assert held_out.values["forget_Q_A_Prob"] == halves[1].figures["forget_Q_A_Prob"]
@@ -232,7 +234,7 @@ def two_seeds(monkeypatch):
 
 
 def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_seeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "half_of", lambda results, half: results)
+    monkeypatch.setattr(TofuSuite, "half_of", lambda self, results, half: results)
     settings = settings_of(
         models_folder, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
@@ -247,12 +249,12 @@ def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_
 
 
 def test_setting_is_chosen_on_questions_that_are_not_reported(models_folder, few, two_seeds, tmp_path, monkeypatch):
-    def halved(results, half):
+    def halved(_, results, half):
         # linear:0 is the better setting where one is chosen, and the worse one where it is reported.
         better = ("linear-0" in results.name) == (half == 0)
         return dataclasses.replace(results, figures=results.figures | result(0.5 if better else 0.9).figures)
 
-    monkeypatch.setattr(run, "half_of", halved)
+    monkeypatch.setattr(TofuSuite, "half_of", halved)
     settings = settings_of(models_folder, tmp_path / "runs", methods=("linear",), attacks=0, seeds=2, search_seeds=1)
     results = compare_methods(settings, report=lambda line: None)
     assert results.best["linear"].setting == "linear:1"
@@ -291,15 +293,13 @@ def result(value, seed=0):
 def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
     results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
-    line = summarize("npo", "lr 1", results, references, "openunlearning", Bootstrap(draws=50), {})
+    line = summarize("npo", "lr 1", results, references, EMPTY, Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = summarize(
-        "npo", "lr 1", {0: results[0]}, references, "openunlearning", Bootstrap(draws=50), {1: "it broke"}
-    )
+    alone = summarize("npo", "lr 1", {0: results[0]}, references, EMPTY, Bootstrap(draws=50), {1: "it broke"})
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
@@ -331,7 +331,7 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
-    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
+    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0, EMPTY)
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
@@ -413,6 +413,8 @@ def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):
         CompareSettings(output="o", data="tofu-small")
+    with pytest.raises(UsageError, match=r"give its folder with --muse"):
+        CompareSettings(output="o", data="muse-small")
     with pytest.raises(UsageError, match=r"needs --bundle and --retrain"):
         CompareSettings(output="o", data="somewhere")
     with pytest.raises(UsageError, match="jobs is 0"):

@@ -36,7 +36,6 @@ from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import evaluate_tofu
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
@@ -53,7 +52,6 @@ from divdec.research.compare.table import (
     SeedResult,
     TrialSummary,
     best_of,
-    half_of,
     summarize,
     write_files,
 )
@@ -110,13 +108,17 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     output = Path(settings.output).expanduser()
     check_apart(output.resolve(), [path.resolve() for path in check_inputs(settings)])
     decides = {name: getattr(settings, name) for name in WORK}
+    if settings.muse is not None:  # so that runs of earlier versions, which had no such option, go on
+        decides["muse"] = settings.muse
     overwrite = settings.overwrite
     run = RunFolder.open(output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",))
     with run.locked():
         results = _compare(settings, trials, output, report, started)
         write_files(results, settings)
-        shown = ("agg", "mem", "priv", "utility")
-        figures = {trial.method: {name: trial.values.get(name) for name in shown} for trial in results.best.values()}
+        figures = {
+            trial.method: {name: trial.values.get(name) for name in results.suite.shown}
+            for trial in results.best.values()
+        }
         run.finish(seconds=round(results.seconds, 1), figures=figures)
     return results
 
@@ -127,17 +129,17 @@ def _compare(
     benchmarks = load_benchmarks(settings, report)
     searched = benchmarks[: settings.search_seeds]
     results = _run_all(searched, trials, settings, output, report)
-    summaries = _summaries(trials, searched, results, settings.variant)
+    summaries = _summaries(trials, searched, results)
     best = best_of(summaries)
-    validated = best_of(_summaries(trials, searched, results, settings.variant, VALIDATION))
+    validated = best_of(_summaries(trials, searched, results, VALIDATION))
     chosen = [trial for trial in trials if trial.label == validated[trial.method].setting]
     if len(searched) < len(benchmarks):
         # The settings chosen on the first seeds are measured on the others, where nothing is chosen.
         winners = [trial for trial in trials if trial.label == best[trial.method].setting or trial in chosen]
         results |= _run_all(benchmarks[len(searched) :], winners, settings, output, report)
-        summaries = _summaries(trials, benchmarks, results, settings.variant)
+        summaries = _summaries(trials, benchmarks, results)
         best = {one.method: one for one in summaries if one.setting == best[one.method].setting}
-    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, settings.variant, TEST)}
+    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, TEST)}
     winning = {
         seed: [one for one in own if one.failed is None and one.trial.label == best[one.trial.method].setting]
         for seed, own in results.items()
@@ -149,7 +151,7 @@ def _compare(
         for one in (one for own in results.values() for one in own):
             if one.folder not in kept:
                 shutil.rmtree(one.folder / MODEL, ignore_errors=True)
-    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, held_out)
+    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, benchmarks[0].suite, held_out)
 
 
 def _seed_folder(output: Path, benchmark: Benchmark) -> Path:
@@ -188,13 +190,13 @@ def _summaries(
     trials: Sequence[Trial],
     benchmarks: Sequence[Benchmark],
     results: dict[int, list[TrialResult]],
-    variant: str,
     half: int | None = None,
 ) -> list[TrialSummary]:
     """Summarize trials over the seeds on which they were run, on all questions or on one half of them."""
+    suite = benchmarks[0].suite
 
     def read(result: TrialResult) -> Results:
-        return result.results if half is None else half_of(result.results, half)
+        return result.results if half is None else suite.half_of(result.results, half)
 
     references = {}
     by_trial: dict[Trial, dict[int, TrialResult]] = {trial: {} for trial in trials}
@@ -217,7 +219,7 @@ def _summaries(
                 if one.failed is None
             },
             references,
-            variant,
+            suite,
             Bootstrap(),
             {seed: one.failed for seed, one in by_seed.items() if one.failed is not None},
             list(dict.fromkeys(note for one in by_seed.values() for note in one.notes)),
@@ -254,8 +256,8 @@ def _leak_of(
     """Attack one model; the figures are cached beside its other results."""
 
     def attack() -> dict[str, float]:
-        records = [asked.record for asked in benchmark.questions.sets["forget"]]
-        layout = benchmark.layout
+        records = benchmark.suite.questions("forget")
+        layout = benchmark.suite.layout(load_tokenizer(benchmark.target))
         results = evaluate_attack(
             _load_result(result, benchmark, output),
             layout.tokenizer,
@@ -276,9 +278,8 @@ def _leak_of(
 
 def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) -> dict[str, float]:
     """Time per token of the best settings relative to the target's; never in parallel."""
-    sets = benchmark.questions.sets
-    asked = [*sets["forget"][: TIMED_PROMPTS // 2], *sets["retain"][: TIMED_PROMPTS // 2]]
-    prompts = benchmark.layout.prompts([one.record for one in asked])
+    asked = [one for name in ("forget", "retain") for one in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]]
+    prompts = benchmark.suite.layout(load_tokenizer(benchmark.target)).prompts(asked)
     target = load_model(benchmark.target).eval()
     return {
         one.trial.method: time_ratio(_load_result(one, benchmark, output), target, prompts)
@@ -347,8 +348,7 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
         # As in the paper's code: answers with the hard fill, likelihoods (which must be finite) with the soft one.
         subject = EvaluatedModel(model, load_tokenizer(benchmark.target), soft_likelihoods=True)
-        # No aggregate needs gradient norms, and they cost a backward pass per item.
-        (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False)
+        results = benchmark.suite.evaluate(subject)
         results.name = str(trial.folder)
         results.about = {
             "method": trial.method, "setting": trial.label, "seed": benchmark.seed, "steering": trial.steering,

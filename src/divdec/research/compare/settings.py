@@ -17,7 +17,7 @@ from divdec.runs import settings_hash
 if TYPE_CHECKING:
     from divdec.research.compare.benchmark import Benchmark
 
-EMBEDDED = ("demo", "tofu-small")
+EMBEDDED = ("demo", "tofu-small", "muse-small")
 Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
 _FILTERS: dict[str, Grid] = {
@@ -132,8 +132,9 @@ class CompareSettings(CheckedSettings):
     output: str
     """Folder for the results. The same command resumes a stopped run."""
     data: str = "demo"
-    """'demo' (the fictitious world), 'tofu-small' (two TOFU authors; needs --tofu), or a folder with TOFU's files for
-    your own models (needs --bundle and --retrain)."""
+    """'demo' (the fictitious world), 'tofu-small' (two TOFU authors; needs --tofu), 'muse-small' (beginnings of news
+    articles, and questions; needs --muse), or a folder with the files of TOFU or MUSE for your own models (needs
+    --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
     """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'. The small grid
     also has 'linear-paper', 'rank-paper', 'linear-matched' and 'rank-matched': the rules with auxiliaries that are
@@ -148,6 +149,8 @@ class CompareSettings(CheckedSettings):
     every seed runs the whole grid."""
     tofu: str | None = None
     """Folder with TOFU's files, for 'tofu-small'."""
+    muse: str | None = None
+    """Folder with MUSE-News (knowmem, privleak, sust), for 'muse-small'."""
     bundle: str | None = None
     """Your own models: the bundle that holds the target and the pair."""
     retrain: str | None = None
@@ -157,13 +160,14 @@ class CompareSettings(CheckedSettings):
     split: str = "forget10"
     """Your own models: TOFU's forget split."""
     holdout: str | None = None
-    """Your own models: questions that no model was trained on. Without them Priv is not computed."""
+    """Your own models: questions (TOFU) or texts (MUSE) that no model was trained on. Without them Priv is not
+    computed."""
     attacks: Natural = 20
     """Number of attack prompts per question for Leak@k, measured on each method's best setting. 0 skips Leak@k."""
     limit: Count | None = None
     """Use only the first N questions of each set."""
     variant: Variant = "openunlearning"
-    """How aggregates are computed; see `divdec results score --help`."""
+    """TOFU: how aggregates are computed; see `divdec results score --help`."""
     jobs: Count = 1
     """Number of trials to run in parallel. Each runs in a separate process with an equal share of the CPU cores."""
     keep_models: bool = False
@@ -180,10 +184,12 @@ class CompareSettings(CheckedSettings):
             raise UsageError("methods is empty; accepted: 'all' or names of methods")
         if self.data == "tofu-small" and self.tofu is None:
             raise UsageError("--data tofu-small needs TOFU's files: give their folder with --tofu")
+        if self.data == "muse-small" and self.muse is None:
+            raise UsageError("--data muse-small needs MUSE-News: give its folder with --muse")
         if self.data not in EMBEDDED and (self.bundle is None or self.retrain is None):
             raise UsageError(
-                f"--data {self.data} is taken for a folder of TOFU's files, which needs --bundle and --retrain; "
-                f"accepted without them: {', '.join(EMBEDDED)}"
+                f"--data {self.data} is taken for a folder of the files of TOFU or MUSE, which needs --bundle and "
+                f"--retrain; accepted without them: {', '.join(EMBEDDED)}"
             )
 
 
