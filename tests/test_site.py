@@ -33,7 +33,7 @@ class Tags(html.parser.HTMLParser):
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install divdec[docs]")
     output = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(output)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(output)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -56,6 +56,8 @@ class Benchmark:
     """A small model that has seen neither set."""
     forget: RecordSet
     retain: RecordSet
+    """What every method may rehearse. In the embedded data everything that the target was tuned on besides the forget
+    set: with the general records of real authors and world facts, about which the suite asks too."""
     questions: TofuData
     form: Format
     """Layout of the training texts."""
@@ -129,15 +131,7 @@ def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
-    data = Path(settings.tofu or "").expanduser()
-    material, questions = suite_material(data, settings.limit)
-    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
-    general = [
-        record
-        for name in ("real_authors_perturbed", "world_facts_perturbed")
-        for record in read_records(data / f"{name}.json")
-    ]
-    material = dataclasses.replace(material, general=general)
+    material, questions = suite_material(Path(settings.tofu or "").expanduser(), settings.limit)
     return _trained("tofu-small", seed, material, TOFU_SMALL, questions, report)
 
 
@@ -147,9 +141,10 @@ def _trained(
     report(f"{name}, seed {seed}")
     models = train_all(material, recipe, seed, cache_folder() / name / "models", report)
     pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # other methods use the small base too
+    retain = dataclasses.replace(material.retain, records=(*material.retain, *material.general))
     return Benchmark(
         name, seed, models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary, models.small_base,
-        material.forget, material.retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
+        material.forget, retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
         models.seconds["retrain reference"], own_questions=name == "demo",
     )  # fmt: skip
 
@@ -192,7 +187,14 @@ def suite_material(data: Path, limit: int | None = None) -> tuple[Material, Tofu
         UsageError: a file is missing.
     """
     others = other_authors(data)
+    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
+    general = [
+        record
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for record in read_records(data / f"{name}.json")
+    ]
     material = tofu_material(data, others[RETAIN + HOLDOUT :], others[:RETAIN])
+    material = dataclasses.replace(material, general=general)
     whole = read_tofu(data, "forget01")
     retain = whole.sets["retain"]
     sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,10 +57,11 @@ from divdec.research.compare.table import (
     summarize,
     write_files,
 )
-from divdec.runs import ResultCache, RunFolder, output_folder, read_json, write_json
+from divdec.runs import ResultCache, RunFolder, output_folder, read_json, read_record, settings_hash, write_json
 from divdec.steering import Steering
+from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
 from divdec.training.distillation import distill
-from divdec.training.settings import DistillationSettings
+from divdec.training.settings import AuxiliarySettings, DistillationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -376,6 +377,8 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     if trial.method == "retrain":
         return BuiltModel(benchmark.retrain, benchmark.retrain_seconds)
     if trial.steering is not None:
+        if trial.settings:
+            benchmark = _with_pair(trial.settings, benchmark, work)
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
@@ -398,19 +401,58 @@ def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
     )  # fmt: skip
 
 
+def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> Benchmark:
+    """Train a pair from the small base as `divdec train` does, unless an earlier trial has; put it into the benchmark.
+
+    Raises:
+        UsageError: the benchmark has no small base, or one with other tokens than the target.
+        Diverged: training diverged.
+    """
+    if benchmark.base is None:
+        raise UsageError(
+            f"the pair of the recipe {options['recipe']} is trained from a small model of the target's vocabulary that "
+            "has learned neither set: give it with --base"
+        )
+    forget, retain = _write_sets(benchmark, work)
+    form = benchmark.form
+    folder = work / f"pair-{options['recipe']}-{settings_hash([options, benchmark.identity])}"
+    with FileLock(work / "pair.lock"):  # parallel trials share the pair
+        content = read_record(folder) or {}
+        if "auxiliaries" not in content:
+            settings = AuxiliarySettings(
+                base=str(benchmark.base), target=str(benchmark.target), forget=forget, retain=retain,
+                output=str(folder), seed=benchmark.seed, system_prompt=form.system_prompt, max_length=form.max_length,
+                **options,
+            )  # fmt: skip
+            # Without the measurement, for which a tenth of the retain set would not be learned.
+            content = train_auxiliaries(settings, lambda line: None, measure=False)
+    return dataclasses.replace(
+        benchmark,
+        retain_auxiliary=folder / RETAIN,
+        forget_auxiliary=folder / FORGET,
+        pair_seconds=sum(float(one["seconds"]) for one in content["auxiliaries"].values()),
+    )
+
+
+def _write_sets(benchmark: Benchmark, work: Path) -> tuple[str, str]:
+    """Write forget and retain set as files; returns their paths."""
+    work.mkdir(parents=True, exist_ok=True)
+    forget, retain = work / "forget.jsonl", work / "retain.jsonl"
+    write_records(forget, benchmark.forget)
+    write_records(retain, benchmark.retain)
+    return str(forget), str(retain)
+
+
 def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
     options: dict[str, Any] = {"steering": TEACHER, **trial.settings}
-    work.mkdir(parents=True, exist_ok=True)
+    forget, retain = _write_sets(benchmark, work)
     with FileLock(work / "teacher.lock"):  # parallel trials share the teacher
         bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}-{benchmark.identity}"
         if not is_bundle(bundle):
             _write_bundle(benchmark, bundle, str(options["steering"]))
-        forget, retain = work / "forget.jsonl", work / "retain.jsonl"
-        write_records(forget, benchmark.forget)
-        write_records(retain, benchmark.retain)
     form = benchmark.form
     settings = DistillationSettings(
-        bundle=str(bundle), forget=str(forget), retain=str(retain), output=str(output), seed=benchmark.seed,
+        bundle=str(bundle), forget=forget, retain=retain, output=str(output), seed=benchmark.seed,
         system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, overwrite=True, **options,
     )  # fmt: skip
     content = distill(settings, report=lambda line: None)

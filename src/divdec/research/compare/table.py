@@ -313,7 +313,7 @@ def _leak_curves(results: BenchmarkResults) -> str:
     fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(SERIES_STYLES)
     curves = []
     for method, shares in results.leaks.items():
-        series_style = fixed.get(method) or (next(free) if method in DIVDEC else None)
+        series_style = fixed.get(method) or (next(free, None) if method in DIVDEC else None)
         curves.append(LeakCurve(TITLES[method], series_style, shares))
     with style("methods-leaks"):
         figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
