@@ -1,5 +1,7 @@
 """Messages for unusable command lines: one line, the option as it is typed, exit code 2, and never a traceback."""
 
+import re
+
 import pytest
 
 from divdec.cli import main
