@@ -1,5 +1,7 @@
 """Messages for unusable command lines: one line, the option as it is typed, exit code 2, and never a traceback."""
 
+import re
+
 import pytest
 
 from divdec.cli import main
@@ -40,7 +42,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
     assert "example" in text
     assert f"divdec {' '.join(command)}" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "[default: ()]" not in text
+    assert not re.search(r"\[default: (\(\))?\]", text)
     assert " STR" not in text
     assert "typing." not in text
 
