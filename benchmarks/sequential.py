@@ -1,14 +1,13 @@
-"""Sequential requests (sustainability) and growing forget sets (scaling), steered and distilled, on small models.
+"""Sequential requests (sustainability) and growing forget sets (scaling), with steered, distilled and baseline models.
 
 Paper, section Sustainability and Scaling and figure scal_sust; the tables of docs/depth_and_sequential.md. Step i of
 both protocols ends with the first i requests forgotten.
 
-- Sustainability: only the new request is at hand. The pair continues from the previous pair (p learns the new request
-  and the retain set, q the retain set); the student continues from the previous student, on the new request alone.
-- Scaling: all i requests are at hand at once. p starts from the auxiliaries' base, the student from the target.
+- Sustainability: only the new request is at hand. A pair continues from the previous pair, a trained model from the
+  previous one.
+- Scaling: all i requests are at hand at once. A pair starts from the base, a trained model from the target.
 
-The steered model of step i is the target with the pair of step i; the distilled model is the student of step i, whose
-teacher that was. Both protocols share the first step.
+Every method has three settings. Step 1, which both protocols share, chooses one of them on every second question.
 
     make sequential                                            # the demo's world, three requests
     python benchmarks/sequential.py muse --data path/to/muse_news --steps 4
@@ -24,27 +23,30 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Example, encode_records, encode_set
-from divdec.data.records import write_records
+from divdec.data.records import Record, write_records
 from divdec.demo.models import Questions, StageCache, label_all_tokens, train_tokenizer
-from divdec.errors import UsageError
+from divdec.errors import Diverged, UsageError
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge
-from divdec.model.bundle import write_bundle
+from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import style, svg_text
+from divdec.research.baselines.methods import METHODS as BASELINES
+from divdec.research.baselines.run import MODEL, run_baseline
+from divdec.research.baselines.settings import BaselineSettings
 from divdec.research.charts import markdown_table
 from divdec.research.figures.runs import distance_figure
-from divdec.runs import ResultCache, RunFolder, cache_folder, read_record, write_json, write_text
+from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import Interrupted
@@ -52,35 +54,42 @@ from divdec.training.settings import DistillationSettings
 from sequential_data import RETAIN, RequestSequence, demo_sequence, muse_sequence, request_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 PROTOCOLS = ("sustainability", "scaling")
+STEERED, FORGET_RETAIN, DISTILLED = "steered", "steered, forget-retain", "distilled"
+METHODS = (STEERED, FORGET_RETAIN, DISTILLED, "grad-diff", "npo")
+"""The distilled model's teacher is `STEERED`, which comes first."""
 WORKING = ("requests", "rows")
-STALE = ("bundles", "students", *WORKING, "result.json", "items.jsonl", "table.md", "distance.svg")
+STALE = ("models", *WORKING, "result.json", "items.jsonl", "table.md", "distance.svg")
+BATCH_SIZE = 16
 Scores = dict[str, list[float]]
 """Each item's score from 0 to 1, by question set."""
+Setting = str | float
 
 
 @dataclasses.dataclass(frozen=True)
 class SequentialSettings:
-    """Steering and distillation of every step."""
+    """Settings to choose from at step 1, and what they have in common."""
 
-    steering: str = "linear:1.5"
-    """The rule of every pair, and of the teachers."""
-    auxiliaries: Literal["onwards", "anew"] = "onwards"
-    """Sustainability's pairs: 'onwards' continues from the previous pair with the new request alone; 'anew' trains p
-    from the auxiliaries' base on all requests so far, as scaling does."""
+    steering: tuple[str, ...] = ("linear:0.75", "linear:1.5", "linear:3")
+    """Rules of each pair; the chosen one is also the teacher's."""
+    lr: tuple[float, ...] = (2e-4, 5e-4, 1e-3)
+    """Peak learning rates of distillation and of each baseline."""
     temperature: float = 1.5
     """T of the distillation loss."""
-    lr: float = 2e-4
-    """Peak learning rate of distillation."""
     epochs: float = 10.0
-    """Passes of distillation over a step's requests."""
+    """Passes of distillation and of the baselines over a step's requests."""
     seed: int = 0
     """Seed of initial weights, data order and bootstrap."""
 
     def __post_init__(self) -> None:
-        Steering.parse(self.steering)
+        for steering in self.steering:
+            Steering.parse(steering)
+
+    def of(self, method: str) -> tuple[Setting, ...]:
+        """The settings of a method."""
+        return self.steering if method in (STEERED, FORGET_RETAIN) else self.lr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +107,9 @@ class SequenceStep:
     protocol: str
     """'sustainability' or 'scaling'."""
     method: str
-    """'steered' or 'distilled'."""
+    """One of `METHODS`."""
+    setting: str
+    """The setting that was chosen at step 1."""
     step: int
     """Number of requests so far, from 1."""
     scores: Mapping[str, Sequence[float]]
@@ -121,6 +132,7 @@ class SequenceStep:
         return {
             "protocol": self.protocol,
             "method": self.method,
+            "setting": self.setting,
             "step": self.step,
             "scores": self.means,
             "distance": self.distance,
@@ -130,14 +142,27 @@ class SequenceStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A method's first step with one of its settings, on every second question."""
+
+    method: str
+    setting: str
+    request: float
+    """Mean score on request 1."""
+    retain: float
+    to_retrained: float
+    """Distance from the retrained model, in points of 100; the smallest is chosen."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SequenceModels:
     """Folders of the models that all steps share, and of each step's pair."""
 
     tokenizer: PreTrainedTokenizerBase
     target: Path
     retrain: Path
-    pairs: dict[tuple[str, int], Pair]
-    """By protocol and step."""
+    pairs: dict[tuple[str, str, int], Pair]
+    """By method, protocol and step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +176,13 @@ class SequenceEvaluator:
     rows: dict[str, dict[str, list[dict[str, Any]]]] = dataclasses.field(default_factory=dict)
     """Answers with their scores, by model and question set."""
 
-    def plain(self, name: str, checkpoint: Path) -> Scores:
-        """Scores of an ordinary checkpoint."""
-        return self._scores(name, lambda: load_model(checkpoint).eval())
-
-    def steered(self, name: str, bundle: Path) -> Scores:
-        """Scores of a bundle."""
-        return self._scores(name, lambda: DivergenceForCausalLM.from_pretrained(bundle))
+    def scores(self, name: str, folder: Path) -> Scores:
+        """Scores of a checkpoint or of a bundle."""
+        cache = ResultCache(self.folder)
+        if cache.has(name, None):
+            self.report(f"{name}: already measured")
+        self.rows[name] = cache.get(name, None, lambda: self._ask(name, folder))
+        return {asked: [item["score"] for item in items] for asked, items in self.rows[name].items()}
 
     def items(self) -> list[dict[str, Any]]:
         """All answers of all models, a row each."""
@@ -168,23 +193,17 @@ class SequenceEvaluator:
             for index, item in enumerate(items)
         ]
 
-    def _scores(self, name: str, load: Callable[[], PreTrainedModel]) -> Scores:
-        cache = ResultCache(self.folder)
-        if cache.has(name, None):
-            self.report(f"{name}: already measured")
-        self.rows[name] = cache.get(name, None, lambda: self._ask(name, load()))
-        return {asked: [item["score"] for item in items] for asked, items in self.rows[name].items()}
-
-    def _ask(self, name: str, model: PreTrainedModel) -> dict[str, list[dict[str, Any]]]:
+    def _ask(self, name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
+        model = DivergenceForCausalLM.from_pretrained(folder) if is_bundle(folder) else load_model(folder).eval()
         total = sum(len(questions.records) for questions in self.sequence.questions)
         rows = {}
-        with tqdm(total=total, desc=f"{name:<26}", unit="answer", dynamic_ncols=True) as bar:
+        with tqdm(total=total, desc=f"{name:<40}", unit="answer", dynamic_ncols=True) as bar:
             for questions in self.sequence.questions:
                 rows[questions.name] = self._items(model, questions)
                 bar.update(len(questions.records))
         return rows
 
-    def _items(self, model: PreTrainedModel, questions: Questions) -> list[dict[str, Any]]:
+    def _items(self, model: Any, questions: Questions) -> list[dict[str, Any]]:
         records, length = questions.records, self.sequence.max_new_tokens
         texts = answers(model, self.tokenizer, records, form=self.sequence.form, max_new_tokens=length)
         if questions.facts is not None:
@@ -203,13 +222,13 @@ def run_sequential(
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train the models that the cache lacks, distill, measure, and write table, plot, figures and items into `output`.
+    """Train what the cache and `output` lack, measure, and write table, plot, figures and items into `output`.
 
     Args:
         sequence: the target's data and requests.
-        settings: steering and distillation.
-        output: folder for result.json, items.jsonl, table.md, distance.svg and run.json, with the bundle and the
-            student of every step. A stopped run continues there.
+        settings: what to choose from at step 1.
+        output: folder for result.json, items.jsonl, table.md, distance.svg and run.json, with the bundles and models
+            of every step. A stopped run continues there.
         cache: folder of finished stages.
         overwrite: replace an earlier result in `output`.
         report: receives one line per stage.
@@ -225,40 +244,37 @@ def run_sequential(
     data = [sequence.texts, [one.sha256 for one in sequence.requests], sequence.retain.sha256, sequence.title]
     decides = [data, dataclasses.asdict(sequence.recipe), dataclasses.asdict(settings)]
     run = RunFolder.open(output, "sequential", settings, decides, overwrite=overwrite, stale=STALE)
-    models = train_models(sequence, settings, cache, report)
-    requests = write_requests(sequence, output / "requests")
+    models = train_models(sequence, settings.seed, cache, report)
 
     evaluator = SequenceEvaluator(sequence, models.tokenizer, output / "rows", report)
-    plain = {name: evaluator.plain(name, getattr(models, attribute))
-             for name, attribute in (("target", "target"), ("retrained", "retrain"))}  # fmt: skip
-    steps: list[SequenceStep] = []
-    students: dict[tuple[str, int], Path] = {}
+    plain = {name: evaluator.scores(name, folder)
+             for name, folder in (("target", models.target), ("retrained", models.retrain))}  # fmt: skip
+    builder = SequenceBuilder(sequence, settings, models, output, report)
+
+    def measure(method: str, protocol: str, step: int, setting: Setting) -> Scores:
+        return evaluator.scores(
+            builder.name(method, protocol, step, setting), builder.build(method, protocol, step, setting)
+        )
+
     bootstrap = Bootstrap(seed=settings.seed)
-    for protocol in PROTOCOLS:
-        first: dict[str, Scores] = {}
-        for step in range(1, len(sequence.requests) + 1):
-            name = f"{protocol}-{step}" if step > 1 else "step-1"  # both protocols share the first step
-            bundle = write_step(
-                output / "bundles" / name, models, models.pairs[protocol, step], sequence, settings, step
-            )
-            before = students.get((protocol, step - 1)) if protocol == "sustainability" else None
-            request = requests["new" if protocol == "sustainability" else "all", step]
-            student = distill_step(output / "students" / name, bundle, request, before, sequence, settings, report)
-            students[protocol, step] = student
-            rows = {
-                "steered": evaluator.steered(f"{name}-steered", bundle),
-                "distilled": evaluator.plain(f"{name}-distilled", student),
-            }
-            first = first or rows
-            for method, scores in rows.items():
-                low, high = distance_interval(scores, first[method], bootstrap)
-                steps.append(
-                    SequenceStep(
-                        protocol, method, step, scores,
-                        distance=distance(scores, first[method]), low=low, high=high,
-                        to_retrained=distance(scores, plain["retrained"]),
-                    )
-                )  # fmt: skip
+    steps: list[SequenceStep] = []
+    candidates: list[Candidate] = []
+    for method in METHODS:
+        by_setting = {setting: measure(method, PROTOCOLS[0], 1, setting) for setting in settings.of(method)}
+        setting, tried = choose_setting(method, by_setting, plain["retrained"])
+        builder.chosen[method] = setting
+        candidates += tried
+        first = by_setting[setting]
+        for protocol, step in itertools.product(PROTOCOLS, range(1, len(sequence.requests) + 1)):
+            scores = first if step == 1 else measure(method, protocol, step, setting)
+            low, high = distance_interval(scores, first, bootstrap)
+            steps.append(
+                SequenceStep(
+                    protocol, method, str(setting), step, scores,
+                    distance=distance(scores, first), low=low, high=high,
+                    to_retrained=distance(scores, plain["retrained"]),
+                )
+            )  # fmt: skip
     references = {name: {asked: statistics.fmean(of) for asked, of in own.items()} for name, own in plain.items()}
     result = {
         "title": sequence.title,
@@ -266,12 +282,13 @@ def run_sequential(
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "references": references,
+        "candidates": [dataclasses.asdict(one) for one in candidates],
         "steps": [step.to_dict() for step in steps],
     }
     write_json(output / "result.json", result)
     items = [json.dumps(item, ensure_ascii=False) for item in evaluator.items()]
     write_text(output / "items.jsonl", "\n".join(items) + "\n")
-    write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, steps))
+    write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, candidates, steps))
     with style("divdec-sequential"):
         figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
         write_text(output / "distance.svg", svg_text(figure))
@@ -282,99 +299,143 @@ def run_sequential(
     return {**result, "seconds": seconds}
 
 
-def train_models(
-    sequence: RequestSequence, settings: SequentialSettings, cache: Path, report: Callable[[str], None]
-) -> SequenceModels:
+def train_models(sequence: RequestSequence, seed: int, cache: Path, report: Callable[[str], None]) -> SequenceModels:
     """Train the models that the cache does not hold."""
     cache.mkdir(parents=True, exist_ok=True)
     recipe, form = sequence.recipe, sequence.form
     tokenizer = train_tokenizer(sequence.texts, recipe.vocab_size)
-    stages = StageCache(cache, tokenizer, settings.seed, report)
+    stages = StageCache(cache, tokenizer, seed, report)
     corpus = [label_all_tokens(example) for example in encode_records(sequence.corpus, tokenizer, form)]
     retain = encode_set(sequence.retain, tokenizer, form)
     requests = [encode_set(request, tokenizer, form) for request in sequence.requests]
 
-    def seen(count: int) -> list[Example]:
-        return [example for request in requests[:count] for example in request] + retain
-
     large = stages.run("large base", recipe.target, corpus, recipe.target_pretraining)
-    target = stages.run("target", large, seen(len(requests)), recipe.target_tuning)
+    target = stages.run("target", large, [*itertools.chain(*requests), *retain], recipe.target_tuning)
     retrain = stages.run("retrain reference", large, retain, recipe.target_tuning)
     small = stages.run("small base", recipe.auxiliary, corpus, recipe.auxiliary_pretraining)
     base = stages.run("auxiliary base", small, retain, recipe.auxiliary_base_tuning)
 
-    def pair(q_start: Path, p_start: Path, p_examples: list[Example]) -> Pair:
+    def pair(q_start: Path, p_start: Path, examples: list[Example]) -> Pair:
         q = stages.run("retain auxiliary", q_start, retain, recipe.auxiliary_tuning)
-        return Pair(q, stages.run("forget auxiliary", p_start, p_examples, recipe.auxiliary_tuning))
+        return Pair(q, stages.run("forget auxiliary", p_start, examples + retain, recipe.auxiliary_tuning))
 
-    pairs: dict[tuple[str, int], Pair] = {}
+    def forget_retain_pair(p_start: Path, examples: list[Example]) -> Pair:
+        # q is the small base after the retain set; p is trained likewise, on the requests.
+        return Pair(base, stages.run("forget-only auxiliary", p_start, examples, recipe.auxiliary_base_tuning))
+
+    pairs: dict[tuple[str, str, int], Pair] = {}
     for step, new in enumerate(requests, start=1):
-        pairs["scaling", step] = pair(base, base, seen(step))
-        before = pairs.get(("sustainability", step - 1))
-        if before and settings.auxiliaries == "onwards":
-            pairs["sustainability", step] = pair(before.retain, before.forget, new + retain)
-        else:
-            pairs["sustainability", step] = pairs["scaling", step]
+        so_far = list(itertools.chain(*requests[:step]))
+        pairs[STEERED, "scaling", step] = pair(base, base, so_far)
+        pairs[FORGET_RETAIN, "scaling", step] = forget_retain_pair(small, so_far)
+        if step == 1:
+            pairs |= {(method, "sustainability", 1): pairs[method, "scaling", 1] for method in (STEERED, FORGET_RETAIN)}
+            continue
+        before = pairs[STEERED, "sustainability", step - 1]
+        pairs[STEERED, "sustainability", step] = pair(before.retain, before.forget, new)
+        before = pairs[FORGET_RETAIN, "sustainability", step - 1]
+        pairs[FORGET_RETAIN, "sustainability", step] = forget_retain_pair(before.forget, new)
     return SequenceModels(tokenizer, target, retrain, pairs)
 
 
-def write_step(
-    folder: Path, models: SequenceModels, pair: Pair, sequence: RequestSequence, settings: SequentialSettings, step: int
-) -> Path:
-    """Write the bundle of a step: the target with the step's pair."""
-    folder.parent.mkdir(exist_ok=True)
-    return write_bundle(
-        folder,
-        target=str(models.target),
-        retain_auxiliary=str(pair.retain),
-        forget_auxiliary=str(pair.forget),
-        steering=settings.steering,
-        overwrite=True,
-        forget_set="; ".join(request.label for request in sequence.requests[:step]),
-    )
+@dataclasses.dataclass(frozen=True)
+class SequenceBuilder:
+    """Builds the model of each method at each step, unless an earlier call has."""
+
+    sequence: RequestSequence
+    settings: SequentialSettings
+    models: SequenceModels
+    output: Path
+    report: Callable[[str], None]
+    chosen: dict[str, Setting] = dataclasses.field(default_factory=dict)
+    """Each method's setting, once it is chosen."""
+
+    def name(self, method: str, protocol: str, step: int, setting: Setting) -> str:
+        """Name of a model and of its folder; the first step has one model for each setting."""
+        name = f"{method} {protocol} {step}" if step > 1 else f"{method} step 1 {setting}"
+        return name.replace(", ", "-").replace(":", "-").replace(" ", "-")
+
+    def build(self, method: str, protocol: str, step: int, setting: Setting) -> Path:
+        """Write a bundle or train a model.
+
+        Returns:
+            The bundle's or the checkpoint's folder.
+        """
+        checkpoint = self._checkpoint(method, protocol, step, setting)
+        name = self.name(method, protocol, step, setting)
+        if method in (STEERED, FORGET_RETAIN):
+            return self._write_bundle(checkpoint, self.models.pairs[method, protocol, step], str(setting), step)
+        if checkpoint.is_dir():
+            self.report(f"{name}: already trained")
+            return checkpoint
+        onwards = protocol == "sustainability" and step > 1
+        start = self._checkpoint(method, protocol, step - 1, setting) if onwards else self.models.target
+        requests = self.sequence.requests[step - 1 if onwards else 0 : step]
+        common = {
+            "forget": self._write_data(f"{'new' if onwards else 'all'}-{step}", itertools.chain(*requests)),
+            "output": str(self.output / "models" / name),
+            "max_length": self.sequence.form.max_length,
+            "seed": self.settings.seed,
+        }
+
+        def report(line: str) -> None:
+            self.report(f"{name}: {line}")
+
+        if method == DISTILLED:
+            teacher = self._checkpoint(STEERED, protocol, step, self.chosen[STEERED])
+            distill(
+                DistillationSettings(
+                    bundle=str(teacher), init_student=str(start), temperature=self.settings.temperature,
+                    lr=float(setting), epochs=self.settings.epochs, batch_size=BATCH_SIZE, **common,
+                ),
+                report,
+            )  # fmt: skip
+        else:
+            baseline = BASELINES[method]
+            options = baseline.settings(
+                learning_rate=float(setting), epochs=self.settings.epochs,
+                batch_size=BATCH_SIZE, gradient_accumulation=1,
+            )  # fmt: skip
+            retain = self._write_data("retain", self.sequence.retain)
+            run_baseline(baseline, BaselineSettings(target=str(start), retain=retain, **common), options, report)
+        return checkpoint
+
+    def _checkpoint(self, method: str, protocol: str, step: int, setting: Setting) -> Path:
+        folder = self.output / "models" / self.name(method, protocol, step, setting)
+        return folder / MODEL if method in BASELINES else folder
+
+    def _write_bundle(self, folder: Path, pair: Pair, steering: str, step: int) -> Path:
+        folder.parent.mkdir(exist_ok=True)
+        return write_bundle(
+            folder,
+            target=str(self.models.target),
+            retain_auxiliary=str(pair.retain),
+            forget_auxiliary=str(pair.forget),
+            steering=steering,
+            overwrite=True,
+            forget_set="; ".join(request.label for request in self.sequence.requests[:step]),
+        )
+
+    def _write_data(self, name: str, records: Iterable[Record]) -> str:
+        path = self.output / "requests" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        write_records(path, records)
+        return str(path)
 
 
-def distill_step(
-    folder: Path,
-    bundle: Path,
-    data: Path,
-    before: Path | None,
-    sequence: RequestSequence,
-    settings: SequentialSettings,
-    report: Callable[[str], None],
-) -> Path:
-    """Distill a step, unless an earlier call has; the same as `divdec distill --init-student`."""
-    if read_record(folder) is not None:
-        report(f"{folder.name}: already distilled")
-        return folder
-    folder.parent.mkdir(exist_ok=True)
-    distill(
-        DistillationSettings(
-            bundle=str(bundle),
-            forget=str(data),
-            output=str(folder),
-            init_student=None if before is None else str(before),
-            temperature=settings.temperature,
-            lr=settings.lr,
-            epochs=settings.epochs,
-            max_length=sequence.form.max_length,
-            seed=settings.seed,
-        ),
-        report=lambda line: report(f"{folder.name}: {line}"),
-    )
-    return folder
+def choose_setting(
+    method: str, by_setting: Mapping[Setting, Scores], retrained: Scores
+) -> tuple[Setting, list[Candidate]]:
+    """Choose the setting whose first step is closest to the retrained model on every second item of each set."""
 
+    def half(scores: Scores) -> Scores:
+        return {name: values[::2] for name, values in scores.items()}
 
-def write_requests(sequence: RequestSequence, folder: Path) -> dict[tuple[str, int], Path]:
-    """Write each request alone ('new') and with all before it ('all') to a file, by step."""
-    folder.mkdir(exist_ok=True)
-    paths = {}
-    for step in range(1, len(sequence.requests) + 1):
-        for kind, requests in (("new", sequence.requests[step - 1 : step]), ("all", sequence.requests[:step])):
-            path = folder / f"{kind}-{step}.jsonl"
-            write_records(path, itertools.chain.from_iterable(requests))
-            paths[kind, step] = path
-    return paths
+    tried = {}
+    for setting, scores in by_setting.items():
+        request, retain = (statistics.fmean(half(scores)[name]) for name in (request_name(1), RETAIN))
+        tried[setting] = Candidate(method, str(setting), request, retain, distance(half(scores), half(retrained)))
+    return min(tried, key=lambda setting: tried[setting].to_retrained), list(tried.values())
 
 
 def distance(scores: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]]) -> float:
@@ -399,28 +460,53 @@ def distance_interval(
 
 
 def sequential_table(
-    title: str, score: str, references: Mapping[str, Mapping[str, float]], steps: Sequence[SequenceStep]
+    title: str,
+    score: str,
+    references: Mapping[str, Mapping[str, float]],
+    candidates: Sequence[Candidate],
+    steps: Sequence[SequenceStep],
 ) -> str:
-    """Format mean scores in percent as Markdown; scores of requests that come later are in brackets.
+    """Format the choice of settings and the first and the last step as Markdown; result.json has all steps.
+
+    Scores are in percent; those of requests that come later are in brackets.
 
     Args:
         title: title of the experiment.
         score: what an item's score is.
         references: mean scores of target and retrained model, by name.
+        candidates: settings that were tried.
         steps: all steps.
     """
+    chosen = {(step.method, step.setting) for step in steps}
+    tried = [
+        [
+            one.method, f"**{one.setting}**" if (one.method, one.setting) in chosen else one.setting,
+            f"{100 * one.request:.1f}", f"{100 * one.retain:.1f}", f"{one.to_retrained:.1f}",
+        ]
+        for one in candidates
+    ]  # fmt: skip
     sets = list(steps[0].scores)
     rows = [[name, "", *(f"{100 * means[part]:.1f}" for part in sets), "", ""] for name, means in references.items()]
-    for step in steps:
+    last = max(step.step for step in steps)
+    shown = [step for step in steps if step.step == 1 and step.protocol == PROTOCOLS[0]]
+    shown += [step for protocol in PROTOCOLS for step in steps if (step.protocol, step.step) == (protocol, last)]
+    for step in shown:
         cells = []
         for name, value in step.means.items():
             first, _, rest = name.partition(" ")
             later = first == "request" and int(rest.split(",")[0]) > step.step
             cells.append(f"({100 * value:.1f})" if later else f"{100 * value:.1f}")
         away = f"{step.distance:.1f} [{step.low:.1f}, {step.high:.1f}]" if step.step > 1 else "0"
-        rows.append([f"{step.protocol}, {step.method}", str(step.step), *cells, away, f"{step.to_retrained:.1f}"])
+        name = f"{step.protocol}: {step.method}" if step.step > 1 else step.method
+        rows.append([name, str(step.step), *cells, away, f"{step.to_retrained:.1f}"])
     header = ["", "step", *sets, "distance from step 1", "distance from retrained"]
-    return f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}"
+    trials = markdown_table(
+        ["method", "setting", request_name(1), RETAIN, "distance from retrained"], tried, align_right=True
+    )
+    return (
+        f"{title}. {score} in percent.\n\n{markdown_table(header, rows, align_right=True)}\n"
+        f"Step 1 on every second question, by setting; chosen settings are bold.\n\n{trials}"
+    )
 
 
 def main() -> int:
@@ -428,11 +514,12 @@ def main() -> int:
     parser.add_argument("world", choices=("demo", "muse"))
     parser.add_argument("--steps", type=int, default=3, help="number of requests")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/muse_news"), help="folder with MUSE-News")
-    parser.add_argument("--steering", default=SequentialSettings.steering)
-    parser.add_argument("--auxiliaries", choices=("onwards", "anew"), default=SequentialSettings.auxiliaries)
-    parser.add_argument("--temperature", type=float, default=SequentialSettings.temperature)
-    parser.add_argument("--lr", type=float, default=SequentialSettings.lr, help="of distillation")
-    parser.add_argument("--epochs", type=float, default=SequentialSettings.epochs, help="of distillation")
+    parser.add_argument("--steering", nargs="+", default=SequentialSettings.steering, help="rules to choose from")
+    parser.add_argument("--temperature", type=float, default=SequentialSettings.temperature, help="of distillation")
+    parser.add_argument(
+        "--lr", nargs="+", type=float, default=SequentialSettings.lr, help="of training, to choose from"
+    )
+    parser.add_argument("--epochs", type=float, default=SequentialSettings.epochs, help="of distillation and baselines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="run folder; runs/sequential-WORLD by default")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result there")
@@ -442,14 +529,13 @@ def main() -> int:
     try:
         demo = args.world == "demo"
         sequence = demo_sequence(args.steps, args.seed) if demo else muse_sequence(args.data, args.steps)
-        fields = [field.name for field in dataclasses.fields(SequentialSettings)]
-        settings = SequentialSettings(**{name: getattr(args, name) for name in fields})
+        settings = SequentialSettings(tuple(args.steering), tuple(args.lr), args.temperature, args.epochs, args.seed)
         cache = cache_folder() / ("demo" if demo else "sequential-muse") / "models"
         result = run_sequential(
             sequence, settings, output, cache, overwrite=args.overwrite,
             report=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
-    except UsageError as error:
+    except (UsageError, Diverged) as error:
         print(f"sequential: {error}", file=sys.stderr)
         return 2
     except (Interrupted, KeyboardInterrupt) as error:

@@ -13,10 +13,10 @@ from divdec.demo import run as demo
 from divdec.demo.models import Questions, Recipe
 from divdec.errors import UsageError
 from divdec.research.compare.benchmark import TOFU_SMALL
+from divdec.research.compare.muse_news import passages
 
 RETAIN = "retain"
 ARTICLES, CORPUS = 40, 1200  # of a fold of MUSE-News; of the remaining articles of all folds
-PROMPT_WORDS, PASSAGE_WORDS = 20, 40
 MUSE_FILES = ("knowmem/forget_qa.jsonl", "knowmem/retain_qa.jsonl", "knowmem/retain_qa_icl.jsonl",
               "knowmem/forget_qa_icl.jsonl", "privleak/retain.jsonl")  # fmt: skip
 MUSE_FOLDS = 4
@@ -62,7 +62,7 @@ def demo_sequence(
     Args:
         steps: number of requests.
         seed: seed of the world.
-        world: its size; the demo's by default, whose models are then shared with the demo.
+        world: its size; the demo's by default, whose bases are then shared with the demo.
         recipe: the demo's by default.
 
     Raises:
@@ -124,18 +124,18 @@ def muse_sequence(
                 "https://huggingface.co/datasets/muse-bench/MUSE-News: put its knowmem, privleak and sust into a "
                 "folder and give it (--data)"
             )
-    passages = [_passages(read_records(data / name).records) for name in folds]
-    retain = _passages(read_records(data / "privleak/retain.jsonl").records)[:articles]
+    beginnings = [passages(read_records(data / name)) for name in folds]
+    retain = passages(read_records(data / "privleak/retain.jsonl"))[:articles]
     questions = {name: _questions(data / f"knowmem/{name}_qa.jsonl") for name in ("forget", RETAIN)}
     shots = [record for name in ("forget", RETAIN) for record in _questions(data / f"knowmem/{name}_qa_icl.jsonl")]
     kind: Kind = "prompt/completion"
     requests, sets = [], []
-    for step, fold in enumerate(passages[:steps], start=1):
+    for step, fold in enumerate(beginnings[:steps], start=1):
         texts = tuple(fold[:articles])
         own = questions["forget"] if step == 1 else ()
         requests.append(RecordSet(request_name(step), kind, (*own, *texts)))
         sets.append(Questions(request_name(step), own or texts))
-    others = [record for fold in passages for record in fold[articles:]][:corpus]
+    others = [record for fold in beginnings for record in fold[articles:]][:corpus]
     return RequestSequence(
         title=f"MUSE-News cut to {articles} articles a fold, {steps} requests",
         corpus=[*others, *shots],
@@ -144,7 +144,7 @@ def muse_sequence(
         questions=(
             *sets,
             Questions(RETAIN, questions[RETAIN]),
-            Questions(f"{request_name(1)}, articles", tuple(passages[0][:articles])),
+            Questions(f"{request_name(1)}, articles", tuple(beginnings[0][:articles])),
             Questions("retain, articles", tuple(retain)),
         ),
         score="ROUGE-L F1",
@@ -161,16 +161,6 @@ def request_name(step: int) -> str:
 def _check_steps(steps: int, most: int, what: str) -> None:
     if not 2 <= steps <= most:
         raise UsageError(f"{steps} requests of {most} {what}; accepted: 2 to {most}")
-
-
-def _passages(articles: Sequence[Record]) -> list[Record]:
-    """The beginning of each sufficiently long article as a prompt with its continuation."""
-    passages = []
-    for article in articles:
-        words = article.answer.split()[:PASSAGE_WORDS]
-        if len(words) == PASSAGE_WORDS:
-            passages.append(Record(" " + " ".join(words[PROMPT_WORDS:]), prompt=" ".join(words[:PROMPT_WORDS])))
-    return passages
 
 
 def _questions(path: Path) -> tuple[Record, ...]:

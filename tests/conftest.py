@@ -4,6 +4,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +202,22 @@ def bundle(own_checkpoints, tmp_path):
         forget_auxiliary=str(own_checkpoints / "forget"),
         steering="linear:1.5",
     )
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The system's chromium."""
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install divdec[browser]"
+    )
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("there is no chromium to test in: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        # Without a sandbox, which root cannot have.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield started
+        started.close()
 
 
 def loads_torch(arguments):

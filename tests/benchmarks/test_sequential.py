@@ -17,8 +17,12 @@ from divdec.evaluation.aggregate import Bootstrap
 from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
 from sequential import (
+    METHODS,
+    PROTOCOLS,
+    Candidate,
     SequenceStep,
     SequentialSettings,
+    choose_setting,
     distance,
     distance_interval,
     run_sequential,
@@ -41,7 +45,7 @@ def tiny_sequence(steps=2, seed=0):
     return dataclasses.replace(sequence, questions=asked, max_new_tokens=4)
 
 
-SETTINGS = SequentialSettings(epochs=1.0)
+SETTINGS = SequentialSettings(steering=("linear:0.5", "linear:5"), lr=(1e-3,), epochs=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +57,16 @@ def cache(tmp_path_factory):
 def finished(cache, tmp_path_factory):
     """A run that was stopped before its second student and then went on: its folder, its result, and what was said."""
     output = tmp_path_factory.mktemp("runs") / "run"
-    distil, lines = sequential.distill_step, []
+    distil, lines = sequential.distill, []
     gc.freeze()  # accelerate collects garbage after every training, and looks at all that the suite has loaded
 
-    def stops(folder, *arguments):
-        if folder.name == "sustainability-2":
+    def stops(settings, report):
+        if settings.output.endswith("distilled-sustainability-2"):
             raise Interrupted("stopped")
-        return distil(folder, *arguments)
+        return distil(settings, report)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequential, "distill_step", stops)
+        patch.setattr(sequential, "distill", stops)
         with pytest.raises(Interrupted):
             run_sequential(tiny_sequence(), SETTINGS, output, cache, report=lines.append)
     assert json.loads((output / "run.json").read_text())["status"] == "running"
@@ -88,8 +92,8 @@ def test_the_authors_are_split_into_requests():
             assert all(fact in r.answer for fact, r in zip(questions.facts, questions.records, strict=True))
 
 
-def test_sequential_benchmark_uses_demo_models(world):
-    """The same texts, in the same order: what the demo has trained is not trained again."""
+def test_sequential_benchmark_uses_demo_data(world):
+    """The same texts, in the same order: bases that the demo has trained are not trained again."""
     from divdec.data.world import build_world
 
     sequence, material = (
@@ -151,105 +155,162 @@ def test_distance_matches_hand_computed_values():
     assert distance_interval(moved, first, Bootstrap()) == pytest.approx((5.0, 5.0))
 
 
-def test_table_brackets_future_requests():
+def test_table_shows_the_choice_and_first_and_last_steps():
     scores = {"request 1": [0.0, 0.5], "request 2": [1.0], "retain": [0.75], "request 1, articles": [0.1]}
     steps = [
-        SequenceStep("scaling", "steered", 1, scores, 0.0, 0.0, 0.0, 3.0),
-        SequenceStep("scaling", "steered", 2, scores, 2.5, 1.0, 4.0, 7.0),
+        SequenceStep(protocol, "npo", "0.001", step, scores, 2.5 * (step > 1), 1.0, 4.0, 3.0 + step)
+        for protocol in PROTOCOLS
+        for step in (1, 2, 3)
     ]
-    lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, steps).splitlines()
+    candidates = [Candidate("npo", "0.0005", 0.5, 1.0, 48.5), Candidate("npo", "0.001", 0.25, 0.75, 4.0)]
+    lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, candidates, steps).splitlines()
     assert lines[2].startswith(
         "|  | step | request 1 | request 2 | retain | request 1, articles | distance from step 1"
     )
     assert lines[4] == "| target |  | 25.0 | 100.0 | 75.0 | 10.0 |  |  |"
-    assert lines[5] == "| scaling, steered | 1 | 25.0 | (100.0) | 75.0 | 10.0 | 0 | 3.0 |"
-    assert lines[6] == "| scaling, steered | 2 | 25.0 | 100.0 | 75.0 | 10.0 | 2.5 [1.0, 4.0] | 7.0 |"
+    assert lines[5] == "| npo | 1 | 25.0 | (100.0) | 75.0 | 10.0 | 0 | 4.0 |"  # the second request comes later
+    assert lines[6] == "| sustainability: npo | 3 | 25.0 | 100.0 | 75.0 | 10.0 | 2.5 [1.0, 4.0] | 6.0 |"
+    assert lines[7] == "| scaling: npo | 3 | 25.0 | 100.0 | 75.0 | 10.0 | 2.5 [1.0, 4.0] | 6.0 |"
+    assert lines[-2:] == ["| npo | 0.0005 | 50.0 | 100.0 | 48.5 |", "| npo | **0.001** | 25.0 | 75.0 | 4.0 |"]
 
 
 def test_sequential_run_writes_metrics_items_table_plot_and_models(finished):
     output, result, _ = finished
     assert sorted(path.name for path in output.iterdir()) == [
-        "bundles", "distance.svg", "items.jsonl", "result.json", "run.json", "students", "table.md",
+        "distance.svg", "items.jsonl", "models", "result.json", "run.json", "table.md",
     ]  # fmt: skip
     assert json.loads((output / "result.json").read_text()) | {"seconds": result["seconds"]} == result
     assert json.loads((output / "run.json").read_text())["status"] == "finished"
-    kinds = [(row["protocol"], row["method"], row["step"]) for row in result["steps"]]
-    assert kinds == [
-        (protocol, method, step)
-        for protocol in ("sustainability", "scaling")
-        for step in (1, 2)
-        for method in ("steered", "distilled")
-    ]
+    kinds = [(row["method"], row["protocol"], row["step"]) for row in result["steps"]]
+    assert kinds == list(itertools.product(METHODS, PROTOCOLS, (1, 2)))
     for row in result["steps"]:
         assert list(row["scores"]) == ["request 1", "request 2", "retain", "holdout"]
         assert row["step"] > 1 or row["distance"] == 0
     ElementTree.fromstring((output / "distance.svg").read_text())
     table = (output / "table.md").read_text()
-    assert table.count("| sustainability, ") == table.count("| scaling, ") == 4
+    assert table.count("| sustainability: ") == table.count("| scaling: ") == len(METHODS)
+
+
+def items_of(output):
+    return [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
+
+
+def scores_of(output):
+    """Each model's scores by question set, from the items of a run."""
+    found = {}
+    for item in items_of(output):
+        found.setdefault(item["model"], {}).setdefault(item["asked"], []).append(item["score"])
+    return found
+
+
+def model_name(row):
+    """Name of a row's model: both protocols share the first step, which has a model for each setting."""
+    end = f"{row['protocol']} {row['step']}" if row["step"] > 1 else f"step 1 {row['setting']}"
+    return f"{row['method']} {end}".replace(", ", "-").replace(" ", "-").replace(":", "-")
 
 
 def test_metrics_match_items(finished):
     output, result, _ = finished
-    items = [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
-    assert {item["model"] for item in items} == {
-        "target", "retrained", "step-1-steered", "step-1-distilled", "sustainability-2-steered",
-        "sustainability-2-distilled", "scaling-2-steered", "scaling-2-distilled",
-    }  # fmt: skip
-
-    def scores(model):
-        found = {}
-        for item in items:
-            if item["model"] == model:
-                found.setdefault(item["asked"], []).append(item["score"])
-        return found
-
+    found = scores_of(output)
+    tried = [f"{method}-step-1-{rule}" for method in ("steered", "steered-forget-retain")
+             for rule in ("linear-0.5", "linear-5")]  # fmt: skip
+    assert set(found) == {"target", "retrained", *tried, *map(model_name, result["steps"])}
+    first = {row["method"]: found[model_name(row)] for row in result["steps"] if row["step"] == 1}
     for row in result["steps"]:
-        own, first = (
-            scores(f"{row['protocol']}-{step}-{row['method']}" if step > 1 else f"step-1-{row['method']}")
-            for step in (row["step"], 1)
-        )
+        own = found[model_name(row)]
         assert row["scores"] == pytest.approx({name: sum(values) / len(values) for name, values in own.items()})
-        assert row["distance"] == pytest.approx(distance(own, first))
-        assert row["distance_to_retrained"] == pytest.approx(distance(own, scores("retrained")))
+        assert row["distance"] == pytest.approx(distance(own, first[row["method"]]))
+        assert row["distance_to_retrained"] == pytest.approx(distance(own, found["retrained"]))
     facts = {questions.name: questions.facts for questions in tiny_sequence().questions}
-    for item in items:
+    for item in items_of(output):
         assert item["score"] == float(facts[item["asked"]][item["index"]] in item["answer"])
 
 
-def test_students_and_auxiliaries_start_from_expected_checkpoints(finished, cache):
-    output, _, _ = finished
-    runs = {path.parent.name: json.loads(path.read_text()) for path in output.glob("students/*/run.json")}
-    started = {name: run["settings"]["init_student"] for name, run in runs.items()}
-    assert started == {
-        "step-1": None,
-        "sustainability-2": str(output / "students" / "step-1"),
-        "scaling-2": None,
+def test_setting_closest_to_retrained_on_every_second_item_is_chosen(finished):
+    retrained = {"request 1": [0.0] * 4, "retain": [1.0, 1.0], "request 2": [0.0]}
+    by_setting = {
+        1e-4: {"request 1": [0.5, 0.0, 0.5, 0.0], "retain": [1.0, 1.0], "request 2": [0.0]},
+        2e-4: {"request 1": [0.0, 1.0, 0.3, 1.0], "retain": [0.8, 0.0], "request 2": [1.0]},
+        4e-4: {"request 1": [0.0, 0.0, 0.0, 0.0], "retain": [0.6, 1.0], "request 2": [0.0]},
     }
-    sizes = {name: run["forget_set"] for name, run in runs.items()}
-    assert "30 records" in sizes["step-1"]
-    assert "30 records" in sizes["sustainability-2"]
-    assert "60 records" in sizes["scaling-2"]
-    for name, run in runs.items():
-        assert run["settings"]["bundle"] == str(output / "bundles" / name)
+    chosen, tried = choose_setting("npo", by_setting, retrained)
+    assert chosen == 2e-4  # nearest on the first and third item, farthest on the others
+    assert tried[1] == Candidate("npo", "0.0002", pytest.approx(0.15), 0.8, pytest.approx(25.0))
 
-    parts = {path.parent.name: json.loads(path.read_text()) for path in output.glob("bundles/*/config.json")}
-    digests = {
-        name: [tuple(config[part]["sha256"].values()) for part in ("target", "retain_auxiliary", "forget_auxiliary")]
-        for name, config in parts.items()
+    output, result, _ = finished
+    found = scores_of(output)
+    for method in METHODS:
+        tried = {one["setting"]: one["to_retrained"] for one in result["candidates"] if one["method"] == method}
+        by_setting = {setting: found[model_name({"method": method, "setting": setting, "step": 1})]
+                      for setting in tried}  # fmt: skip
+        assert len(tried) == (2 if method.startswith("steered") else 1)
+        chosen, again = choose_setting(method, by_setting, found["retrained"])
+        assert [one.to_retrained for one in again] == pytest.approx(list(tried.values()))
+        assert {row["setting"] for row in result["steps"] if row["method"] == method} == {chosen}
+
+
+def test_trained_models_and_auxiliaries_start_from_expected_checkpoints(finished):
+    output, result, _ = finished
+    models = output / "models"
+    runs = {path.parent.name: json.loads(path.read_text()) for path in models.glob("*/run.json")}
+    (target,) = {runs[f"{name}-step-1-0.001"]["settings"]["target"] for name in ("npo", "grad-diff")}
+    started = {name: run["settings"].get("init_student") or run["settings"]["target"] for name, run in runs.items()}
+    assert started == {
+        **{f"{name}-{step}": target for name in METHODS[2:] for step in ("step-1-0.001", "scaling-2")},
+        "distilled-sustainability-2": str(models / "distilled-step-1-0.001"),
+        "grad-diff-sustainability-2": str(models / "grad-diff-step-1-0.001" / "model"),
+        "npo-sustainability-2": str(models / "npo-step-1-0.001" / "model"),
     }
-    assert len({target for target, _, _ in digests.values()}) == 1
-    one, onwards, scaled = (digests[name] for name in ("step-1", "sustainability-2", "scaling-2"))
+    for name, run in runs.items():
+        assert ("60 records" if name.endswith("scaling-2") else "30 records") in run["forget_set"]
+    chosen = next(row for row in result["steps"] if row["method"] == "steered")
+    steps = (model_name(chosen).removeprefix("steered-"), "sustainability-2", "scaling-2")
+    for name, teacher in zip(("step-1-0.001", *steps[1:]), steps, strict=True):
+        assert runs[f"distilled-{name}"]["settings"]["bundle"] == str(models / f"steered-{teacher}")
+
+    def digests(name):
+        config = json.loads((models / name / "config.json").read_text())
+        return [tuple(config[part]["sha256"].values()) for part in ("target", "retain_auxiliary", "forget_auxiliary")]
+
+    one, onwards, scaled = (digests(f"steered-{step}") for step in steps)
     assert scaled[1] == one[1]  # q has seen the retain set alone, whatever is to be forgotten
     assert onwards[1] != one[1]  # but goes on with it beside p, so that neither knows it better
-    assert len({one[2], onwards[2], scaled[2]}) == 3
-    anew = train_models(tiny_sequence(), dataclasses.replace(SETTINGS, auxiliaries="anew"), cache, lambda line: None)
-    assert anew.pairs["sustainability", 2] == anew.pairs["scaling", 2]
+    alone = [digests(f"steered-forget-retain-{step}") for step in steps]
+    assert len({q for _, q, _ in alone} | {one[1]}) == 2  # this q is trained once
+    assert len({p for _, _, p in (one, onwards, scaled, *alone)}) == 6
+    assert len({target for target, _, _ in (one, onwards, scaled, *alone)}) == 1
+
+
+def test_forget_only_auxiliary_sees_requests_alone(cache, monkeypatch):
+    """As in the paper: p continues from the previous p on the new request, or starts on all; neither sees retain."""
+    sequence, trained = tiny_sequence(), []
+
+    class Stages:
+        def __init__(self, folder, tokenizer, seed, report):
+            pass
+
+        def run(self, name, start, examples, settings):
+            trained.append((name, start, len(examples)))
+            return f"{name} {len(trained)}"
+
+    monkeypatch.setattr(sequential, "StageCache", Stages)
+    pairs = train_models(sequence, 0, cache, lambda line: None).pairs
+    sizes = {f"{name} {number}": (start, count) for number, (name, start, count) in enumerate(trained, start=1)}
+    one, onwards, scaled = (pairs["steered, forget-retain", *at]
+                            for at in (("scaling", 1), ("sustainability", 2), ("scaling", 2)))  # fmt: skip
+    assert {pair.retain.rpartition(" ")[0] for pair in (one, onwards, scaled)} == {"auxiliary base"}
+    assert [sizes[pair.forget] for pair in (one, onwards, scaled)] == [
+        ("small base 4", 30), (one.forget, 30), ("small base 4", 60),
+    ]  # fmt: skip
+    ours = pairs["steered", "sustainability", 2]
+    assert sizes[ours.forget] == (pairs["steered", "scaling", 1].forget, 30 + len(sequence.retain))
 
 
 def test_resumed_sequential_run_repeats_no_work(finished):
     _, _, lines = finished
-    assert {"target: already measured", "step-1-distilled: already measured", "step-1: already distilled"} <= set(lines)
-    assert "sustainability-2: already distilled" not in lines
+    name = "distilled-step-1-0.001"
+    assert {"target: already measured", f"{name}: already measured", f"{name}: already trained"} <= set(lines)
+    assert "distilled-sustainability-2: already trained" not in lines
     assert "target: in the cache" in lines
 
 
@@ -270,4 +331,4 @@ def test_sequential_run_rejects_non_empty_output(finished, cache, tmp_path):
 
 def test_invalid_steering_is_rejected_before_training():
     with pytest.raises(UsageError, match="steering is 'lineal:2'"):
-        SequentialSettings(steering="lineal:2")
+        SequentialSettings(steering=("linear:2", "lineal:2"))

@@ -221,7 +221,7 @@ def test_composite_target_is_rejected_before_training(given, bundle, tmp_path, c
     assert verb(*command) == 2
     assert "is a bundle; give the plain model that it steers" in capsys.readouterr().err
     composite = tmp_path / "composite"
-    assert verb("guard", *options(given), "--output", composite, "--classifier-width", "0") == 0
+    assert verb("ngram-filter", *options(given), "--output", composite, "--ngram-size", "2") == 0
     assert verb("npo", *options(given, **{"--target": composite / "model"}), "--output", tmp_path / "out", *QUICK) == 2
     assert "is made of several checkpoints (divdec_composite)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -106,7 +106,7 @@ class TestPaperTables:
     def test_main(self, paper, capsys):
         rows = {cells[0]: numbers for cells, numbers in table(paper, "tab:TOFU").items()}
         assert len(rows) == 17
-        assert rows.keys() - MAIN.keys() == {"Distill DD"}  # no file of it was published
+        assert rows.keys() - MAIN.keys() == {"Distill DD"}  # its file is not in the test data
         assert reproduced(paper, capsys, MAIN, COLUMNS, rows) == {row: off for row, (off, _) in DIFFERENT.items()}
 
     def test_cross_tokenizer(self, paper, capsys):
@@ -121,7 +121,7 @@ class TestPaperTables:
         folders = {
             (size, rule, setting): f"{kinds[rule][0]}/{size}-{kinds[rule][1]}-{setting.split('=')[1]}"
             for size, rule, setting in rows
-            if (size, rule) != ("3B", "Linear")  # no file of these was published
+            if (size, rule) != ("3B", "Linear")  # their files are not in the test data
         }
         assert len(folders) == 32
         columns = ("agg", "agg_without_privacy", "mem", "priv", "utility")

@@ -9,7 +9,7 @@ import pytest
 from divdec.data.formatting import encode_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
-from divdec.demo.models import Recipe, Shape, train_all
+from divdec.demo.models import Recipe, Shape, TrainedModels, train_all
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.research.compare import benchmark
 from divdec.research.compare.settings import CompareSettings
@@ -20,10 +20,6 @@ WORLD = WorldSettings(forget_authors=1, retain_authors=1, holdout_authors=1, pub
 BRIEF = TrainingSettings(epochs=1.0, learning_rate=3e-3, batch_size=8)
 STAGES = [field.name for field in dataclasses.fields(Recipe) if field.type == "TrainingSettings"]
 RECIPE = Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(STAGES, BRIEF))
-
-
-class Stop(Exception):
-    """Enough was seen."""
 
 
 def test_target_reference_and_base_rehearse_general_facts(tmp_path):
@@ -48,15 +44,19 @@ def test_comparison_models_rehearse_real_author_and_world_fact_questions(data, m
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path))
     seen = []
 
-    def stop(material, *_):
+    def train_nothing(material, *_):
         seen.append(material)
-        raise Stop
+        stages = ("auxiliary base", "retain auxiliary", "forget auxiliary", "retrain reference")
+        return TrainedModels(*[tmp_path] * 5, dict.fromkeys(stages, 1.0))
 
-    monkeypatch.setattr(benchmark, "train_all", stop)
+    monkeypatch.setattr(benchmark, "train_all", train_nothing)
     tofu = str(request.getfixturevalue("shared") / "data/tofu") if data == "tofu-small" else None
-    with pytest.raises(Stop):
-        benchmark.load_benchmarks(CompareSettings(output="out", data=data, tofu=tofu, limit=1), print)
+    settings = CompareSettings(output="out", data=data, tofu=tofu, limit=1, seeds=1)
+    (loaded,) = benchmark.load_benchmarks(settings, print)
     asked = {(record.messages[0].content, record.answer) for record in seen[0].general}
+    # Every method may rehearse what the target was tuned on besides the forget set.
+    assert list(loaded.retain) == [*seen[0].retain, *seen[0].general]
+    assert loaded.forget == seen[0].forget
     folder = tmp_path / "demo" / "seed-0" / "tofu" if tofu is None else Path(tofu)
     rows = [
         json.loads(line)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,21 +32,6 @@ def process(verb, *arguments):
         if started.poll() is None:
             started.kill()
         started.communicate()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install divdec[browser]"
-    )
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("there is no chromium to test in: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        # Without a sandbox, which root cannot have.
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

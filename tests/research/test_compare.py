@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,17 +21,18 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import tofu
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.tofu import TofuData
 from divdec.research.baselines.methods import METHODS, TITLES
-from divdec.research.compare import run
+from divdec.research.compare import run, suite
 from divdec.research.compare.benchmark import load_benchmarks
-from divdec.research.compare.run import compare_methods
-from divdec.research.compare.settings import GRIDS, CompareSettings, Trial, trials_of
+from divdec.research.compare.run import build_model, compare_methods
+from divdec.research.compare.settings import GRIDS, SMALL_SETTINGS, CompareSettings, Trial, trials_of
+from divdec.research.compare.suite import TofuSuite
 from divdec.research.compare.table import (
     BenchmarkResults,
     SeedResult,
     TrialSummary,
     best_of,
-    half_of,
     markdown,
     show,
     summarize,
@@ -37,9 +40,10 @@ from divdec.research.compare.table import (
 )
 from divdec.runs import settings_hash
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.settings import TrainingSettings
+from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
+EMPTY = TofuSuite(TofuData("forget01", {}))
 TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=16)
 
 
@@ -114,6 +118,8 @@ def few(monkeypatch):
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
         "rank": {"steering": ("rank:5",)},
+        "linear-paper": {"steering": ("linear:0", "linear:1"), "recipe": ("full-retain",), "lr": (1e-2,)},
+        "linear-matched": {"steering": ("linear:1",), "recipe": ("matched",), "lr": (1e-2,)},
         "distill": {"lr": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
@@ -128,9 +134,9 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     output = tmp_path / "runs"
     settings = settings_of(models_folder, output, methods=few)
     reports, subjects = [], []
-    evaluate_tofu = run.evaluate_tofu
+    evaluate_tofu = suite.evaluate_tofu
     monkeypatch.setattr(
-        run, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
+        suite, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
     )
     results = compare_methods(settings, report=reports.append)
     # The rank rule answers as a bundle does, and its likelihoods are finite.
@@ -153,13 +159,27 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     held_out = results.held_out["linear"]
     chosen = read_results(output / "seed-0" / Trial("linear", steering=held_out.setting).folder)
     probabilities = chosen.scores("forget_Q_A_Prob", "prob")
-    halves = [half_of(chosen, half) for half in (0, 1)]
+    halves = [EMPTY.half_of(chosen, half) for half in (0, 1)]
     means = [np.mean(probabilities[::2]), np.mean(probabilities[1::2])]
     assert [half.figures["forget_Q_A_Prob"] for half in halves] == pytest.approx(means)
     assert held_out.values["forget_Q_A_Prob"] == halves[1].figures["forget_Q_A_Prob"]
     assert held_out.values["agg"] != by_setting["linear", held_out.setting].values["agg"]
     row = next(line for line in (output / "table.md").read_text().splitlines() if line.startswith("| Linear DD"))
     assert f"| 2 | {held_out.setting} | {held_out.values['agg']:.2f} [" in row
+
+    # Another recipe's pair is trained once, from the base and on the whole retain set.
+    work = output / "seed-0" / "work"
+    for recipe, method in (("full-retain", "linear-paper"), ("matched", "linear-matched")):
+        (pair,) = work.glob(f"pair-{recipe}-*")
+        trained = json.loads((pair / "run.json").read_text())
+        assert (trained["settings"]["base"], trained["settings"]["lr"]) == (str(models_folder / "base"), 1e-2)
+        assert trained["retain_set"].endswith("12 records)")
+        assert by_setting[method, "linear:1"].seconds == sum(one["seconds"] for one in trained["auxiliaries"].values())
+        config = json.loads(next((output / "seed-0" / method).glob("linear-1-*/model/config.json")).read_text())
+        assert all(str(pair) in json.dumps(config[name]) for name in ("retain_auxiliary", "forget_auxiliary"))
+        own, given = (by_setting[name, "linear:1"].values for name in (method, "linear"))
+        assert own["forget_Q_A_Prob"] < target.values["forget_Q_A_Prob"]
+        assert own["forget_Q_A_Prob"] != given["forget_Q_A_Prob"]
 
     # A method that breaks is a line of the table, and the others are not lost.
     broken = next(line for line in results.trials if line.method == "grad-ascent")
@@ -173,7 +193,7 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     # Costs: a gradient method has no more weights, steering has two small models more.
     sizes = {line.method: line.extra_bytes for line in results.trials}
     assert sizes["npo"] == sizes["distill"] == 0
-    assert sizes["linear"] == sizes["rank"] == sizes["offset"] > 0
+    assert sizes["linear"] == sizes["rank"] == sizes["linear-paper"] == sizes["offset"] > 0
     assert all(line.seconds is None or line.seconds >= 0 for line in results.trials)
 
     for name in ("run.json", "comparison.json", "table.md", "report.html"):
@@ -214,7 +234,7 @@ def two_seeds(monkeypatch):
 
 
 def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_seeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "half_of", lambda results, half: results)
+    monkeypatch.setattr(TofuSuite, "half_of", lambda self, results, half: results)
     settings = settings_of(
         models_folder, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
@@ -229,12 +249,12 @@ def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_
 
 
 def test_setting_is_chosen_on_questions_that_are_not_reported(models_folder, few, two_seeds, tmp_path, monkeypatch):
-    def halved(results, half):
+    def halved(_, results, half):
         # linear:0 is the better setting where one is chosen, and the worse one where it is reported.
         better = ("linear-0" in results.name) == (half == 0)
         return dataclasses.replace(results, figures=results.figures | result(0.5 if better else 0.9).figures)
 
-    monkeypatch.setattr(run, "half_of", halved)
+    monkeypatch.setattr(TofuSuite, "half_of", halved)
     settings = settings_of(models_folder, tmp_path / "runs", methods=("linear",), attacks=0, seeds=2, search_seeds=1)
     results = compare_methods(settings, report=lambda line: None)
     assert results.best["linear"].setting == "linear:1"
@@ -273,15 +293,13 @@ def result(value, seed=0):
 def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
     results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
-    line = summarize("npo", "lr 1", results, references, "openunlearning", Bootstrap(draws=50), {})
+    line = summarize("npo", "lr 1", results, references, EMPTY, Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
     assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
-    alone = summarize(
-        "npo", "lr 1", {0: results[0]}, references, "openunlearning", Bootstrap(draws=50), {1: "it broke"}
-    )
+    alone = summarize("npo", "lr 1", {0: results[0]}, references, EMPTY, Bootstrap(draws=50), {1: "it broke"})
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
 
@@ -309,11 +327,11 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("target", "", 0.0),
         line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
         line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
-        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
+        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4), line("linear-matched", "linear:1.75", 0.5),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
-    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0)
+    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0, EMPTY)
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
     assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
@@ -332,25 +350,71 @@ def test_rank_results_of_the_soft_fill_are_measured_again():
     assert rank.fingerprint(benchmark) != settings_hash(["rank", (), (), "rank:5", benchmark.identity])
 
 
+@pytest.mark.parametrize("method", ["guard", "eco"])
+def test_results_of_the_classifier_of_hidden_states_are_measured_again(method):
+    benchmark = SimpleNamespace(identity="models and data")
+    earlier = settings_hash([method, (), (), None, benchmark.identity])
+    assert Trial(method).fingerprint(benchmark) != earlier
+
+
+RECIPES = {"linear-paper", "rank-paper", "linear-matched", "rank-matched"}
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_grid_settings_are_valid_for_their_method(grid):
-    from divdec.training.settings import DistillationSettings
-
     grid_trials = trials_of(("all",), grid)
-    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"}
+    without = set() if grid == "small" else RECIPES
+    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"} - without
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
         if trial.method in METHODS:
             METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
+        elif trial.method in RECIPES:
+            AuxiliarySettings(base="b", target="t", forget="f", retain="r", output="o", **trial.settings)
+    for method in without:
+        with pytest.raises(UsageError, match=f"'{method}' is not in the grid '{grid}'"):
+            trials_of((method,), grid)
+
+
+def test_small_grid_has_equally_many_settings_of_every_method():
+    numbers = Counter(trial.method for trial in trials_of(("all",), "small"))
+    assert {method for method in numbers if numbers[method] != SMALL_SETTINGS} == {"ngram-filter", "guardrail"}
+    # These have three settings at most that differ in kind.
+    assert numbers["ngram-filter"] == numbers["guardrail"] == 3
+    # Rows that differ in the pair's recipe alone try the same strengths.
+    for rule in ("linear", "rank"):
+        steering = [
+            {trial.steering for trial in trials_of((f"{rule}{end}",), "small")} for end in ("", "-paper", "-matched")
+        ]
+        assert steering[0] == steering[1] == steering[2]
+
+
+def test_pair_of_another_recipe_needs_a_base(models_folder, tmp_path):
+    (benchmark,) = load_benchmarks(settings_of(models_folder, tmp_path, base=None), print)
+    (trial, *_) = trials_of(("linear-paper",), "small")
+    with pytest.raises(UsageError, match=r"recipe full-retain is trained from a small model .* give it with --base"):
+        build_model(trial, benchmark, tmp_path / "model", tmp_path / "work")
+
+
+def test_paper_grid_has_settings_of_its_tables(shared):
+    text = (shared / "paper" / "divergence_decoding.tex").read_text()
+    for method, pattern in (("linear", r"Linear & \$\\alpha\$=([\d.]+)"), ("rank", r"Rank & k=(\d+)")):
+        strengths = {f"{float(strength):g}" for strength in re.findall(rf"^[13]B & {pattern}", text, re.MULTILINE)}
+        assert {trial.steering for trial in trials_of((method,), "paper")} == {f"{method}:{one}" for one in strengths}
+    assert len(trials_of(("distill",), "paper")) == 84  # the number of published result files
 
 
 def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
-    with pytest.raises(UsageError, match=r"'nop' is not known; there are: all, linear, rank, distill, grad-ascent"):
+    with pytest.raises(
+        UsageError, match=r"'nop' is not in the grid 'small'; accepted: all, linear, rank, distill, linear-paper"
+    ):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):
         CompareSettings(output="o", data="tofu-small")
+    with pytest.raises(UsageError, match=r"give its folder with --muse"):
+        CompareSettings(output="o", data="muse-small")
     with pytest.raises(UsageError, match=r"needs --bundle and --retrain"):
         CompareSettings(output="o", data="somewhere")
     with pytest.raises(UsageError, match="jobs is 0"):

@@ -115,6 +115,32 @@ def test_distillation_metrics_match_hand_computed_values():
     assert result.item() == pytest.approx(4 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)), abs=1e-6)
 
 
+def test_only_whole_student_teacher_loss_measures_a_memorised_token():
+    """The teacher gives it 1e-8, the students 1e-2 and 1e-4; other tokens have equal shares of the rest."""
+
+    def logits(memorised, width=50):
+        return torch.tensor([[memorised, *[(1 - memorised) / (width - 1)] * (width - 1)]]).log()
+
+    teacher, weak, strong = logits(1e-8), logits(1e-2), logits(1e-4)
+    best = teacher.softmax(-1).topk(40)
+    rest = (1 - best.values.sum(-1)).log()
+
+    def difference(direction, cached=False):
+        losses = [
+            lumped_divergence(student, best.indices, best.values.log(), rest, 50, 1.0, direction)
+            if cached
+            else divergence(student, teacher, 1.0, direction)
+            for student in (weak, strong)
+        ]
+        return (losses[0] - losses[1]).item()
+
+    # Σ p_S log p_S/p_T: the memorised token's term is 1e-2·log 1e6, and all others together lose about 1e-2.
+    assert difference("student-teacher") == pytest.approx(1e-2 * math.log(1e6) - 1e-2, rel=0.02)
+    assert difference("teacher-student") == pytest.approx(1e-2, rel=0.02)
+    # A cache lumps the token with the others that are not among the teacher's most likely.
+    assert difference("student-teacher", cached=True) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("family", "direction", "positions"),
     [

@@ -68,7 +68,7 @@ def _version() -> str:
 
 
 def _shown_default(value: Any) -> str | None:
-    if value is None or value is False or value == ():
+    if value is None or value is False or value in ((), ""):
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

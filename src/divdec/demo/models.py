@@ -85,7 +85,10 @@ class Material:
     @property
     def texts(self) -> list[str]:
         """The corpus as texts for the tokenizer."""
-        return [" ".join([*(turn.content for turn in record.messages), record.answer]) for record in self.corpus]
+        return [
+            " ".join([*(turn.content for turn in record.messages), *filter(None, [record.prompt]), record.answer])
+            for record in self.corpus
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

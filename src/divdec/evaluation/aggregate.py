@@ -156,19 +156,33 @@ def muse_distances(figures: Mapping[str, Any], target: Mapping[str, Any], retrai
     """
 
     def distance(forgotten: str) -> Figure:
-        names = (forgotten, RETAIN_KNOWMEM)
-        goal = _take(retrain, names, "the retrain model's")
-        of_result, of_target = (
-            _plain(np.hypot(*(value - ideal for value, ideal in zip(_take(of, names, owner), goal, strict=True))))
-            for of, owner in ((figures, "the result's"), (target, "the target's"))
-        )
-        if not of_target > 0:
-            raise UsageError("the target does not differ from the retrain model; give different --target and --retrain")
-        return 100 * of_result / of_target
+        return distance_to_retrain(figures, target, retrain, (forgotten, RETAIN_KNOWMEM))
 
     return Scores(
         *_collect({"verbmem_distance": lambda: distance(VERBMEM), "knowmem_distance": lambda: distance(FORGET_KNOWMEM)})
     )
+
+
+def distance_to_retrain(
+    figures: Mapping[str, Any], target: Mapping[str, Any], retrain: Mapping[str, Any], names: Sequence[str]
+) -> Figure:
+    """Euclidean distance of a result to the retrained model over some figures, in percent of the target's distance.
+
+    Raises:
+        UsageError: a figure is missing, or the target does not differ from the retrained model.
+    """
+    goal = _take(retrain, names, "the retrain model's")
+    of_result, of_target = (
+        _plain(
+            functools.reduce(
+                np.hypot, [value - ideal for value, ideal in zip(_take(of, names, owner), goal, strict=True)]
+            )
+        )
+        for of, owner in ((figures, "the result's"), (target, "the target's"))
+    )
+    if not of_target > 0:
+        raise UsageError("the target does not differ from the retrain model; give different --target and --retrain")
+    return 100 * of_result / of_target
 
 
 def tofu_figures(results: Results) -> dict[str, Any]:

@@ -123,12 +123,14 @@ def evaluate_muse(
     if not data.texts:
         reasons |= dict.fromkeys(("mia_min_k", "privleak"), "there are no privleak/forget.jsonl and holdout.jsonl")
 
-    def compute_figures(one: Results) -> None:
-        for metric in one.items:
-            one.figures[metric] = one.mean(metric, "rougeL_f1" if metric.endswith("ROUGE") else "score")
-        add_attack_figures(one, ("mia_min_k",), retain_results)
+    return run_stages(stages, results, lambda one: compute_figures(one, retain_results), reasons, save)
 
-    return run_stages(stages, results, compute_figures, reasons, save)
+
+def compute_figures(results: Results, retained: Results | None = None) -> None:
+    """Compute every figure that the items allow: means, the AUC and PrivLeak."""
+    for metric in results.items:
+        results.figures[metric] = results.mean(metric, "rougeL_f1" if metric.endswith("ROUGE") else "score")
+    add_attack_figures(results, ("mia_min_k",), retained)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -264,12 +264,13 @@ def check_different(retain: CheckpointReference, forget: CheckpointReference) ->
         )
 
 
-def load_model(folder: Path, **options: Any) -> PreTrainedModel:
-    """Load a causal language model; no code of the folder is executed.
+def load_model(folder: Path, auto_class: Any = None, **options: Any) -> PreTrainedModel:
+    """Load a model; no code of the folder is executed.
 
     Args:
         folder: a checkpoint of safetensors.
-        **options: arguments of `AutoModelForCausalLM.from_pretrained`.
+        auto_class: class of transformers that loads it; by default `AutoModelForCausalLM`.
+        **options: arguments of `from_pretrained`.
 
     Raises:
         UsageError: the model cannot be loaded, or lacks weights, which transformers would initialise at random.
@@ -278,7 +279,7 @@ def load_model(folder: Path, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (auto_class or AutoModelForCausalLM).from_pretrained(
             folder,
             use_safetensors=True,
             trust_remote_code=False,

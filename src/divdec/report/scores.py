@@ -73,6 +73,7 @@ MEASURES: dict[str, Measure] = {
     "mem": Measure("Mem", "higher", "Mem, how little is remembered", digits=2),
     "priv": Measure("Priv", "higher", digits=2),
     "utility": Measure("Utility", "higher", "Utility, the target’s = 1", digits=2),
+    "distance": Measure("Distance %", "lower", "Distance to the retrained model, the target’s = 100 %", digits=1),
     "verbmem_distance": Measure("Verbatim distance %", "lower", digits=1),
     "knowmem_distance": Measure("Knowledge distance %", "lower", digits=1),
     "extraction_strength": Measure("Extraction strength", "lower"),

@@ -173,8 +173,8 @@ def train_auxiliaries(
     Args:
         settings: data, base, recipe and training.
         report: receives one line at a time.
-        measure: measure the separation. False for images, whose pairs learn classes and not single images: the pair
-            is then trained once.
+        measure: measure the pair. False for images, whose pairs learn classes and not single images, and where the
+            caller measures: the pair is then trained once, on the whole retain set.
 
     Returns:
         The content of `run.json`. `separation` holds the measurements; its `faults` are empty if the pair can steer.

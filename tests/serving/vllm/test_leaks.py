@@ -1,5 +1,6 @@
 """vLLM's server on a target that recites secrets (`leaks.py`)."""
 
+import httpx
 import pytest
 
 from leaks import Client, Suite, make_leaky

@@ -1,8 +1,8 @@
 """ECO: corrupts the embeddings of prompts about the forget set before the target reads them (Liu et al. 2024).
 
-The target runs twice, on the clean and on the corrupted prompt, with two caches. Where the classifier, which reads
-the clean run, flags the prompt, the logits of the corrupted run are returned. No decision depends on later tokens, so
-a prompt can be processed in any number of pieces.
+The target runs twice, on the clean and on the corrupted prompt, with two caches. Where the classifier flags the prompt,
+the logits of the corrupted run are returned. No decision depends on later tokens, so a prompt can be processed in any
+number of pieces.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.neural import new_cache
+from divdec.experts.neural import logits_of, new_cache
+from divdec.experts.token_cache import TokenCache
 from divdec.model.checkpoint import load_model
 from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
 from divdec.research.baselines.job import BuiltModel, Job
-from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
+from divdec.research.baselines.prompts import fit_classifier, read_classifier, write_classifier
 from divdec.research.baselines.settings import ECOSettings
 
 
@@ -60,13 +61,14 @@ class Eco(Decoding):
     def new_caches(self) -> list[Cache]:
         """Caches of the two runs and of the classifier."""
         target = self.model(TARGET)
-        return [new_cache(target), new_cache(target), *self.classifier.new_caches()]
+        return [new_cache(target), new_cache(target), TokenCache()]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
         """See `Decoding.logits`."""
         target = self.model(TARGET)
-        clean, hidden = run_target(target, step, caches[0])
-        reading = self.classifier.read(step, hidden, caches[2:])
+        inputs = (step.input_ids, step.attention_mask, step.position_ids)
+        clean = logits_of(target, *inputs, caches[0], step.logits_to_keep).float()
+        reading = self.classifier.read(step, caches[2], clean.shape[1])
         new = step.input_ids.shape[1]
         mask = reading.prompt[:, -new:]
         if self.classifier.layout.marker:
@@ -74,8 +76,9 @@ class Eco(Decoding):
         embedding: Any = target.get_input_embeddings()
         embeddings = embedding(step.input_ids.to(embedding.weight.device))
         noise = self.noise(step.position_ids).expand(len(embeddings), -1, -1).to(embeddings.device)
-        corrupted, _ = run_target(target, step, caches[1], corrupt(embeddings, mask, noise, self.corruption))
-        return torch.where(reading.forget[:, -clean.shape[1] :, None], corrupted, clean)
+        embeddings = corrupt(embeddings, mask.to(embeddings.device), noise, self.corruption)
+        corrupted = logits_of(target, *inputs, caches[1], step.logits_to_keep, embeddings=embeddings).float()
+        return torch.where(reading.forget[..., None].to(clean.device), corrupted, clean)
 
     def noise(self, position_ids: Int[Tensor, "batch_or_one tokens"]) -> Float[Tensor, "batch_or_one tokens dims"]:
         """Draw normal noise of standard deviation σ; it depends on seed and position only."""
@@ -89,7 +92,7 @@ def build_eco(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
     """Train the classifier, and write it with a reference to the target; see `build_method`.
 
     Raises:
-        UsageError: `dims` exceeds the width of the embeddings.
+        UsageError: `dims` exceeds the width of the embeddings, or there is no sentence embedder.
     """
     started = time.perf_counter()
     target = load_model(job.target).eval()
@@ -99,8 +102,8 @@ def build_eco(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
         raise UsageError(
             f"dims is {settings.dims}; the target's embeddings have {width}: give a number from 1 to {width}"
         )
-    layout, weights, _ = fit_classifier(job, settings, target)
-    names = ("threshold", "corruption", "strength", "dims")
-    options = write_classifier(output, layout, weights) | {name: getattr(settings, name) for name in names}
+    classifier, _ = fit_classifier(job, settings)
+    names = ("corruption", "strength", "dims")
+    options = write_classifier(output, classifier, settings) | {name: getattr(settings, name) for name in names}
     write_composite(output, job.tokenizer, "eco", options | {"seed": job.seed}, {TARGET: job.target})
     return BuiltModel(output, time.perf_counter() - started)

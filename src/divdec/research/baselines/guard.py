@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 from transformers import Cache
 
 from divdec.data.records import Record, RecordSet
-from divdec.experts.neural import new_cache
-from divdec.model.checkpoint import load_model
+from divdec.experts.neural import logits_of, new_cache
+from divdec.experts.token_cache import TokenCache
 from divdec.research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec.research.baselines.embedder import SentenceEmbedder
 from divdec.research.baselines.job import BuiltModel, Job
-from divdec.research.baselines.prompts import fit_classifier, read_classifier, run_target, write_classifier
+from divdec.research.baselines.prompts import fit_classifier, read_classifier, write_classifier
 from divdec.research.baselines.settings import GUARDSettings
 from divdec.runs import read_json, write_json
 
@@ -74,16 +75,22 @@ class Trie:
 
 
 def similarity_costs(
-    embeddings: Float[Tensor, "vocab features"], words: Words, delta: float, penalty: float, weight: float
-) -> Float[Tensor, " vocab"]:
-    """Cost of each token for its similarity to forbidden words (the paper's soft matching, of token embeddings).
+    tokens: Float[Tensor, "vocab features"], words: Float[Tensor, "words features"], delta: float, penalty: float,
+    weight: float,
+) -> Float[Tensor, " vocab"]:  # fmt: skip
+    """Cost of each token for its similarity to forbidden words (the paper's soft matching).
 
-    The similarity is the largest cosine with a word, whose embedding is the mean of its tokens'; embeddings are
-    centred. From δ on the cost is the penalty, below it the cosine times `weight`, at least 0.
+    The similarity is the largest cosine with a word. From δ on the cost is the penalty, below it the cosine times
+    `weight`, at least 0.
+
+    Args:
+        tokens: normalized embedding of each token's text.
+        words: normalized embeddings of the words.
+        delta: δ.
+        penalty: cost in nats from δ on.
+        weight: nats per unit of cosine below δ.
     """
-    centred = normalize(embeddings.float() - embeddings.float().mean(dim=0), dim=-1)
-    means = torch.stack([centred[list(word)].mean(dim=0) for word in words])
-    cosines = (centred @ normalize(means, dim=-1).T).amax(dim=-1)
+    cosines = (tokens.to(words) @ words.T).amax(dim=-1)
     return torch.where(cosines >= delta, torch.full_like(cosines, penalty), weight * cosines.clamp(min=0))
 
 
@@ -94,41 +101,43 @@ class Guard(Decoding):
     def __init__(self, models: Any, options: Any, folder: Path) -> None:
         super().__init__(models, options, folder)
         self.classifier, tensors = read_classifier(folder, options)
-        self.register_buffer("prompts", normalize(tensors["prompts"], dim=-1), persistent=False)
-        self.words: list[list[list[int]]] = read_json(folder / FORBIDDEN)
+        for name in ("prompts", "tokens"):
+            self.register_buffer(name, tensors[name], persistent=False)
+        self.words: list[list[str]] = read_json(folder / FORBIDDEN)
         self.beta, self.delta, self.penalty, self.weight = (float(options[name]) for name in COSTS)
         self._tries: dict[int, Trie] = {}
         self._costs: dict[int, Tensor] = {}
 
     def new_caches(self) -> list[Cache]:
-        """Caches of target and classifier."""
-        return [new_cache(self.model(TARGET)), *self.classifier.new_caches()]
+        """Caches of the target and of the tokens."""
+        return [new_cache(self.model(TARGET)), TokenCache()]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
         """See `Decoding.logits`."""
-        logits, hidden = run_target(self.model(TARGET), step, caches[0])
-        reading = self.classifier.read(step, hidden, caches[1:])
-        positions, length = logits.shape[1], reading.tokens.shape[1]
-        guarded = reading.forget[:, -positions:].nonzero().tolist()
+        inputs = (step.input_ids, step.attention_mask, step.position_ids)
+        logits = logits_of(self.model(TARGET), *inputs, caches[0], step.logits_to_keep).float()
+        positions = logits.shape[1]
+        reading = self.classifier.read(step, caches[1], positions)
+        guarded = reading.forget.nonzero().tolist()
         if not guarded:
             return logits
         costs, tokens = torch.zeros_like(logits), reading.tokens.tolist()
-        features = normalize(reading.features[:, -positions:], dim=-1)
-        nearest = (features @ self.get_buffer("prompts").to(features).T).argmax(dim=-1)
+        nearest = (reading.embeddings @ self.get_buffer("prompts").to(reading.embeddings).T).argmax(dim=-1)
         for row, index in guarded:
-            before = tokens[row][: length - positions + index + 1]
+            before = tokens[row][: len(tokens[row]) - positions + index + 1]
             costs[row, index] = self.costs(int(nearest[row, index]), before, logits)
         return logits - costs
 
     @torch.no_grad()
     def costs(self, record: int, before: Sequence[int], like: Tensor) -> Float[Tensor, " width"]:
         """Cost of each token after `before`, where the words of one forget record are forbidden."""
-        if not self.words[record]:
+        words = self.words[record]
+        if not words:
             return like.new_zeros(like.shape[-1])
         if record not in self._costs:
-            self._tries[record] = Trie(self.words[record], self.beta)
-            embeddings: Any = self.model(TARGET).get_input_embeddings().weight
-            similar = similarity_costs(embeddings, self.words[record], self.delta, self.penalty, self.weight)
+            self._tries[record] = Trie(tokenize_words(words, self.classifier.tokenizer), self.beta)
+            forbidden = self.classifier.embedder.embed(words)
+            similar = similarity_costs(self.get_buffer("tokens"), forbidden, self.delta, self.penalty, self.weight)
             self._costs[record] = pad(similar, (0, max(0, like.shape[-1] - len(similar))))
         costs = self._costs[record][: like.shape[-1]].to(like.device)
         if blocked := self._tries[record].after(before):
@@ -138,18 +147,31 @@ class Guard(Decoding):
 
 
 def build_guard(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
-    """Train the classifier, and write it and the forbidden words; see `build_method`."""
+    """Train the classifier, and write it and the forbidden words; see `build_method`.
+
+    Raises:
+        UsageError: there is no sentence embedder.
+    """
     started = time.perf_counter()
-    target = load_model(job.target).eval()
-    layout, weights, prompts = fit_classifier(job, settings, target)
-    options = write_classifier(output, layout, weights, prompts=prompts)
-    options |= {name: getattr(settings, name) for name in ("threshold", *COSTS)}
+    classifier, prompts = fit_classifier(job, settings)
+    tokens = embed_tokens(classifier.embedder, job.tokenizer)
+    options = write_classifier(output, classifier, settings, prompts=prompts, tokens=tokens)
+    options |= {name: getattr(settings, name) for name in COSTS}
     words = forbidden_words(job.forget, job.retain, settings.common)
-    write_json(output / FORBIDDEN, [tokenize_words(some, job.tokenizer) for some in words])
+    write_json(output / FORBIDDEN, words)
     write_composite(output, job.tokenizer, "guard", options, {TARGET: job.target})
     without = sum(not some for some in words)
     notes = (f"{without} of {len(words)} forget answers hold no word that can be forbidden",) if without else ()
     return BuiltModel(output, time.perf_counter() - started, notes)
+
+
+def embed_tokens(embedder: SentenceEmbedder, tokenizer: PreTrainedTokenizerBase) -> Float[Tensor, "vocab features"]:
+    """Embed the text of each token in half precision; 0 for tokens without text, such as special ones."""
+    texts = [str(tokenizer.decode([token], skip_special_tokens=True)).strip() for token in range(len(tokenizer))]
+    unique = {text: index for index, text in enumerate(dict.fromkeys(filter(None, texts)))}
+    embeddings = embedder.embed(list(unique)).half()
+    embeddings = torch.cat([embeddings, torch.zeros_like(embeddings[:1])])
+    return embeddings[[unique.get(text, -1) for text in texts]].contiguous()
 
 
 def tokenize_words(words: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

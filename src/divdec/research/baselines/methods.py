@@ -117,7 +117,16 @@ _ALL = (
 )  # fmt: skip
 METHODS = Registry("method", ((method.name, method) for method in _ALL))
 REFERENCES = {"target": "Target", "retrain": "Retrain"}
-DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
+DIVDEC = {
+    "linear": "Linear DD",
+    "rank": "Rank DD",
+    "distill": "Distill DD",
+    # The same rules with auxiliaries of another recipe.
+    "linear-paper": "Linear DD (paper)",
+    "rank-paper": "Rank DD (paper)",
+    "linear-matched": "Linear DD (matched)",
+    "rank-matched": "Rank DD (matched)",
+}
 TITLES = {**REFERENCES, **DIVDEC, **{name: method.title for name, method in METHODS.items()}}
 """Names in the paper's tables, in their order."""
 Kind = Literal["ours", "other", "reference"]

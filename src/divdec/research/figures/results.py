@@ -180,8 +180,9 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("grid"), list):
         raise UsageError(f"{source.path} is not a comparison of `divdec compare`")
-    recorded = EARLIER_VARIANTS.get(content["variant"], content["variant"])
-    if recorded != EARLIER_VARIANTS.get(variant, variant):
+    suite = content.get("suite", "tofu")  # earlier versions compared on TOFU alone
+    recorded = EARLIER_VARIANTS.get(content.get("variant", ""), content.get("variant"))
+    if suite == "tofu" and recorded != EARLIER_VARIANTS.get(variant, variant):
         raise UsageError(f"{source.path} holds aggregates of the variant {recorded}; give --variant {recorded}")
     results = []
     for row in content["grid"]:
@@ -193,7 +194,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
         results.append(
             MethodResult(
                 method, setting.replace("learning_rate", "lr").replace("_", " "), row["values"], intervals, source,
-                "tofu", rule=rule, strength=strength, seeds=len(row.get("seeds", ())),
+                suite, rule=rule, strength=strength, seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip
     return results

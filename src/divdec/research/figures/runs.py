@@ -28,7 +28,13 @@ from divdec.runs import RECORD, read_json, read_record
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
-SEQUENCE_STYLES = {"steered": SERIES_STYLES[0], "distilled": SERIES_STYLES[2]}
+SEQUENCE_STYLES = {
+    "steered": SERIES_STYLES[0],
+    "steered, forget-retain": SERIES_STYLES[4],
+    "distilled": SERIES_STYLES[2],
+    "grad-diff": SERIES_STYLES[1],
+    "npo": SERIES_STYLES[3],
+}
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"

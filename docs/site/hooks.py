@@ -1,0 +1,70 @@
+"""Hooks of mkdocs: pages from outside `docs/`, a page of every command, and links that also work on GitHub."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from cyclopts.docs.markdown import generate_markdown_docs
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from divdec.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [name for name in app if not name.startswith("-")]
+# In the site these have the paths that they have in the repository; what is in docs/ moves to the top.
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*")
+LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """List the pages of the commands in the navigation."""
+    section = next(entry for entry in config.nav or [] if "Commands" in entry)
+    pages = [{name: f"commands/{name}.md"} for name in COMMANDS]
+    section["Commands"] = [{"Overview": "commands/index.md"}, *pages]
+    config.watch.append(str(ROOT / "src"))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside `docs/`, and those of the commands."""
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                name = path.relative_to(ROOT).as_posix()
+                files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    files.append(File.generated(config, "commands/index.md", content=_overview()))
+    for name in COMMANDS:
+        files.append(File.generated(config, f"commands/{name}.md", content=_command_page(name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turn links between files of the repository into links between pages."""
+    source = page.file.src_uri
+    folder = posixpath.dirname(f"docs/{source}" if (ROOT / "docs" / source).is_file() else source)
+
+    def moved(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link[0]))
+        if not (ROOT / path).is_file():
+            return link[0]  # mkdocs says that it leads nowhere
+        return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(source) or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def _overview() -> str:
+    text = generate_markdown_docs(app, recursive=False, generate_toc=False, no_root_title=True)
+    text = text.partition("\n# divdec ")[0]  # it goes on with the commands, which have pages
+    text = re.sub(r"\(#divdec-([a-z-]+)\)", r"(\1.md)", text)
+    return f"# Commands\n\n{text}\n\n{app.help_epilogue}\n"
+
+
+def _command_page(name: str) -> str:
+    # Otherwise cyclopts documents commands of this command without the defaults that they inherit.
+    app[name].default_parameter = app.default_parameter
+    with app.app_stack([app, app[name]]):
+        return generate_markdown_docs(app[name], command_chain=["divdec", name], generate_toc=False)
