@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -97,8 +98,8 @@ class TestDockerfiles:
             code = re.search(r'"-c", "(.*)"\]', file.read_text()).group(1)
             here = code.replace("http://127.0.0.1:8000", url)
             assert here != code
-            assert subprocess.run(["python3", "-c", here], capture_output=True).returncode == 0
-        assert subprocess.run(["python3", "-c", here], capture_output=True).returncode != 0
+            assert subprocess.run([sys.executable, "-c", here], capture_output=True).returncode == 0
+        assert subprocess.run([sys.executable, "-c", here], capture_output=True).returncode != 0
 
 
 def test_services_are_read_only_and_without_capabilities():
