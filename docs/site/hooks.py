@@ -17,7 +17,7 @@ from divdec.cli.app import app
 ROOT = Path(__file__).parents[2]
 COMMANDS = [name for name in app if not name.startswith("-")]
 # In the site these have the paths that they have in the repository; what is in docs/ moves to the top.
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*/*")
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*")
 LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
 
 

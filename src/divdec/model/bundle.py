@@ -64,8 +64,7 @@ tags: [{tags}]
 BUNDLE_TEXT = """\
 Made with divdec. This folder names a target language model, experts and a rule. While the target decodes, the
 divergence of the experts steers it away from a set of documents (Divergence Decoding). The table says whether it was
-measured that the documents are forgotten at this steering. The target's weights are unchanged: loaded alone, it
-answers unsteered.
+measured that the documents are forgotten at this steering.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer  # with divdec installed
@@ -73,6 +72,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # with divdec inst
 model = AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("this folder")
 ```"""
+
+BUNDLE_LIMITS = """
+## Limits
+
+- Only what the row "forgets" names was measured, on that data. Other wordings and languages, sampled answers,
+  conversations, attacks and quantised weights were not, unless it names them.
+- Steering changes what the model says, not the target's weights. Who has the target can use it without this bundle.
+- The forget auxiliary (p) and n-gram counts were made from the forget set. Give them only to those who may have it.
+- Steering also changes answers about other things, more so with a stronger rule. Where it suppresses an answer, the
+  model often invents another.
+"""
 
 DISTILLED_TEXT = """\
 Made with divdec. Two small models steered a language model away from a set of documents (Divergence Decoding); this
@@ -392,7 +402,7 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
     if config.registry:
         rows["registry of takedown requests"] = f"`{config.registry['folder']}`"
-    return _card("A steered language model", "unlearning, divergence-decoding", BUNDLE_TEXT, rows)
+    return _card("A steered language model", "unlearning, divergence-decoding", BUNDLE_TEXT, rows) + BUNDLE_LIMITS
 
 
 def auxiliary_card(role: str, rows: dict[str, str]) -> str:

@@ -118,7 +118,7 @@ class CheckpointReference:
 
 
 def download(hub_id: str, revision: str | None, *, weights: bool, local_files_only: bool = False) -> Path:
-    """Download safetensors, configuration and tokenizer of a repository, and return their folder in the cache.
+    """Download safetensors, n-grams, configuration and tokenizer of a repository, and return their folder in the cache.
 
     Raises:
         UsageError: the repository does not exist, or is not in the cache and the hub cannot be reached.
@@ -128,7 +128,7 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
 
     # Older versions of huggingface_hub request the list of files even in offline mode.
     local_files_only = local_files_only or huggingface_hub.constants.HF_HUB_OFFLINE
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors", "ngram/*"] if weights else [])
     try:
         folder = huggingface_hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
