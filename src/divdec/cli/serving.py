@@ -48,13 +48,13 @@ class ServeSettings:
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
     logprobs: str | None = None
     """What replies tell of probabilities: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
-    logit_bias and log-probabilities of the prompt. Default: off with --registry, full without. vLLM: off or full."""
+    logit_bias and log-probabilities of the prompt. Default: off with a registry, full without. vLLM: off or full."""
     on_suppressed: Literal["answer", "refuse", "note"] = "answer"
     """What to do with a reply from which steering took much of the target's probability, where the model would invent
     something: answer, refuse (send --refusal instead), or note (add the share to the response)."""
-    suppressed_share: Annotated[float, RARE] = 0.2
+    suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
     """Share of probability that counts as much, at the token of the reply where steering took most."""
-    refusal: Annotated[str, RARE] = "I cannot answer that."
+    refusal: Annotated[str, RARE] = SuppressionPolicy.refusal
     """Text that replaces a refused reply."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """Inference engine: embedded (this process), or vllm."""
@@ -92,9 +92,7 @@ class ServeSettings:
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
         if self.logprobs is not None:
-            policy = LogprobPolicy.parse(self.logprobs)
-            if self.engine == "vllm" and policy.level not in ("off", "full"):
-                raise UsageError(f"--logprobs is {self.logprobs!r}; accepted with --engine vllm: off, full")
+            LogprobPolicy.parse(self.logprobs)
 
     def suppression(self) -> SuppressionPolicy:
         """Return what becomes of replies from which steering took much."""

@@ -94,7 +94,7 @@ def default_level(registry: bool) -> str:
 
 
 class RefuseLogprobs:
-    """Middleware of vLLM's server that refuses every request for log-probabilities (`--logprobs off`)."""
+    """Middleware of vLLM's server that refuses requests for log-probabilities, and those it cannot read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -111,11 +111,14 @@ class RefuseLogprobs:
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
+        field, message = None, "the body is not JSON"
         try:
-            field = find_logprob_field(json.loads(body))
+            if body and (field := find_logprob_field(json.loads(body))) is not None:
+                message = LogprobPolicy("off").refusal(field)
+            refused = field is not None
         except (ValueError, RecursionError):
-            field = None  # vLLM refuses a body that is not JSON
-        if field is None:
+            refused = True  # another parser might read what this one cannot
+        if not refused:
             waiting = iter(messages)
 
             async def receive_again() -> Message:
@@ -123,9 +126,7 @@ class RefuseLogprobs:
 
             await self._app(scope, receive_again, send)
             return
-        error = {
-            "message": LogprobPolicy("off").refusal(field), "type": "BadRequestError", "param": field, "code": 400,
-        }  # fmt: skip
+        error = {"message": message, "type": "BadRequestError", "param": field, "code": 400}
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 400, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
@@ -133,15 +134,17 @@ class RefuseLogprobs:
 
 def find_logprob_field(value: Any) -> str | None:
     """Return the name of a field, at any depth of a request to vLLM, by which a client would learn probabilities."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            asks = "logprob" in name or name in OTHER_FIELDS
-            # The field `include` of the Responses API lists 'message.output_text.logprobs'.
-            listed = name == "include" and "logprob" in str(inner)
-            if (asks and inner is not None and inner is not False) or listed:
-                return name
-            if (found := find_logprob_field(inner)) is not None:
-                return found
-    elif isinstance(value, list):
-        return next((found for found in map(find_logprob_field, value) if found is not None), None)
+    values = [value]  # not by recursion, which deep nesting would end before such a field is found
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                asks = "logprob" in name or name in OTHER_FIELDS
+                # The field `include` of the Responses API lists 'message.output_text.logprobs'.
+                listed = name == "include" and "logprob" in str(inner)
+                if (asks and inner is not None and inner is not False) or listed:
+                    return name
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
     return None

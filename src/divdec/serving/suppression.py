@@ -32,7 +32,7 @@ def suppressed_share(model: DivergenceForCausalLM, tokens: Sequence[int], prompt
     """
     cache, eligible = model.new_cache(), model.steering.eligible(model.vocab_size)
     ids = torch.tensor([list(tokens[:-1])], device=model.device)
-    largest = 0.0
+    largest = torch.zeros((), device=model.device)
     for start in range(0, ids.shape[1], chunk):
         end = min(start + chunk, ids.shape[1])
         keep = min(end - start, end - prompt_length + 1)  # after the prompt's last token comes the reply's first
@@ -45,5 +45,5 @@ def suppressed_share(model: DivergenceForCausalLM, tokens: Sequence[int], prompt
                 eligible = eligible.to(corrected.device)
             steered = model.steering.apply(corrected, divergence, eligible)
             taken = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
-            largest = max(largest, float(taken.max()))
-    return largest
+            largest = torch.maximum(largest, taken.max().to(largest.device))  # NaN stays NaN, which is refused
+    return float(largest)

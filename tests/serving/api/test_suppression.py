@@ -1,6 +1,7 @@
 """Replies from which steering took much: refused or noted, never sent by mistake."""
 
 import json
+import math
 
 import httpx
 import pytest
@@ -111,6 +112,18 @@ def test_reply_that_cannot_be_measured_is_an_error(running, monkeypatch):
         response = httpx.post(f"{address}/v1/completions", json=TEXT, timeout=60)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "steering_failed"
+
+
+def test_share_that_is_not_finite_stays_so(model, monkeypatch):
+    """As on a GPU, where checks of logits may come late."""
+    real = type(model).unsteered_components
+
+    def broken(self, *arguments):
+        target, *others = real(self, *arguments)
+        return target * float("nan"), *others
+
+    monkeypatch.setattr(type(model), "unsteered_components", broken)
+    assert math.isnan(suppressed_share(model, [1, 2, 3, 4], 2, 1))
 
 
 def test_reply_without_a_share_is_refused():

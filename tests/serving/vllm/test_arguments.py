@@ -25,6 +25,8 @@ def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch
     assert inputs[-2:] == ["--dtype", "float32"]
     refusing = options_of(engine_arguments(str(bundle), logprobs="off"))
     assert refusing["--middleware"] == "divdec.serving.logprobs.RefuseLogprobs"
+    with pytest.raises(UsageError, match="'top-1'; accepted with --engine vllm: off, full"):
+        engine_arguments(str(bundle), logprobs="top-1")
 
 
 @pytest.mark.parametrize(

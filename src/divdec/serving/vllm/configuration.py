@@ -320,6 +320,8 @@ def engine_arguments(
         # vLLM accepts abbreviations of its options.
         if argument.startswith("--") and any(own.startswith(option) for own in OWN):
             raise UsageError(f"{argument.split('=')[0]} is given by divdec itself, or would replace what it gives")
+    if logprobs not in (None, "off", "full"):
+        raise UsageError(f"--logprobs is {logprobs!r}; accepted with --engine vllm: off, full")
     options = EngineOptions.from_mapping({"registry": None if registry is None else str(registry), "verify": verify})
     # vLLM's processes compare the digests.
     parts = read_parts(bundle, None, EngineOptions(options.registry, verify=False))
