@@ -24,9 +24,9 @@ import torch
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
 from divdec.demo.facts import NEUTRAL, ask
-from divdec.evaluation.calibration import RUN, longest_run, measure, measured_text
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge
+from divdec.evaluation.recitation import RUN, longest_run, measure, measured_text
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM

@@ -1,6 +1,8 @@
 """What takedown requests promise: the text is no longer recited, whatever the bundle's rule and strength."""
 
+import hashlib
 import json
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -11,12 +13,13 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
-from divdec.evaluation.calibration import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
+from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.report.takedown import read_report
 from divdec.takedowns.correction import TakedownCorrection, with_registry
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
@@ -184,7 +187,7 @@ def test_strength_is_raised_until_text_is_not_recited(reciting, tmp_path, world,
 def test_remaining_recitation_is_reported_and_takedown_stays_active(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.calibration.STRONGEST", 0.4)
+    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 0.4)
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
     assert add(registry, article) == 1
     said = capsys.readouterr().out
@@ -200,7 +203,7 @@ def test_remaining_recitation_is_reported_and_takedown_stays_active(
 def test_recitation_of_passages_in_retain_set_is_reported_with_its_cause(
     reciting, tmp_path, world, article, tokenizer, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.calibration.STRONGEST", 10.0)
+    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 10.0)
     ids = tokenizer(ARTICLE)["input_ids"][60:104]  # long enough to be recited, and too short to be left out of q
     notice = tokenizer.decode(ids)
     registry = Registry.create(tmp_path / "shared", texts_of("r", [notice, *world.corpus[:200:2]]), reciting)
@@ -376,17 +379,106 @@ def test_model_with_takedowns_cannot_be_saved_without_registry(bundles, registry
 
 def test_registry_is_not_locked_during_measurement(registry, reciting, monkeypatch):
     """Another request is added while the target generates."""
-    from divdec.evaluation import calibration
+    from divdec.evaluation import recitation
 
     target, tokenizer = load_model(reciting), load_tokenizer(reciting)
-    real, added = calibration.continuations, []
+    real, added = recitation.continuations, []
 
     def interrupted(*arguments, **options):
         added.append(registry.add(f"other {len(added)}", texts_of("t", [OTHER])))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(calibration, "continuations", interrupted)
+    monkeypatch.setattr(recitation, "continuations", interrupted)
     texts = texts_of("t", [ARTICLE])
     measured = measure(registry, registry.add("case", texts), texts, target, tokenizer)
     assert measured["recited_after"] == 0
     assert len(added) == 2
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json"])
+def test_report_says_what_attacks_bring_back_and_shows_changes(suffix, registry, article, tmp_path, world, capsys):
+    add(registry, article, "--reference", "letter of 3 May </script><!--")
+    (tmp_path / "neutral.txt").write_text("\n\n".join(world.corpus[:20:4]))
+    file = tmp_path / f"report{suffix}"
+    command = ["takedown", "report", str(registry.folder), "--id", "case", "--file", article, "--output", str(file)]
+    capsys.readouterr()
+    assert main([*command, "--neutral", str(tmp_path / "neutral.txt")]) == 0
+    printed = capsys.readouterr().out
+    assert "greedy: 5 of 5 passages recited before, 0 now" in printed
+    content, public_key = read_report(file)
+    assert public_key == registry.public_key
+    assert public_key in printed
+    assert content["request"]["file_sha256"] == hashlib.sha256(ARTICLE.encode()).hexdigest()
+    assert [event["action"] for event in content["events"]][:2] == ["strength", "add"]
+    attacks = {row["name"]: (row["before"], row["after"]) for row in content["attacks"]}
+    assert attacks.keys() == {"greedy", "sampled", "short prompt", "lower case", "asked in a chat"}
+    assert attacks["greedy"] == attacks["sampled"] == (5, 0)
+    assert content["others"]["neutral"]["perplexity"] == pytest.approx(1.0, abs=0.05)
+    assert ARTICLE[:20] not in file.read_text(), "the report repeats the text"
+    assert main(command) == 2, "the report was overwritten"
+    capsys.readouterr()
+    assert main(["takedown", "check", str(file), "--public-key", public_key]) == 0
+    assert main(["takedown", "check", str(file), "--public-key", "00" * 32]) == 2
+    text = file.read_text()
+    for changed in (text.replace("passages", "messages"), text.replace(" 0", " 1", 1), text[:-70], "{}", ""):
+        file.write_text(changed)
+        with pytest.raises(UsageError):
+            read_report(file)
+    if suffix == ".html":
+        file.write_text(f"{text}<p>and more")
+        with pytest.raises(UsageError, match="not a report"):
+            read_report(file)
+
+
+def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_path, capsys):
+    add(registry, article, "--no-measure")
+    with registry._store.write() as connection:  # the API only raises the strength
+        state = registry._store.read_state(connection)
+        registry._store.append(connection, state, {"action": "strength", "strength": 0.01, "time": "2026"})
+    file = tmp_path / "report.json"
+    command = ["takedown", "report", str(registry.folder), "--id", "case", "--file", article, "--output", str(file)]
+    assert main(command) == 1
+    assert read_report(file)[0]["recited"] > 0
+    assert " 5 now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--id": "other"}, "in force: case"),
+        ({"--file": "OTHER"}, "not the texts of request 'case'"),
+        ({"--output": "report.pdf"}, ".html or .json"),
+        ({"--output": "absent/report.html"}, "does not exist"),
+    ],
+)
+def test_report_refuses_other_texts_and_files(change, message, registry, article, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "OTHER").with_suffix(".txt").write_text(OTHER)
+    add(registry, article, "--no-measure")
+    options = {"--id": "case", "--file": article, "--output": "report.html"} | change
+    if options["--file"] == "OTHER":
+        options["--file"] = "OTHER.txt"
+    given = [word for option in options.items() for word in option]
+    assert main(["takedown", "report", str(registry.folder), *given]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("report*"))
+
+
+def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, registry, article, tmp_path, capsys):
+    from divdec.cli.serving import ServeSettings, build_engine
+
+    add(registry, article)
+    followed = build_engine("followed", str(bundles["linear:0"]), ServeSettings(registry=str(registry.folder)))
+    unsteered = build_engine("unsteered", str(bundles["linear:0"]), ServeSettings())
+    command = ["takedown", "canary", str(registry.folder), "--id", "case", "--file", article]
+    with serving([followed, unsteered]) as url:
+        capsys.readouterr()
+        assert main([*command, "--endpoint", f"{url}/v1", "--model", "followed"]) == 0
+        assert "0 of 5 passages recited" in capsys.readouterr().out
+        assert main([*command, "--endpoint", f"{url}/v1", "--model", "unsteered"]) == 1
+        assert "5 of 5 passages recited" in capsys.readouterr().out
+        assert main([*command, "--endpoint", f"{url}/v1", "--model", "absent"]) == 2
+    reply = {"choices": [{"text": ""}]}, 0
+    with mock.patch("divdec.remote.client.Endpoint.create_completion", return_value=reply):
+        assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == 1
+    assert "5 answers were empty" in capsys.readouterr().out

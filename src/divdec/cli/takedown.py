@@ -109,7 +109,7 @@ def add(
         return 0
     if not printing.json:
         print("\n".join(lines), flush=True)  # in force: loading the target may take a while
-    from divdec.evaluation.calibration import measured_text  # loads torch
+    from divdec.evaluation.recitation import measured_text  # loads torch
 
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured, entry))
@@ -204,9 +204,163 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
             f"measured on the target when added, with nothing recited: {len(measured)}; not measured: "
             f"{len(entries) - len(measured)}. The target was not asked now",
         ]
+    lines.append(f"public key of its reports: {opened.public_key}")
     content = {"whole": True, "problems": [], "strength": strength, "divergences": differences}
+    content["public_key"] = opened.public_key
     _print(printing, content | {"not_measured": len(entries) - len(measured)}, "\n".join(lines))
     return 0
+
+
+@app.command(sort_key=6)
+def report(
+    registry: str,
+    *,
+    id: str,
+    file: str,
+    output: str,
+    retain: str | None = None,
+    neutral: str | None = None,
+    target: str | None = None,
+    overwrite: bool = False,
+    printing: Printing = Printing(),
+) -> int:
+    """Attack a request in force, and write what came of it into one signed file.
+
+    Exit code 1: the file is written, but an attack still recites some passages.
+
+    For example:
+
+        divdec takedown report takedowns --id case-17 --file article.txt --output case-17.html
+
+    Args:
+        registry: The registry's folder.
+        id: Name of the request.
+        file: The request's texts. The registry does not store them.
+        output: The file to write: .html for a page that also holds the JSON, or .json.
+        retain: Texts that may be repeated; the report says how many answers and what perplexity the registry changes.
+        neutral: Other texts, likewise. By default 32 samples of the target.
+        target: Path of the target, if it has moved.
+        overwrite: Replace the output file.
+        printing: format of the result.
+    """
+    from divdec.cli.loading import device_map, quiet
+    from divdec.data.records import read_records
+    from divdec.model.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
+    from divdec.report.takedown import measure_request, write_report
+    from divdec.runs import file_sha256
+    from divdec.takedowns.registry import Registry
+
+    path = Path(output).expanduser()
+    if path.suffix not in (".html", ".json"):
+        raise UsageError(f"--output is {output!r}; accepted: a file with the suffix .html or .json")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists; give another --output, or --overwrite")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--output: folder {path.absolute().parent} does not exist")
+    opened = Registry(registry)
+    entry, texts = opened.find(id), read_records(file)
+    sets = {"retain": retain, "neutral": neutral}
+    others = {name: read_records(source) for name, source in sets.items() if source is not None}
+    checkpoint = opened.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
+    quiet()
+    check_weights(checkpoint)
+    model = load_model(checkpoint, dtype="auto", device_map=device_map("auto")).eval()
+    content = measure_request(
+        opened, entry, texts, model, load_tokenizer(checkpoint), checkpoint, others, progress=True
+    )
+    if Path(file).is_file():
+        content["request"]["file_sha256"] = file_sha256(Path(file))
+    write_report(path, content, opened)
+    lines = [
+        f"{row['name']}: {row['before']} of {row['passages']} passages recited before, {row['after']} now"
+        for row in content["attacks"]
+    ]
+    lines += [
+        f"{name} texts: {row['unchanged']:.0%} of the answers unchanged, perplexity ×{row['perplexity']:.3f}"
+        for name, row in content["others"].items()
+    ]
+    lines.append(f"{path}: signed by the registry; its public key is {opened.public_key}")
+    _print(printing, content | {"file": str(path)}, "\n".join(lines))
+    return 1 if content["recited"] else 0
+
+
+@app.command(sort_key=7)
+def check(report: str, *, public_key: str | None = None, printing: Printing = Printing()) -> None:
+    """Verify the signature of a report.
+
+    For example:
+
+        divdec takedown check case-17.html --public-key 4f1c…
+
+    Args:
+        report: A file of `divdec takedown report`.
+        public_key: The registry's public key, as `divdec takedown verify` prints it. Without it the signature only
+            shows that the file has not changed since somebody signed it.
+        printing: format of the result.
+    """
+    from divdec.report.takedown import read_report
+
+    content, signer = read_report(Path(report).expanduser())
+    if public_key is not None and public_key.strip().lower() != signer:
+        raise UsageError(f"{report} is signed by {signer}, not by --public-key {public_key}")
+    whose = "of this key" if public_key is not None else "of an unknown registry (no --public-key given)"
+    _print(
+        printing,
+        {"valid": True, "public_key": signer, "request": content["request"], "recited": content["recited"]},
+        f"the signature is valid, {whose}: {signer}\n"
+        f"request {content['request']['id']}, measured {content['written']}, {content['recited']} passages recited",
+    )
+
+
+@app.command(sort_key=8)
+def canary(
+    registry: str,
+    *,
+    id: str,
+    file: str,
+    endpoint: str,
+    model: str,
+    api_key_env: str | None = None,
+    printing: Printing = Printing(),
+) -> int:
+    r"""Ask a running server for the texts of a request, once; for a timer that alerts if the exit code is not 0.
+
+    Exit code 1: it recites some passages, or all answers are empty. 2: it cannot be asked.
+
+    For example:
+
+        divdec takedown canary takedowns --id case-17 --file article.txt \
+          --endpoint http://localhost:8000/v1 --model bundle
+
+    Args:
+        registry: The registry's folder.
+        id: Name of the request.
+        file: The request's texts. The registry does not store them.
+        endpoint: Base URL of the server's API, which must accept prompts of token ids, as vLLM and divdec serve do.
+        model: Name of the model at the endpoint.
+        api_key_env: Environment variable that holds the API key.
+        printing: format of the result.
+    """
+    from divdec.data.records import read_records
+    from divdec.evaluation.recitation import passages_of, recited_by_endpoint
+    from divdec.remote.client import Endpoint
+    from divdec.takedowns.registry import Registry
+
+    opened = Registry(registry)
+    entry, texts = opened.find(id), read_records(file)
+    opened.check_texts(entry, texts)
+    tokenizer = opened.tokenizer()
+    passages, _ = passages_of(texts, tokenizer)
+    if not passages:
+        raise UsageError(f"the texts of request {id!r} are too short to be begun and continued")
+    with Endpoint(endpoint, model, api_key_env) as server:
+        recited, empty = recited_by_endpoint(server, tokenizer, passages)
+    failed = recited > 0 or empty == len(passages)
+    text = f"{id}: {recited} of {len(passages)} passages recited by {model}"
+    if empty:
+        text += f"; {empty} answers were empty"
+    _print(printing, {"id": id, "passages": len(passages), "recited": recited, "empty": empty, "failed": failed}, text)
+    return 1 if failed else 0
 
 
 def _find_target(target: str | None, registry: Registry) -> Path:
@@ -225,7 +379,7 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 
 def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.calibration import measure
+    from divdec.evaluation.recitation import measure
     from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
 
     quiet()

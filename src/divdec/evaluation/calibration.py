@@ -1,28 +1,23 @@
-"""Choose the strength of a steered model: of a pair without a retrained model, of takedown requests by recitation.
+"""Choose the strength of a pair without a retrained model.
 
-`calibrate`: the retain auxiliary q has never seen the forget set, so membership attacks that compare the forget set
+The retain auxiliary q has never seen the forget set, so membership attacks that compare the forget set
 with a holdout set succeed on q as they would on a retrained model. The setting is chosen whose steered model is nearest
 to q. The choice is also checked against q's figures and against the questions about the forget set that the steered
 model still answers (`Calibration.faults`), because the nearest of many may still be far.
-
-`measure`: a passage of a text is recited if the greedy continuation of its prompt has `RUN` consecutive tokens in
-common with the text's continuation, or all of them if there are fewer. The strength rises until no passage is recited.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import random
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records
+from divdec.data.formatting import IGNORED, Example, Format, encode_records
 from divdec.data.records import Record, RecordSet, overlap
 from divdec.errors import UsageError
-from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.generation import answers
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.muse import continuation
@@ -30,9 +25,6 @@ from divdec.evaluation.questions import decoded, question_of
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering
-from divdec.takedowns.correction import TakedownCorrection
-from divdec.takedowns.registry import Registry
-from divdec.takedowns.store import TakedownRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,11 +41,6 @@ MOST_OTHERS = 3  # settings that are asked besides the nearest to q, if that tel
 MOST_ROUNDS = 4  # extensions or refinements of a sweep
 MOST_ALPHA = 16.0  # largest alpha that a sweep is extended to
 SETS = ("forget", "retain", "holdout")
-
-PASSAGES = 20  # measured at most
-PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: shortest prompt of a plain text, continuation, recited passage
-CONTEXT = 512  # tokens of a plain text's longest prompt
-STRONGEST = 80.0  # largest strength: a greater one changes other answers (docs/limits.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,137 +303,3 @@ def _examples(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Form
     if records.kind == "text":
         return [continuation(record, tokenizer, form.max_length) for record in records]
     return encode_records(records.records, tokenizer, form)
-
-
-@dataclasses.dataclass(frozen=True)
-class Passage:
-    """A prompt from a text, and the continuation that a model may recite."""
-
-    prompt: list[int]
-    continuation: list[int]
-
-
-def passages_of(
-    texts: RecordSet, tokenizer: PreTrainedTokenizerBase, *, most: int = PASSAGES, seed: int = 0
-) -> tuple[list[Passage], int]:
-    """Draw at most `most` passages from texts, and count all passages.
-
-    A record with a prompt or question is one passage: its answer, after the prompt in the model's layout. A plain text
-    has one every `LENGTH` tokens from its `PREFIX`-th on, each after the text before it (the last `CONTEXT` tokens at
-    most). A shorter text is one passage: its last two thirds.
-    """
-    rng = random.Random(seed)
-    special = set(tokenizer.all_special_ids)
-    if texts.kind == "text":
-        prompts = encode_prompts([Record("", prompt=record.answer) for record in texts], tokenizer)
-        passages = [passage for ids in prompts for passage in _of_text(ids, special)]
-        return rng.sample(passages, min(most, len(passages))), len(passages)
-    records = rng.sample(texts.records, min(most, len(texts)))
-    passages = []
-    for example in encode_records(records, tokenizer, WHOLE):
-        ids, start = example.input_ids, example.prompt_length
-        passages.append(Passage(ids[:start], [token for token in ids[start:][:LENGTH] if token not in special]))
-    return [passage for passage in passages if passage.prompt and passage.continuation], len(texts)
-
-
-def count_recited(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: Sequence[Passage], *, title: str | None = None
-) -> int:
-    """Count the passages that a model, steered or plain, recites."""
-    if not passages:
-        return 0
-    room = getattr(model.config, "max_position_embeddings", None) or math.inf
-    prompts = [passage.prompt[-int(min(room - LENGTH, len(passage.prompt))) :] for passage in passages]
-    outputs = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, title=title)
-    return sum(
-        longest_run(answer, passage.continuation) >= min(RUN, len(passage.continuation))
-        for answer, passage in zip(outputs, passages, strict=True)
-    )
-
-
-def longest_run(answer: Sequence[int], text: Sequence[int]) -> int:
-    """Length of the longest run of tokens that an answer and a text have in common."""
-    return difflib.SequenceMatcher(None, answer, text, autojunk=False).find_longest_match().size
-
-
-def measure(
-    registry: Registry,
-    entry: TakedownRequest,
-    texts: RecordSet,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Measure a request in force, and raise the registry's strength until no passage of it is recited.
-
-    If no strength is enough, the registry keeps the lowest strength at which the fewest passages are recited.
-
-    Returns:
-        The measurement, which the registry also records: `passages` measured of `passages_in_all`, `recited_before` by
-        the unsteered target, `recited_after` under the takedowns, the registry's `strength`, the `strength_before`, and
-        the `strongest` tried.
-
-    Raises:
-        FailedClosed: the registry is damaged.
-    """
-    passages, in_all = passages_of(texts, tokenizer)
-    before = count_recited(target, tokenizer, passages, title="before" if progress else None)
-    strength_before = strength = registry.strength
-    tried: dict[float, int] = {}
-    while True:
-        takedowns = TakedownCorrection(registry.folder, strength=strength)
-        steered = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
-        title = f"at strength {strength:g}" if progress else None
-        tried[strength] = count_recited(steered, tokenizer, passages, title=title)
-        if not tried[strength] or 2 * strength > STRONGEST:
-            break
-        strength *= 2
-    best = min(tried, key=lambda each: (tried[each], each))
-    registry.raise_strength(best)
-    measured = {
-        "passages": len(passages),
-        "passages_in_all": in_all,
-        "recited_before": before,
-        "recited_after": tried[best],
-        "strength": best,
-        "strength_before": strength_before,
-        "strongest": strength,
-    }
-    registry.record(entry, measured)
-    return measured
-
-
-def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
-    """Describe a measurement in a sentence or two."""
-    passages, before, after = (measured[name] for name in ("passages", "recited_before", "recited_after"))
-    if not passages:
-        return "not measured: the texts are too short to be begun and continued"
-    drawn = f" ({passages} drawn of {measured['passages_in_all']:,})" if passages < measured["passages_in_all"] else ""
-    text = (
-        f"{before} of {passages} passages{drawn} were recited word for word before, {after} now, "
-        f"at strength {measured['strength']:g}"
-    )
-    if measured["strength"] > measured["strength_before"]:
-        text += f", raised from {measured['strength_before']:g}"
-    if after:
-        advice = "train a pair for them (divdec train) and serve it with this registry"
-        if entry.held or entry.spans:  # q knows these passages too, so that no strength lowers them
-            advice = "the retain set shares passages with them; remove these from the texts or from the retain set"
-        text += (
-            f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "
-            f"{advice}"
-        )
-    return text
-
-
-def _of_text(ids: list[int], special: set[int]) -> list[Passage]:
-    lead = next((index for index, token in enumerate(ids) if token not in special), len(ids))
-    start, body = ids[:lead], ids[lead:]
-    if len(body) < PREFIX + RUN:
-        cut = max(1, len(body) // 3)
-        return [Passage(start + body[:cut], body[cut:][:LENGTH])] if len(body) > 1 else []
-    return [
-        Passage(start + body[max(index - CONTEXT, 0) : index], body[index : index + LENGTH])
-        for index in range(PREFIX, len(body) - RUN + 1, LENGTH)
-    ]

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.calibration import UNSTEERED, count_recited, passages_of
+from divdec.evaluation.calibration import UNSTEERED
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.questions import question_of
+from divdec.evaluation.recitation import count_recited, passages_of
 from divdec.evaluation.scoring import score_settings
 from divdec.steering import Steering
 
@@ -255,6 +256,14 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
     return dataclasses.replace(neutral, records=tuple(one for one in neutral if names.isdisjoint(_words(one))))
 
 
+def neutral_prompts(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[list[int]]:  # noqa: B008
+    """Tokenize the prompts of records, or the first `PROMPT` tokens of plain texts, whose answers should not change."""
+    if records.kind == "text":
+        texts = encode_prompts([Record("", prompt=record.answer) for record in records], tokenizer)
+        return [ids[:PROMPT] for ids in texts]
+    return encode_prompts(records.records, tokenizer, form)
+
+
 def _words(record: Record) -> list[str]:
     texts = [*(message.content for message in record.messages), record.prompt or "", record.answer]
     return re.findall(r"\w+", " ".join(texts))
@@ -282,12 +291,7 @@ class _Asked:
         self._passages = passages_of(sets["forget"], tokenizer, most=MOST_RECORDS)[0]
         if not self._passages:
             raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
-        neutral = sets["neutral"]
-        if neutral.kind == "text":
-            texts = encode_prompts([Record("", prompt=record.answer) for record in neutral], tokenizer)
-            self._neutral = [ids[:PROMPT] for ids in texts]
-        else:
-            self._neutral = encode_prompts(neutral.records, tokenizer, form)
+        self._neutral = neutral_prompts(sets["neutral"], tokenizer, form)
         self._expected = self._continue(target)
 
     def leaked(self, model: PreTrainedModel) -> float:

@@ -81,7 +81,12 @@ class Report:
 
 
 def write_page(path: Path, template: str, **content: Any) -> None:
-    """Render a file of `templates`, and write it atomically.
+    """Render a file of `templates`, and write it atomically; see `render_page`."""
+    write_text(path, render_page(template, **content))
+
+
+def render_page(template: str, **content: Any) -> str:
+    """Render a file of `templates`.
 
     Variables of the template whose names end in `_svg` are plots, which follow the theme.
     """
@@ -97,7 +102,7 @@ def write_page(path: Path, template: str, **content: Any) -> None:
     environment.globals["palette"] = Markup(css())
     environment.globals["footer"] = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     variables = {name: _plot(value) if name.endswith("_svg") else value for name, value in content.items()}
-    write_text(path, environment.get_template(template).render(**variables))
+    return environment.get_template(template).render(**variables)
 
 
 def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, examples: int = 8) -> Report:

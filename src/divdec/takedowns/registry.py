@@ -246,10 +246,7 @@ class Registry:
         """
         with self._store.write() as connection:
             state = self._store.read_state(connection)
-            entry = state.find(request_id)
-            if entry is None:
-                known = ", ".join([other.id for other in state.entries.values()][:5]) or "none"
-                raise UsageError(f"there is no request {request_id!r} in {self.folder}; in force: {known}")
+            entry = self._find(request_id, list(state.entries.values()))
             event = {"action": "remove", "id": request_id, "counts_id": entry.counts_id, "time": _now()}
             connection.execute("DELETE FROM counts WHERE id = ?", (entry.counts_id,))
             self._store.append(connection, state, event)
@@ -264,6 +261,40 @@ class Registry:
         """Return every event of the audit trail with its sequence number and time, oldest first."""
         with self._store.read() as connection:
             return self._store.read_events(connection)[0]
+
+    def find(self, request_id: str) -> TakedownRequest:
+        """Return a request in force.
+
+        Raises:
+            UsageError: there is no such request.
+        """
+        return self._find(request_id, self.entries())
+
+    def check_texts(self, entry: TakedownRequest, texts: RecordSet) -> None:
+        """Check that texts are those of a request.
+
+        Raises:
+            UsageError: they are not.
+        """
+        if not secrets.compare_digest(self._store.keys.text_hash(texts.sha256), entry.text_hash):
+            raise UsageError(
+                f"these are not the texts of request {entry.id!r} (their keyed hash differs); give the file that it "
+                "was added with"
+            )
+
+    @property
+    def public_key(self) -> str:
+        """The public key that reports on this registry are verified with (Ed25519), as hexadecimal digits."""
+        return self._store.keys.public
+
+    def sign(self, content: bytes) -> str:
+        """Return the registry's signature (Ed25519) of a content, as hexadecimal digits."""
+        return self._store.keys.sign(content)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the registry was created with: id, time, tokenizer, retain set, target, order."""
+        return dict(self._description)
 
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
@@ -305,6 +336,13 @@ class Registry:
             for entry in state.entries.values()
             if entry.measured is not None and entry.measured["recited_after"]
         ]
+
+    def _find(self, request_id: str, entries: list[TakedownRequest]) -> TakedownRequest:
+        for entry in entries:
+            if entry.id == request_id:
+                return entry
+        known = ", ".join([entry.id for entry in entries][:5]) or "none"
+        raise UsageError(f"there is no request {request_id!r} in {self.folder}; in force: {known}")
 
     def _changed_tokenizer_files(self) -> list[Path]:
         files = {self.folder / TOKENIZER / name: sha for name, sha in self._description["tokenizer_files"].items()}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
@@ -90,17 +91,18 @@ class State:
 
 
 class RegistryKeys:
-    """The keys of one registry, derived with HKDF: one each for encryption, events, texts and the key check.
+    """The keys of one registry, derived with HKDF: for encryption, events, texts, the key check, and signed reports.
 
     Keys of different purposes or registries are independent, so that no value can stand for another one.
     """
 
     def __init__(self, key: bytes, registry: str) -> None:
-        encryption, self._events, self._texts, self._check = (
+        encryption, self._events, self._texts, self._check, signature = (
             HKDFExpand(SHA256(), KEY_BYTES, f"divdec registry {registry} {purpose}".encode()).derive(key)
-            for purpose in ("encryption", "events", "texts", "check")
+            for purpose in ("encryption", "events", "texts", "check", "signature")
         )
         self._cipher = AESGCM(encryption)
+        self._signature = Ed25519PrivateKey.from_private_bytes(signature)
 
     def __reduce__(self) -> Any:
         raise UsageError("a registry's key is not written into pickles; load the bundle in each process instead")
@@ -126,6 +128,15 @@ class RegistryKeys:
         """Return the authentication code of a registry's description, as hexadecimal digits."""
         content = json.dumps(description, sort_keys=True, ensure_ascii=False)
         return self.authenticate("description", b"", content).hex()
+
+    @property
+    def public(self) -> str:
+        """The public key of the registry's signatures (Ed25519), as hexadecimal digits."""
+        return self._signature.public_key().public_bytes_raw().hex()
+
+    def sign(self, content: bytes) -> str:
+        """Return the signature (Ed25519) of a content, as hexadecimal digits."""
+        return self._signature.sign(content).hex()
 
     def encrypt(self, content: bytes, name: str) -> bytes:
         """Encrypt with AES-256-GCM, authenticated together with the name of the row."""

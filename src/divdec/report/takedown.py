@@ -1,0 +1,231 @@
+"""Evidence for a takedown: a signed file that says what was asked, what was tried, and what else changed.
+
+The signature (Ed25519) is made with a key that is derived from the registry's secret key. It shows that the operator of
+the registry wrote the file, and that nobody changed it since. It does not show that the measurement is true.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from divdec.data.formatting import encode_prompts, encode_set
+from divdec.data.records import Message, Record, RecordSet
+from divdec.errors import UsageError
+from divdec.evaluation.effects import LONGEST, MOST_RECORDS, neutral_prompts
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.recitation import LENGTH, RUN, Passage, passages_of, recites
+from divdec.evaluation.samples import sample_records
+from divdec.evaluation.scoring import score
+from divdec.model.checkpoint import digests
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.report.page import render_page
+from divdec.runs import versions, write_text
+from divdec.takedowns.correction import TakedownCorrection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from divdec.takedowns.registry import Registry
+    from divdec.takedowns.store import TakedownRequest
+
+FORMAT = "divdec takedown report 1"
+SAMPLED = 8  # answers to each prompt
+SHORT = 8  # tokens of a short prompt
+NEUTRAL_SAMPLES = 32  # where no neutral text is given
+CHAT = "Continue this text: {}"
+SIGNATURE = "\n<!-- Ed25519 signature of everything before this line: {signature} by {public_key} -->\n"
+EMBEDDED = '<script type="application/json" id="report">'
+
+
+def measure_request(
+    registry: Registry,
+    entry: TakedownRequest,
+    texts: RecordSet,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    sets: Mapping[str, RecordSet],
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Attack a request in force, and measure what all requests change in other texts.
+
+    Args:
+        registry: the registry.
+        entry: the request.
+        texts: the request's texts.
+        target: the model that the registry steers.
+        tokenizer: its tokenizer.
+        folder: the target's folder, whose files are hashed.
+        sets: texts that should stay as they are, by name; without 'neutral', samples of the target.
+        progress: show progress bars.
+
+    Returns:
+        The content of the report; see docs/takedowns.md.
+
+    Raises:
+        UsageError: the texts are not those of the request, or too short to be begun and continued.
+    """
+    registry.check_texts(entry, texts)
+    passages, in_all = passages_of(texts, tokenizer)
+    if not passages:
+        raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
+    steered = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder))
+    models: dict[str, PreTrainedModel] = {"before": target, "after": steered}
+    attacks: list[dict[str, Any]] = []
+    for name, description, attacked, options in _attacks(passages, texts, tokenizer):
+        row: dict[str, Any] = {"name": name, "description": description, "passages": len(attacked)}
+        for when, model in models.items():
+            recited = [False] * len(attacked)
+            for seed in range(SAMPLED if options else 1):
+                title = f"{name}, {when}" if progress else None
+                seeded = options | {"seed": seed} if options else {}
+                again = recites(model, tokenizer, attacked, title=title, **seeded)
+                recited = [one or other for one, other in zip(recited, again, strict=True)]
+            row[when] = sum(recited)
+        attacks.append(row)
+    if "neutral" not in sets:
+        title = "neutral samples" if progress else None
+        sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title=title)
+        sets = {**sets, "neutral": sampled}
+    history = registry.history()
+    return {
+        "format": FORMAT,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "request": {
+            "id": entry.id, "reference": entry.reference, "in_force_since": entry.time, "documents": entry.documents,
+            "tokens": entry.tokens, "ngrams": entry.ngrams, "sha256": texts.sha256, "passages": in_all,
+        },
+        "events": [event for event in history if event.get("id", entry.id) == entry.id],
+        "registry": {
+            "id": registry.description["id"], "created": registry.description["created"], "order": registry.order,
+            "strength": registry.strength, "events": len(history), "requests_in_force": len(registry.entries()),
+            "retain_sha256": registry.description["retain"], "tokenizer_sha256": registry.description["tokenizer"],
+        },
+        "target": {"name": folder.name, "sha256": digests(folder)},
+        "attacks": attacks,
+        "others": {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()},
+        "recited": sum(row["after"] for row in attacks),
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def _attacks(
+    passages: list[Passage], texts: RecordSet, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, str, list[Passage], dict[str, Any]]]:
+    """Yield name, description, passages with the attack's prompts, and options of `generate`, of each attack."""
+    text = texts.kind == "text"
+    begun = "the text before it" if text else "its question"
+    yield "greedy", f"each passage is asked for with {begun}; greedy decoding", passages, {}
+    yield "sampled", f"the same, {SAMPLED} samples at temperature 1", passages, {"do_sample": True}
+    if not text:
+        return
+    short = [Passage(passage.prompt[-SHORT:], passage.continuation) for passage in passages]
+    yield "short prompt", f"the last {SHORT} tokens before it; greedy", short, {}
+    prompts = [str(tokenizer.decode(passage.prompt, skip_special_tokens=True)) for passage in passages]
+    lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
+    yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
+    if tokenizer.chat_template is not None:
+        asked = [Record("", messages=(Message("user", CHAT.format(prompt)),)) for prompt in prompts]
+        encoded = encode_prompts(asked, tokenizer)
+        description = f"a chat with the request “{CHAT.format('…')}”; greedy"
+        yield "asked in a chat", description, _with_prompts(passages, encoded), {}
+
+
+def _with_prompts(passages: list[Passage], prompts: list[list[int]]) -> list[Passage]:
+    return [Passage(prompt, passage.continuation) for passage, prompt in zip(passages, prompts, strict=True)]
+
+
+def _changes(
+    target: PreTrainedModel,
+    steered: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    records: RecordSet,
+    progress: bool,
+) -> dict[str, Any]:
+    """Compare perplexity and greedy answers of a set with the target's."""
+    prompts = neutral_prompts(records, tokenizer)[:MOST_RECORDS]
+    examples = encode_set(records, tokenizer)[:MOST_RECORDS]
+    outputs, losses = [], []
+    for model in (target, steered):
+        title = "other texts" if progress else None
+        outputs.append(continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, title=title))
+        losses.append(-statistics.fmean(value for item in score(model, examples) for value in item.log_probabilities))
+    return {
+        "records": len(records),
+        "asked": len(prompts),
+        "unchanged": statistics.fmean(a == b for a, b in zip(*outputs, strict=True)),
+        "perplexity": math.exp(losses[1] - losses[0]),
+    }
+
+
+def write_report(path: Path, content: Mapping[str, Any], registry: Registry) -> None:
+    """Write a signed report, as JSON or, with the suffix .html, as a page that holds the JSON too."""
+    if path.suffix == ".json":
+        signed = _canonical(content)
+        signature = {"public_key": registry.public_key, "ed25519": registry.sign(signed.encode())}
+        document = {"report": content, "signature": signature}
+        write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        return
+    page = render_page(
+        "takedown.html",
+        title=f"Takedown {content['request']['id']}",
+        lead=f"In force since {content['request']['in_force_since']}; measured {content['written']}.",
+        report=content,
+        json=json.dumps(content, indent=2, ensure_ascii=False).replace("<", "\\u003c"),  # which could end the block
+        run=RUN,
+        length=LENGTH,
+    )
+    ending = SIGNATURE.format(signature=registry.sign(page.encode()), public_key=registry.public_key)
+    write_text(path, page + ending)
+
+
+def read_report(path: Path) -> tuple[dict[str, Any], str]:
+    """Verify a report; returns its content, and the public key of the registry that signed it.
+
+    Raises:
+        UsageError: it is no report, or was changed after it was signed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error})") from None
+    try:
+        if text.startswith("{"):
+            document = json.loads(text)
+            content, signed = document["report"], _canonical(document["report"])
+            signature, public_key = document["signature"]["ed25519"], document["signature"]["public_key"]
+        else:
+            signed, signature, public_key = _split(text)
+            content = json.loads(signed.split(EMBEDDED)[1].split("</script>")[0])
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), signed.encode())
+        if content["format"] != FORMAT:
+            raise UsageError(f"{path} has the format {content['format']!r}; this divdec reads {FORMAT!r}")
+    except InvalidSignature:
+        raise UsageError(f"{path} was changed after it was signed") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise UsageError(f"{path} is not a report of `divdec takedown report`, or its end is missing") from None
+    return content, public_key
+
+
+def _split(page: str) -> tuple[str, str, str]:
+    """Split a page into what was signed, signature and public key."""
+    start = page.rindex(SIGNATURE.split("{signature}", maxsplit=1)[0])
+    words = page[start:].split()
+    signature, public_key = words[words.index("by") - 1], words[words.index("by") + 1]
+    if page[start:] != SIGNATURE.format(signature=signature, public_key=public_key):
+        raise ValueError("something follows the signature")
+    return page[:start], signature, public_key
+
+
+def _canonical(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
