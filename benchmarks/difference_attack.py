@@ -41,7 +41,7 @@ from divdec.experts.combined import NoExperts
 from divdec.experts.neural import logit_width
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.charts import markdown_table
@@ -51,7 +51,6 @@ from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import with_registry
 from divdec.takedowns.registry import Registry
-from divdec.training.fine_tuning import dtype_for_passes
 
 RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")
 LENGTH, SAMPLES, MOST = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request

@@ -36,14 +36,15 @@ def instruction(dockerfile, name):
     return json.loads(re.findall(rf"^(?:    )?{name} (\[.*\])$", dockerfile.read_text(), flags=re.MULTILINE)[-1])
 
 
-def unit():
-    lines = (line for line in (DEPLOY / "divdec.service").read_text().splitlines() if not line.startswith("#"))
+def unit(name="divdec.service"):
+    lines = (line for line in (DEPLOY / name).read_text().splitlines() if not line.startswith("#"))
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def commands():
     found = [instruction(file, "ENTRYPOINT") + instruction(file, "CMD") for file in DOCKERFILES]
     found += [["divdec", *shlex.split(COMPOSE["services"]["divdec"]["command"])], shlex.split(unit()["ExecStart"])]
+    found.append(shlex.split(unit("divdec-canary.service")["ExecStart"]))
     blocks = re.findall(r"^```\n(.*?)^```", PAGE.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE)
     for line in "".join(blocks).splitlines():
         if match := re.match(r"\s*(?:docker run .*|command:) (serve .*)", line):  # divdec is the entry point
@@ -54,7 +55,7 @@ def commands():
 
 
 def test_commands_of_the_page_are_found():
-    assert len(commands()) == len(DOCKERFILES) + 2 + 3
+    assert len(commands()) == len(DOCKERFILES) + 3 + 3
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command[0])

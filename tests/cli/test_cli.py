@@ -10,8 +10,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from divdec.cli.loading import measured_text
+from divdec import write_bundle
+from divdec.cli.loading import load, measured_text
+from divdec.options import ModelLoading
 from divdec.steering import Steering
 from exactness import LOGITS
 
@@ -444,3 +447,20 @@ def test_takedowns_in_force_are_no_part_of_a_bundles_measurement():
     assert measured_text(model) == "recited 0 of 20"
     model.takedowns = object()
     assert measured_text(model) == "recited 0 of 20; the takedown requests in force are not part of it"
+
+
+@pytest.mark.parametrize(("instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_dtype_is_float32_on_a_cpu_that_emulates_bfloat16(instructions, dtype, models, tmp_path, monkeypatch):
+    from divdec.model import checkpoint
+
+    for name in ("target", "retain", "forget"):
+        checkpoint.load_model(models / name).to(torch.bfloat16).save_pretrained(tmp_path / name)
+        checkpoint.load_tokenizer(models / name).save_pretrained(tmp_path / name)
+    parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    write_bundle(tmp_path / "bundle", **{part: str(tmp_path / name) for part, name in parts.items()}, steering="rank:5")
+    monkeypatch.setattr(checkpoint, "has_bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    model, _ = load(str(tmp_path / "bundle"), ModelLoading(device="cpu"))
+    assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {dtype}
+    model, _ = load(str(tmp_path / "bundle"), ModelLoading(device="cpu", dtype="bfloat16"))
+    assert model.target.dtype == torch.bfloat16

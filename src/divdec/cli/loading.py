@@ -55,7 +55,7 @@ def load(
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
     """
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.model.checkpoint import dtype_for_passes, load_tokenizer
     from divdec.model.loading import find_bundle, read_config
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
@@ -78,7 +78,7 @@ def load(
         folder,
         verify=not loading.no_verify,
         steering=steering,
-        dtype=loading.dtype,
+        dtype=dtype_for_passes(loading.dtype, device_map(loading.device)),
         device_map=device,
         overlap=experts.overlap or bool(experts.expert_devices),
     )

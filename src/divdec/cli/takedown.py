@@ -245,7 +245,7 @@ def report(
     """
     from divdec.cli.loading import device_map, quiet
     from divdec.data.records import read_records
-    from divdec.model.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
+    from divdec.model.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
     from divdec.report.takedown import measure_request, write_report
     from divdec.runs import file_sha256
     from divdec.takedowns.registry import Registry
@@ -264,7 +264,7 @@ def report(
     checkpoint = opened.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
     quiet()
     check_weights(checkpoint)
-    model = load_model(checkpoint, dtype="auto", device_map=device_map("auto")).eval()
+    model = load_model(checkpoint, dtype=dtype_for_passes(), device_map=device_map("auto")).eval()
     content = measure_request(
         opened, entry, texts, model, load_tokenizer(checkpoint), checkpoint, others, progress=True
     )
@@ -380,12 +380,12 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.recitation import measure
-    from divdec.model.checkpoint import check_weights, load_model, load_tokenizer
+    from divdec.model.checkpoint import check_weights, dtype_for_passes, load_model, load_tokenizer
 
     quiet()
     try:
         check_weights(checkpoint)
-        target = load_model(checkpoint, dtype="auto", device_map=device_map("auto")).eval()
+        target = load_model(checkpoint, dtype=dtype_for_passes(), device_map=device_map("auto")).eval()
         return measure(registry, entry, texts, target, load_tokenizer(checkpoint), progress=True)
     except UsageError as error:
         raise UsageError(f"{entry.id} is in force, but could not be measured: {error}") from None

@@ -19,13 +19,12 @@ from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, sp
 from divdec.demo.run import console_for, is_demo, reporter, say_where
 from divdec.errors import UsageError
 from divdec.model.bundle import rewrite_steering, write_bundle
-from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
+from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import write_page
 from divdec.runs import RECORD, cache_folder, check_output, read_record, record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, faults_of, train_auxiliaries
-from divdec.training.fine_tuning import dtype_for_passes
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings
 from divdec.training.shrinking import shrink
 

@@ -20,7 +20,14 @@ from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
 from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.bundle import is_bundle, read_config
-from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_weights,
+    digests,
+    dtype_for_passes,
+    load_model,
+    load_tokenizer,
+)
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, RunFolder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
@@ -116,12 +123,13 @@ class _ModelRun:
     folders: tuple[Path, ...]
 
     def load(self, settings: EvalSettings, device_map: str | None) -> PreTrainedModel:
+        dtype = dtype_for_passes(settings.dtype, device_map)
         if self.steering[0] is not None:
             return DivergenceForCausalLM.from_pretrained(
-                self.checkpoint, verify=not settings.no_verify, dtype=settings.dtype, device_map=device_map
+                self.checkpoint, verify=not settings.no_verify, dtype=dtype, device_map=device_map
             )
         check_weights(self.checkpoint)
-        return load_model(self.checkpoint, dtype=settings.dtype, device_map=device_map).eval()
+        return load_model(self.checkpoint, dtype=dtype, device_map=device_map).eval()
 
 
 def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
@@ -221,7 +229,7 @@ def _suite(settings: EvalSettings, report: Callable[[str], None]) -> tuple[str, 
     if settings.reference is not None:
         checkpoint = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
         check_weights(checkpoint)
-        reference = load_model(checkpoint, dtype=settings.dtype).eval()
+        reference = load_model(checkpoint, dtype=dtype_for_passes(settings.dtype)).eval()
 
     def evaluate_questions(model: EvaluatedModel, **options: Any) -> list[Results]:
         form = QuestionFormat.from_settings(model.tokenizer, settings)

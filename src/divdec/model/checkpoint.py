@@ -299,6 +299,28 @@ def load_model(folder: Path, auto_class: Any = None, **options: Any) -> PreTrain
     return model
 
 
+def has_bfloat16_instructions() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    import torch
+
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def dtype_for_passes(dtype: str = "auto", device: str | None = None) -> Any:
+    """Return the dtype to load a checkpoint in for forward passes.
+
+    Args:
+        dtype: 'auto' means the checkpoint's own, or float32 on a CPU that emulates bfloat16. There bfloat16 takes six
+            times as long to read prompts (docs/benchmarks.md).
+        device: where the model will run; by default on an accelerator if there is one.
+    """
+    import torch
+
+    on_cpu = not torch.accelerator.is_available() if device is None else device == "cpu"
+    return torch.float32 if dtype == "auto" and on_cpu and not has_bfloat16_instructions() else dtype
+
+
 def load_config(folder: Path) -> PreTrainedConfig:
     """Load the configuration of a checkpoint; no code of the folder is executed."""
     from transformers import AutoConfig

@@ -32,6 +32,7 @@ from divdec.model.checkpoint import (
     check_weights,
     common_vocabulary_of,
     digests,
+    dtype_for_passes,
     load_config,
     load_model,
     load_tokenizer,
@@ -39,7 +40,7 @@ from divdec.model.checkpoint import (
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
 from divdec.steering import Steering
-from divdec.training.fine_tuning import discard_checkpoints, dtype_for_passes, fine_tune
+from divdec.training.fine_tuning import discard_checkpoints, fine_tune
 from divdec.training.inputs import (
     encode,
     join_processes,

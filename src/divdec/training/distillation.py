@@ -29,6 +29,7 @@ from divdec.model.checkpoint import (
     check_plain,
     check_weights,
     digests,
+    dtype_for_passes,
     load_config,
     load_tokenizer,
     vocabulary_sha256,
@@ -104,7 +105,8 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         wait=state.wait_for_everyone,
     ).path
 
-    model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype="auto").requires_grad_(False)
+    dtype = dtype_for_passes()
+    model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype).requires_grad_(False)
     teacher = LiveTeacher(model, settings.temperature, settings.direction)
     student = load_for_training(job.start)
     student.to(state.device)  # pyright: ignore[reportArgumentType]

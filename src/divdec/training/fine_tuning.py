@@ -30,6 +30,7 @@ from transformers import (
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, UsageError
 from divdec.extras import require
+from divdec.model.checkpoint import has_bfloat16_instructions
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
 from divdec.training.inputs import (
@@ -223,17 +224,6 @@ def uses_bfloat16(settings: TrainingSettings, model: PreTrainedModel) -> bool:
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return has_bfloat16_instructions() and model.num_parameters() >= LEAST_FOR_BFLOAT16
-
-
-def has_bfloat16_instructions() -> bool:
-    """Whether the CPU multiplies matrices of bfloat16 in hardware (AVX-512 BF16 or AMX)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def dtype_for_passes() -> Any:
-    """The dtype to load a checkpoint in for forward passes: its own where it is fast, float32 elsewhere."""
-    return "auto" if torch.accelerator.is_available() or has_bfloat16_instructions() else torch.float32
 
 
 def discard_checkpoints(folder: Path) -> None:

@@ -37,7 +37,7 @@ from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import check_apart, load_model, load_tokenizer
+from divdec.model.checkpoint import check_apart, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.baselines import auto  # noqa: F401  composites load
 from divdec.research.baselines.job import BuiltModel, Job
@@ -280,7 +280,7 @@ def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) ->
     """Time per token of the best settings relative to the target's; never in parallel."""
     asked = [one for name in ("forget", "retain") for one in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]]
     prompts = benchmark.suite.layout(load_tokenizer(benchmark.target)).prompts(asked)
-    target = load_model(benchmark.target).eval()
+    target = load_model(benchmark.target, dtype=dtype_for_passes()).eval()
     return {
         one.trial.method: time_ratio(_load_result(one, benchmark, output), target, prompts)
         for one in tqdm(chosen, desc="time per token", unit="model", dynamic_ncols=True)
@@ -345,7 +345,7 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
     try:
         built = build_model(trial, benchmark, folder / MODEL, seed_folder / "work")
         model = load_trial(built.folder, trial)
-        extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target))
+        extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target, dtype=dtype_for_passes()))
         # As in the paper's code: answers with the hard fill, likelihoods (which must be finite) with the soft one.
         subject = EvaluatedModel(model, load_tokenizer(benchmark.target), soft_likelihoods=True)
         results = benchmark.suite.evaluate(subject)
@@ -463,9 +463,9 @@ def _distill(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> Bu
 def load_trial(folder: Path, trial: Trial) -> PreTrainedModel:
     """Load a trial's model, on an accelerator if one is available."""
     if trial.steering is not None or is_bundle(folder):  # δ-Unlearning writes a bundle too
-        model = DivergenceForCausalLM.from_pretrained(folder)
+        model = DivergenceForCausalLM.from_pretrained(folder, dtype=dtype_for_passes())
     else:
-        model = load_model(folder).eval()
+        model = load_model(folder, dtype=dtype_for_passes()).eval()
     device: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.to(device)
 
