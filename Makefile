@@ -19,7 +19,7 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package site test-oldest test-vllm install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -118,6 +118,10 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 # A file stays with one process, which starts its server once; the longest files come first by name.
 test-vllm: $(VENV)-vllm/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder --durations 0 tests/serving/vllm
+
+# An engine for every family of models, other precisions, a takedown on two ranks: half an hour of a core.
+test-vllm-slow: $(VENV)-vllm/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM) -m pytest -m vllm_slow --durations 0 tests/serving/vllm
 
 install-vllm: $(VENV)-vllm/.installed
 

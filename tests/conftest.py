@@ -110,7 +110,7 @@ def served_model(served_bundle):
     return DivergenceForCausalLM.from_pretrained(served_bundle)
 
 
-def tiny_model(family, vocab_size, seed, width=32, layers=2):
+def tiny_model(family, vocab_size, seed, width=32, layers=2, **settings):
     """A random model of a family; weights large enough that its preferences are not all alike."""
     import torch
     import transformers
@@ -132,6 +132,7 @@ def tiny_model(family, vocab_size, seed, width=32, layers=2):
             "llama": transformers.LlamaConfig,
             "qwen": transformers.Qwen2Config,
             "mistral": transformers.MistralConfig,
+            "gemma2": transformers.Gemma2Config,
         }
         config = kind[family](
             vocab_size=vocab_size,
@@ -144,6 +145,7 @@ def tiny_model(family, vocab_size, seed, width=32, layers=2):
             initializer_range=0.2,
             **({"sliding_window": 8} if family == "mistral" else {}),
             **ends,
+            **settings,
         )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 

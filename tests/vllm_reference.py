@@ -38,7 +38,7 @@ def environment(**changes):
 
 
 @contextlib.contextmanager
-def vllm_serving(bundle, log, **options):
+def vllm_serving(bundle, log, changes=None, **options):
     """vLLM's server on a bundle, called steered, in a process of its own; gives its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,7 +47,10 @@ def vllm_serving(bundle, log, **options):
     job = {"bundle": str(bundle), "name": "steered", "port": port, "extra": EXTRA, **options}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(job)], stdout=output, stderr=subprocess.STDOUT, env=environment()
+            [sys.executable, str(script), json.dumps(job)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**changes or {}),
         )
         try:
             for _ in range(600):

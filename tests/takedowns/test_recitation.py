@@ -439,7 +439,7 @@ def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_p
     command = ["takedown", "report", str(registry.folder), "--id", "case", "--file", article, "--output", str(file)]
     assert main(command) == 1
     assert read_report(file)[0]["recited"] > 0
-    assert " 5 now" in capsys.readouterr().out
+    assert "5 of 5 passages recited before, 5 now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

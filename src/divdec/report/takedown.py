@@ -114,6 +114,7 @@ def measure_request(
         "target": {"name": folder.name, "sha256": digests(folder)},
         "attacks": attacks,
         "others": {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()},
+        "recited_before": sum(row["before"] for row in attacks),
         "recited": sum(row["after"] for row in attacks),
         "versions": versions(),
     }  # fmt: skip

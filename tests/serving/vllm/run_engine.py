@@ -9,7 +9,8 @@ def main():
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(job["bundle"], dtype="float32", max_model_len=256, gpu_memory_utilization=0.3, **job["options"])
+    options = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, **job["options"]}
+    llm = LLM(job["bundle"], **options)
     rounds = []
     for batch in job["rounds"]:
         prompts = [{"prompt_token_ids": request["ids"]} for request in batch]

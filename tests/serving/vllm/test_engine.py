@@ -29,14 +29,16 @@ def test_mixed_batch_with_prefix_caching(ask, make_bundle, prompts):
         is_steered(model, asked, answers)
 
 
-def test_tensor_parallel_with_two_families_and_ngrams(ask, make_bundle, ngrams, prompts):
-    bundle = make_bundle("gpt2", ngram=ngrams, ngram_weight=4.0)
+def test_tensor_parallel_with_two_families_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, texts, prompts):
+    bundle = make_bundle("gpt2", ngram=ngrams, ngram_weight=4.0, registry=make_registry(texts[:40]))
     rounds = [requests(prompts, logprobs=5, prompt_logprobs=5)]
     options = EAGER | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     (answers,) = ask(bundle, rounds, TWO_RANKS, **options)
     model = Reference(bundle)
     same_answers(model, prompts, answers)
     is_steered(model, prompts, answers)
+    without, _ = furthest(Reference(make_bundle("gpt2", ngram=ngrams, ngram_weight=4.0)), prompts, answers)
+    assert without > 1, "the registry changes nothing"
 
 
 def test_q_drafts_with_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):

@@ -77,6 +77,9 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("engram_config", (None,), "--engram-config"),
     ("aux_output_config.enabled", (False,), "--enable-return-routed-experts"),
 )
+# Model types with sliding windows for which vLLM was compared with transformers (tests/serving/vllm/test_families.py).
+WINDOWED = {"mistral", "mixtral", "phi3", "gemma2", "gemma3_text"}
+QUANTISED = {"compressed-tensors"}
 # Variables that let clients call the engine's methods, load weights or send pickled objects.
 VARIABLES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 
@@ -187,10 +190,18 @@ class EngineChecks:
         parts = read_parts(model_config.model, model_config.revision, options)
         check_parts(parts, vllm_config)
         check_weights_complete(parts)
+        # vLLM makes the process group of mixtures of experts by the number of the whole model's.
+        model_config.model_arch_config.num_experts = max(map(number_of_experts, parts.configs.values()))
         # vLLM caches compiled code by this mapping too: code of other auxiliaries must have another key.
         shapes = {part: config.to_dict() for part, config in parts.configs.items()} | {"counted": parts.context_length}
         digest = hashlib.sha256(json.dumps(shapes, sort_keys=True, default=str).encode()).hexdigest()
         additional["divdec"] = {"registry": options.registry, "verify": options.verify, "parts": digest}
+
+
+def number_of_experts(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a mixture; 0 for other models."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def check_settings(vllm_config: Any) -> None:
@@ -231,11 +242,6 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
     longest, length = parts.bundle.config.max_position_embeddings, model_config.max_model_len
     if longest is not None and length > longest:
         raise UsageError(f"--max-model-len is {length}; accepted: at most {longest}, the shortest context of the parts")
-    if parts.takedowns is not None and ranks > 1:
-        raise UsageError(
-            f"--tensor-parallel-size is {ranks} with a registry of takedown requests; accepted: 1, as ranks could "
-            "read different states of it"
-        )
     for part, config in parts.configs.items():
         named = f"{part} ({parts.bundle.paths[part]})"
         architectures = config.architectures or []
@@ -244,13 +250,19 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
             raise UsageError(
                 f"{named} is a {', '.join(architectures)}, which vLLM does not know; serve it without vLLM"
             )
-        if getattr(config, "quantization_config", None) is not None:
+        quantised = getattr(config, "quantization_config", None) or {}
+        if quantised and quantised.get("quant_method") not in QUANTISED:
             raise UsageError(f"{named} is quantised, which was not tried on vLLM; accepted: plain weights")
         window = getattr(config, "sliding_window", None)
-        if window is not None and getattr(config, "use_sliding_window", True) and window < length:
+        if window is not None and window < length and config.model_type not in WINDOWED:
             raise UsageError(
-                f"{named} attends to the last {window} tokens only, and contexts have up to {length}; give "
-                f"--max-model-len {window} or less"
+                f"{named} attends to the last {window} tokens in some layers, which was not tried on vLLM for "
+                f"{config.model_type}; give --max-model-len {window} or less"
+            )
+        if getattr(config, "attn_logit_softcapping", None) and vllm_config.device_config.device_type == "cpu":
+            raise UsageError(
+                f"{named} bounds the scores of its attention (attn_logit_softcapping), which vLLM computes inexactly "
+                "on a CPU; serve it without vLLM, or on a GPU"
             )
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads

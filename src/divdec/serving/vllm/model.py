@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.model_executor.models.interfaces import has_inner_state, is_attention_free, is_hybrid, supports_multimodal
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
+from vllm.platforms import current_platform
 
 from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
+from divdec.experts.correction import Correction
 from divdec.experts.neural import divergence_of, same_weights
 from divdec.fail_closed import check_divergence, check_target
 from divdec.model.checkpoint import weight_files
@@ -52,7 +57,7 @@ class DivergenceForCausalLM(nn.Module):
             # vLLM caches compiled code by tag; parts of one architecture must not share it.
             with set_model_tag(part):
                 self.models[part] = init_vllm_registered_model(
-                    _part_config(vllm_config, self.paths[part]),
+                    _part_config(vllm_config, self.paths[part], config),
                     prefix=maybe_prefix(prefix, f"models.{part}"),
                     hf_config=config,
                 )
@@ -124,9 +129,9 @@ class DivergenceForCausalLM(nn.Module):
         contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
         if self.takedowns is not None:
             assert contexts is not None
-            correction = self.takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
+            correction = self._correction(self.takedowns, contexts, target)
             check_divergence(correction)
-            target = target + correction.to(target.device)
+            target = target + correction
         divergence = torch.zeros_like(target)
         if auxiliaries:
             divergence = divergence_of(*auxiliaries)[..., : self.vocab_size]
@@ -136,6 +141,17 @@ class DivergenceForCausalLM(nn.Module):
             divergence = divergence + ngrams.to(target.device)
         check_divergence(divergence)
         return self.steering.apply(target, divergence, self.eligible)
+
+    def _correction(
+        self, takedowns: Correction, contexts: Int[Tensor, "rows length"], target: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Return the registry's correction: rank 0's on every rank, since another could read a later state of it."""
+        ranks = get_tp_group()
+        correction = torch.empty_like(target)
+        if ranks.is_first_rank:
+            correction.copy_(takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
+        # Where vLLM gathers logits on rank 0 alone, no other rank comes here.
+        return ranks.broadcast(correction) if current_platform.use_all_gather() else correction
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every part from its own checkpoint.
@@ -152,7 +168,10 @@ class DivergenceForCausalLM(nn.Module):
         for part, model in self.models.items():
             files = [str(file) for file in weight_files(self.paths[part])]
             loaded = model.load_weights(safetensors_weights_iterator(files, use_tqdm_on_load=False))
-            missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+            # A quantised model's attention has scales for quantised keys and values, which have defaults.
+            scales = {f"{name}.{scale}" for name, module in model.named_modules() if isinstance(module, Attention)
+                      for scale, _ in module.named_parameters()}  # fmt: skip
+            missing = sorted({name for name, _ in model.named_parameters()} - set(loaded) - scales)
             if missing:
                 raise UsageError(f"{part}: {self.paths[part]} lacks the weights {', '.join(missing[:3])}")
         if AUXILIARIES[0] in self.models and same_weights(*(self.models[part] for part in AUXILIARIES)):
@@ -160,9 +179,17 @@ class DivergenceForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
 
-def _part_config(vllm_config: VllmConfig, path: Path) -> VllmConfig:
-    """Return the engine's configuration with the checkpoint of a part."""
+def _part_config(vllm_config: VllmConfig, path: Path, own: PreTrainedConfig) -> VllmConfig:
+    """Return the engine's configuration with the checkpoint and the attention window of a part."""
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(vllm_config.model_config)
     config.model_config.model = str(path)
+    config.model_config.hf_config = own
+    config.model_config.quantization = (getattr(own, "quantization_config", None) or {}).get("quant_method")
+    config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    # As vLLM does for a model alone: where layers differ, each states its own window.
+    layers = getattr(own, "layer_types", None)
+    alike = layers is None or all(layer == "sliding_attention" for layer in layers)
+    config.cache_config.sliding_window = getattr(own, "sliding_window", None) if alike else None
     return config
