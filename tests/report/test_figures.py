@@ -277,6 +277,23 @@ class TestOwnResults:
         with pytest.raises(UsageError, match="several students have one lr and temperature"):
             drawn("distillation", tmp_path)
 
+    def test_published_students_are_drawn_by_the_names_of_their_folders(self, oracle, tmp_path):
+        of = {"lr-1e-05-epoch-10-temp-0.5": "dd1_01", "lr-2e-05-epoch-10-temp-0.5": "retain01", "npo_4e-6": "dd1_01"}
+        of |= {"target": "full01", "retrain": "retain01"}
+        for name, source in of.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "TOFU_SUMMARY.json").write_bytes((oracle / source / "TOFU_SUMMARY.json").read_bytes())
+        result = drawn("distillation", tmp_path, variant="dd-paper")
+        axes = result.figure.axes[0]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-05", "2e-05"]
+        assert len(axes.texts) == 2
+        assert "framed: above the best other method there" in texts(result.figure)
+        (tmp_path / "lr-1e-05-epoch-5-temp-0.5").mkdir()
+        other = tmp_path / "lr-1e-05-epoch-5-temp-0.5" / "TOFU_SUMMARY.json"
+        other.write_bytes((oracle / "dd1_01" / "TOFU_SUMMARY.json").read_bytes())
+        with pytest.raises(UsageError, match="several students have one lr"):
+            drawn("distillation", tmp_path, variant="dd-paper")
+
     def test_comparisons_with_different_variant_or_version(self, tmp_path):
         comparison(tmp_path)
         with pytest.raises(UsageError, match="give --variant openunlearning"):

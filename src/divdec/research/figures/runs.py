@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
-from divdec.evaluation.aggregate import FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
+from divdec.evaluation.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
 from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
 from divdec.report import gradient_depth
 from divdec.report.charts import Band, band_panels
@@ -23,7 +23,7 @@ from divdec.research.baselines.methods import DIVDEC, REFERENCES, TITLES
 from divdec.research.bench.results import compute_figure, latency_figure
 from divdec.research.charts import LeakCurve, leak_curves
 from divdec.research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
-from divdec.research.figures.results import COMPARISON
+from divdec.research.figures.results import COMPARISON, load_results
 from divdec.runs import RECORD, read_json, read_record
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
@@ -36,6 +36,8 @@ SEQUENCE_STYLES = {
     "npo": SERIES_STYLES[3],
 }
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
+PUBLISHED_STUDENT = re.compile(r"lr-(?P<lr>.+)-epoch-(?P<epochs>[\d.]+)-temp-(?P<temperature>[\d.]+)$")
+SUMMARIES = "TOFU_SUMMARY.json", "MUSE_SUMMARY.json"
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
 OPTION_LABELS = {TEMPERATURE: "temperature T", "rehearse": "rehearsed examples of the retain set"}
@@ -87,15 +89,20 @@ def draw_gradient_depth(request: FigureRequest) -> FigureResult:
 @register(
     "distillation",
     shows="heat map of distillation over learning rate and temperature",
-    needs="divdec compare with the method distill, or several runs of divdec distill",
+    needs="divdec compare with the method distill, several runs of divdec distill, or the paper's summaries",
 )
 def distillation(request: FigureRequest) -> FigureResult:
     """Draw Agg of each student of a comparison (paper, figure distill_tofu), or each run's distance from its teacher.
 
-    Students of a comparison that are better than every other method in it have a frame.
+    Of the paper's summaries: Agg on TOFU, the distances from the retrained model on MUSE. Students with a higher Agg
+    than every other method in the data have a frame.
     """
     students, other_method = _compared_students(request)
     names = {"agg": f"Agg, 0 to 1 ({MEASURES['agg'].better} is better)"}
+    if not students:
+        students, other_method = _published_students(request)
+        if students and "agg" not in students[0].values:
+            names = {name: MEASURES[name].axis for name in students[0].values}
     if not students:
         students = _distilled_students(request)
         names = {
@@ -104,7 +111,10 @@ def distillation(request: FigureRequest) -> FigureResult:
             if any(role in one.values for one in students)
         }
     if not students:
-        needs = f"a {COMPARISON} with the method distill, or the folders of several runs of `divdec distill`"
+        needs = (
+            f"a {COMPARISON} with the method distill, the folders of several runs of `divdec distill`, or the paper's "
+            "folders with target and retrained model (--target, --retrain)"
+        )
         raise missing_data(request.runs, "distillation", needs)
     option = _second_option(students)
     label = OPTION_LABELS.get(option, option.replace("_", " "))
@@ -224,7 +234,7 @@ def leak(request: FigureRequest) -> FigureResult:
 
 
 def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, reverse: bool = False) -> Any:
-    """Draw a grid of values with two decimals in its cells; marked cells have a frame.
+    """Draw a grid of values with three digits in its cells; marked cells have a frame.
 
     Returns:
         The mesh, for a colour bar.
@@ -237,6 +247,7 @@ def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, r
     for tile in tiles:
         grid[ys.index(tile.y), xs.index(tile.x)] = tile.value
     low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    decimals = 2 if high < 10 else 0
     colours = colormaps["cividis_r" if reverse else "cividis"]
     mesh = axes.pcolormesh(
         np.arange(len(xs) + 1) - 0.5, np.arange(len(ys) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=colours,
@@ -247,10 +258,10 @@ def heat_map(axes: Axes, tiles: Sequence[Tile], *, x_label: str, y_label: str, r
         red, green, blue, _ = colours((tile.value - low) / (high - low or 1.0))
         # Cells keep their colours on a dark page, so that their text is not in colours of the palette.
         ink = "#010101" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#fefefe"
-        axes.annotate(f"{tile.value:.2f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
+        axes.annotate(f"{tile.value:.{decimals}f}", (x, y), ha="center", va="center", color=ink, fontsize=9.5)
         if tile.marked:
             axes.add_patch(Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=ink, linewidth=1.5))
-    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
+    axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs], rotation=0 if len(xs) < 8 else 45)
     axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
     axes.tick_params(length=0)
     axes.set_xlabel(x_label)
@@ -294,6 +305,22 @@ def _compared_students(request: FigureRequest) -> tuple[list[Student], float | N
             if agg is not None and row["method"] == "distill" and LR in options:
                 students.append(Student(options, {"agg": agg}, source))
             elif agg is not None and row["method"] not in (*DIVDEC, *REFERENCES):
+                others.append(agg)
+    return students, max(others, default=None)
+
+
+def _published_students(request: FigureRequest) -> tuple[list[Student], float | None]:
+    """The paper's students, whose folders are named after their options, and the best Agg of the other methods."""
+    students, others = [], []
+    for results in load_results(request, "distillation").values() if find_files(request.runs, *SUMMARIES) else ():
+        for one in results:
+            named, agg = PUBLISHED_STUDENT.search(one.source.path.parent.name), one.values.get("agg")
+            values = {"agg": agg} if agg is not None else {name: one.values.get(name) for name in DISTANCES}
+            known = {name: value for name, value in values.items() if value is not None}
+            if named and len(known) == len(values):
+                options = {name: float(value) for name, value in named.groupdict().items()}
+                students.append(Student(options, known, one.source))
+            elif agg is not None and one.method not in (*DIVDEC, *REFERENCES):
                 others.append(agg)
     return students, max(others, default=None)
 
