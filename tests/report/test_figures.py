@@ -288,11 +288,6 @@ class TestOwnResults:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-05", "2e-05"]
         assert len(axes.texts) == 2
         assert any(text.startswith("framed: above the best other method") for text in texts(result.figure))
-        (tmp_path / "lr-1e-05-epoch-5-temp-0.5").mkdir()
-        other = tmp_path / "lr-1e-05-epoch-5-temp-0.5" / "TOFU_SUMMARY.json"
-        other.write_bytes((oracle / "dd1_01" / "TOFU_SUMMARY.json").read_bytes())
-        with pytest.raises(UsageError, match="several students have one lr"):
-            drawn("distillation", tmp_path, variant="dd-paper")
 
     def test_comparisons_with_different_variant_or_version(self, tmp_path):
         comparison(tmp_path)
