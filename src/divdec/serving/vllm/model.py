@@ -184,7 +184,7 @@ def _part_config(vllm_config: VllmConfig, path: Path, own: PreTrainedConfig) -> 
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(vllm_config.model_config)
     config.model_config.model = str(path)
-    config.model_config.hf_config = own
+    config.model_config.hf_config = config.model_config.hf_text_config = own
     config.model_config.quantization = (getattr(own, "quantization_config", None) or {}).get("quant_method")
     config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
     config.cache_config = copy.copy(vllm_config.cache_config)
