@@ -19,6 +19,7 @@ from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.report import takedown
 from divdec.report.takedown import read_report
 from divdec.takedowns.correction import TakedownCorrection, with_registry
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
@@ -396,7 +397,10 @@ def test_registry_is_not_locked_during_measurement(registry, reciting, monkeypat
 
 
 @pytest.mark.parametrize("suffix", [".html", ".json"])
-def test_report_says_what_attacks_bring_back_and_shows_changes(suffix, registry, article, tmp_path, world, capsys):
+def test_report_says_what_attacks_bring_back_and_shows_changes(
+    suffix, registry, article, tmp_path, world, capsys, monkeypatch
+):
+    monkeypatch.setattr(takedown, "SAMPLED", 2)
     add(registry, article, "--reference", "letter of 3 May </script><!--")
     (tmp_path / "neutral.txt").write_text("\n\n".join(world.corpus[:20:4]))
     file = tmp_path / f"report{suffix}"
@@ -412,7 +416,9 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(suffix, registry,
     assert [event["action"] for event in content["events"]][:2] == ["strength", "add"]
     attacks = {row["name"]: (row["before"], row["after"]) for row in content["attacks"]}
     assert attacks.keys() == {"greedy", "sampled", "short prompt", "lower case", "asked in a chat"}
-    assert attacks["greedy"] == attacks["sampled"] == (5, 0)
+    assert attacks["greedy"] == (5, 0)
+    assert attacks["sampled"][0] >= 3
+    assert content["recited"] == 0
     assert content["others"]["neutral"]["perplexity"] == pytest.approx(1.0, abs=0.05)
     assert ARTICLE[:20] not in file.read_text(), "the report repeats the text"
     assert main(command) == 2, "the report was overwritten"
@@ -420,8 +426,16 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(suffix, registry,
     assert main(["takedown", "check", str(file), "--public-key", public_key]) == 0
     assert main(["takedown", "check", str(file), "--public-key", "00" * 32]) == 2
     text = file.read_text()
-    for changed in (text.replace("passages", "messages"), text.replace(" 0", " 1", 1), text[:-70], "{}", ""):
-        file.write_text(changed)
+    twice = text.replace('{\n  "report": {', '{\n  "report": {"recited": 0},\n  "report": {', 1)
+    beside = text.replace('{\n  "report"', '{\n  "note": "withdrawn",\n  "report"', 1)
+    if suffix == ".json":
+        assert text not in (twice, beside)
+    nested = '{"report": ' + "[" * 200_000
+    renamed, counted = text.replace("passages", "messages"), text.replace(" 0", " 1", 1)
+    for changed in (twice, beside, nested, renamed, counted, text.replace("\n", "\r\n"), text[:-70], "{}", ""):
+        if changed == text:
+            continue
+        file.write_bytes(changed.encode())
         with pytest.raises(UsageError):
             read_report(file)
     if suffix == ".html":
@@ -430,7 +444,8 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(suffix, registry,
             read_report(file)
 
 
-def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_path, capsys):
+def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(takedown, "SAMPLED", 1)
     add(registry, article, "--no-measure")
     with registry._store.write() as connection:  # the API only raises the strength
         state = registry._store.read_state(connection)
@@ -478,7 +493,23 @@ def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, reg
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "unsteered"]) == 1
         assert "5 of 5 passages recited" in capsys.readouterr().out
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "absent"]) == 2
-    reply = {"choices": [{"text": ""}]}, 0
-    with mock.patch("divdec.remote.client.Endpoint.create_completion", return_value=reply):
-        assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == 1
-    assert "5 answers were empty" in capsys.readouterr().out
+    begun = halves(load_tokenizer(reciting), ARTICLE)[1]
+    short = load_tokenizer(reciting).decode(begun[: RUN - 4])
+    for text, reason, code in (("", "stop", 1), (short, "length", 1), (short, "stop", 0)):
+        reply = Reply(text, reason)
+        with mock.patch("divdec.remote.client.Endpoint.create_completion", reply):
+            assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == code
+    assert "5 answers were empty or cut short" in capsys.readouterr().out
+    with mock.patch("divdec.remote.client.Endpoint.create_completion", Reply("Other words.", "stop", more=1)):
+        assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "text"]) == 2
+    assert "does not take token ids" in capsys.readouterr().err
+
+
+class Reply:
+    """An endpoint that gives every prompt the same answer."""
+
+    def __init__(self, text, reason, more=0):
+        self.choices, self.more = [{"text": text, "finish_reason": reason}], more
+
+    def __call__(self, prompt, **fields):
+        return {"choices": self.choices, "usage": {"prompt_tokens": len(prompt) + self.more}}, 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +226,7 @@ def report(
     overwrite: bool = False,
     printing: Printing = Printing(),
 ) -> int:
-    """Attack a request in force, and write what came of it into one signed file.
+    """Attack a request in force, and write the results into one signed file.
 
     Exit code 1: the file is written, but an attack still recites some passages.
 
@@ -237,8 +239,9 @@ def report(
         id: Name of the request.
         file: The request's texts. The registry does not store them.
         output: The file to write: .html for a page that also holds the JSON, or .json.
-        retain: Texts that may be repeated; the report says how many answers and what perplexity the registry changes.
-        neutral: Other texts, likewise. By default 32 samples of the target.
+        retain: Texts that the model may repeat. The report says how much the registry changes its answers and its
+            perplexity on them.
+        neutral: Unrelated texts, measured in the same way. By default 32 samples of the target.
         target: Path of the target, if it has moved.
         overwrite: Replace the output file.
         printing: format of the result.
@@ -253,10 +256,10 @@ def report(
     path = Path(output).expanduser()
     if path.suffix not in (".html", ".json"):
         raise UsageError(f"--output is {output!r}; accepted: a file with the suffix .html or .json")
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists; give another --output, or --overwrite")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--output: folder {path.absolute().parent} does not exist")
+    if path.is_dir() or (path.exists() and not overwrite):
+        raise UsageError(f"{path} exists; give another --output{'' if path.is_dir() else ', or --overwrite'}")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UsageError(f"--output: folder {path.absolute().parent} does not exist, or cannot be written to")
     opened = Registry(registry)
     entry, texts = opened.find(id), read_records(file)
     sets = {"retain": retain, "neutral": neutral}
@@ -265,11 +268,11 @@ def report(
     quiet()
     check_weights(checkpoint)
     model = load_model(checkpoint, dtype=dtype_for_passes(), device_map=device_map("auto")).eval()
+    digest = file_sha256(Path(file)) if Path(file).is_file() else None
     content = measure_request(
         opened, entry, texts, model, load_tokenizer(checkpoint), checkpoint, others, progress=True
     )
-    if Path(file).is_file():
-        content["request"]["file_sha256"] = file_sha256(Path(file))
+    content["request"]["file_sha256"] = digest
     write_report(path, content, opened)
     lines = [
         f"{row['name']}: {row['before']} of {row['passages']} passages recited before, {row['after']} now"
@@ -296,8 +299,8 @@ def check(report: str, *, public_key: str | None = None, printing: Printing = Pr
 
     Args:
         report: A file of `divdec takedown report`.
-        public_key: The registry's public key, as `divdec takedown verify` prints it. Without it the signature only
-            shows that the file has not changed since somebody signed it.
+        public_key: The registry's public key, as `divdec takedown verify` prints it. Without it, anybody may have
+            signed the file.
         printing: format of the result.
     """
     from divdec.report.takedown import read_report
@@ -305,12 +308,15 @@ def check(report: str, *, public_key: str | None = None, printing: Printing = Pr
     content, signer = read_report(Path(report).expanduser())
     if public_key is not None and public_key.strip().lower() != signer:
         raise UsageError(f"{report} is signed by {signer}, not by --public-key {public_key}")
-    whose = "of this key" if public_key is not None else "of an unknown registry (no --public-key given)"
+    known = public_key is not None
+    whose = "of this key" if known else "but nothing shows who signed (no --public-key given)"
+    request = content["request"]
+    result = {"valid": True, "known": known, "public_key": signer, "request": request, "recited": content["recited"]}
     _print(
         printing,
-        {"valid": True, "public_key": signer, "request": content["request"], "recited": content["recited"]},
+        result,
         f"the signature is valid, {whose}: {signer}\n"
-        f"request {content['request']['id']}, measured {content['written']}, {content['recited']} passages recited",
+        f"request {request['id']!r}, measured {content['written']!r}, {content['recited']} passages recited",
     )
 
 
@@ -325,9 +331,10 @@ def canary(
     api_key_env: str | None = None,
     printing: Printing = Printing(),
 ) -> int:
-    r"""Ask a running server for the texts of a request, once; for a timer that alerts if the exit code is not 0.
+    r"""Ask a running server for the texts of a request. Run it from a timer that alerts if the exit code is not 0.
 
-    Exit code 1: it recites some passages, or all answers are empty. 2: it cannot be asked.
+    Each hour draws other passages. Exit code 1: the server recites some of them, or more than a tenth of the answers
+    are empty or cut short. 2: the server cannot be asked.
 
     For example:
 
@@ -344,7 +351,7 @@ def canary(
         printing: format of the result.
     """
     from divdec.data.records import read_records
-    from divdec.evaluation.recitation import passages_of, recited_by_endpoint
+    from divdec.evaluation.recitation import ask_endpoint, passages_of
     from divdec.remote.client import Endpoint
     from divdec.takedowns.registry import Registry
 
@@ -352,16 +359,17 @@ def canary(
     entry, texts = opened.find(id), read_records(file)
     opened.check_texts(entry, texts)
     tokenizer = opened.tokenizer()
-    passages, _ = passages_of(texts, tokenizer)
+    passages, in_all = passages_of(texts, tokenizer, seed=int(time.time() // 3600))
     if not passages:
         raise UsageError(f"the texts of request {id!r} are too short to be begun and continued")
     with Endpoint(endpoint, model, api_key_env) as server:
-        recited, empty = recited_by_endpoint(server, tokenizer, passages)
-    failed = recited > 0 or empty == len(passages)
-    text = f"{id}: {recited} of {len(passages)} passages recited by {model}"
-    if empty:
-        text += f"; {empty} answers were empty"
-    _print(printing, {"id": id, "passages": len(passages), "recited": recited, "empty": empty, "failed": failed}, text)
+        recited, unanswered = ask_endpoint(server, tokenizer, passages)
+    failed = recited > 0 or 10 * unanswered > len(passages)
+    text = f"{id}: {recited} of {len(passages)} passages recited by {model} (of {in_all:,} in all)"
+    if unanswered:
+        text += f"; {unanswered} answers were empty or cut short"
+    content = {"id": id, "passages": len(passages), "recited": recited, "unanswered": unanswered, "failed": failed}
+    _print(printing, content, text)
     return 1 if failed else 0
 
 

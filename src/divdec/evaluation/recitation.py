@@ -1,4 +1,4 @@
-"""Recitation: whether a model continues a text word for word, and the strength at which takedown requests prevent it.
+"""Recitation: whether a model continues a text word for word, and how strong a registry must be to prevent it.
 
 A passage of a text is recited if the greedy continuation of its prompt has `RUN` consecutive tokens in common with the
 text's continuation, or all of them if there are fewer.
@@ -96,44 +96,52 @@ def recites(
     return [is_recited(answer, passage.continuation) for answer, passage in zip(outputs, passages, strict=True)]
 
 
-def recited_by_endpoint(
+def ask_endpoint(
     endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, passages: Sequence[Passage]
 ) -> tuple[int, int]:
     """Ask an endpoint for passages, greedily.
 
     Args:
-        endpoint: a running server; its model has the tokenizer's tokens.
+        endpoint: a running server; its model must use this tokenizer.
         tokenizer: the tokenizer.
         passages: the passages.
 
     Returns:
-        The number of recited passages, and the number of empty answers.
+        The number of recited passages, and the number of passages without a whole answer: an empty one, or one that
+        ended early without an end token.
 
     Raises:
-        UsageError: the endpoint cannot be reached, refuses, or does not reply as the OpenAI API does.
+        UsageError: the endpoint cannot be reached, refuses, does not reply as the OpenAI API does, or counts other
+            tokens in a prompt than were sent.
     """
-    recited = empty = 0
+    recited = unanswered = 0
     for passage in passages:
         content, _ = endpoint.create_completion(passage.prompt, temperature=0.0, max_tokens=LENGTH)
         try:
-            text = content["choices"][0]["text"]
-        except (KeyError, IndexError, TypeError):
-            text = None
+            choice, read = content["choices"][0], content["usage"]["prompt_tokens"]
+            text, ended = choice["text"], choice.get("finish_reason") == "stop"
+        except (KeyError, IndexError, TypeError, AttributeError):
+            text, ended, read = None, False, None
         if not isinstance(text, str):
-            raise UsageError(f"endpoint {endpoint.base_url} replied without choices[0].text: not OpenAI-compatible")
-        # A text's tokens can differ from those that were generated, at its ends and for both texts alike.
+            raise UsageError(f"endpoint {endpoint.base_url} replied without text or usage: not OpenAI-compatible")
+        if read != len(passage.prompt):
+            raise UsageError(
+                f"endpoint {endpoint.base_url} counts {read} tokens in a prompt of {len(passage.prompt)}: it does not "
+                "take token ids as they are; accepted: vLLM, divdec serve and others that do"
+            )
+        # Both texts are tokenized again, since this may give other tokens at the ends than were generated.
         answer, expected = (
             tokenizer(one, add_special_tokens=False)["input_ids"]
             for one in (text, str(tokenizer.decode(passage.continuation, skip_special_tokens=True)))
         )
         recited += is_recited(answer, expected)
-        empty += not text.strip()
-    return recited, empty
+        unanswered += not text.strip() or (not ended and len(answer) < min(RUN, len(expected)))
+    return recited, unanswered
 
 
 def is_recited(answer: Sequence[int], continuation: Sequence[int]) -> bool:
     """Tell whether an answer has `RUN` consecutive tokens in common with a continuation, or all if there are fewer."""
-    return longest_run(answer, continuation) >= min(RUN, len(continuation))
+    return longest_run(answer, continuation) >= max(1, min(RUN, len(continuation)))
 
 
 def longest_run(answer: Sequence[int], text: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, RUN, Passage, passages_of, recites
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import digests
+from divdec.model.checkpoint import check_tokenizer, digests, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import render_page
 from divdec.runs import versions, write_text
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 FORMAT = "divdec takedown report 1"
 SAMPLED = 8  # answers to each prompt
+PLAIN: dict[str, Any] = {"repetition_penalty": 1.0}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 SHORT = 8  # tokens of a short prompt
 NEUTRAL_SAMPLES = 32  # where no neutral text is given
 CHAT = "Continue this text: {}"
@@ -76,28 +78,35 @@ def measure_request(
         UsageError: the texts are not those of the request, or too short to be begun and continued.
     """
     registry.check_texts(entry, texts)
+    check_tokenizer(registry.folder, registry.description["tokenizer"], vocabulary_sha256(tokenizer))
+    state, files = (registry.strength, len(registry.history())), digests(folder)
     passages, in_all = passages_of(texts, tokenizer)
     if not passages:
         raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
     steered = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder))
     models: dict[str, PreTrainedModel] = {"before": target, "after": steered}
     attacks: list[dict[str, Any]] = []
+    ever = {when: [False] * len(passages) for when in models}
     for name, description, attacked, options in _attacks(passages, texts, tokenizer):
         row: dict[str, Any] = {"name": name, "description": description, "passages": len(attacked)}
         for when, model in models.items():
             recited = [False] * len(attacked)
             for seed in range(SAMPLED if options else 1):
                 title = f"{name}, {when}" if progress else None
-                seeded = options | {"seed": seed} if options else {}
+                # Not the checkpoint's own settings: a penalty on repetition would hide what the model knows.
+                seeded = PLAIN | options | ({"seed": seed} if options else {})
                 again = recites(model, tokenizer, attacked, title=title, **seeded)
                 recited = [one or other for one, other in zip(recited, again, strict=True)]
             row[when] = sum(recited)
+            ever[when] = [one or other for one, other in zip(ever[when], recited, strict=True)]
         attacks.append(row)
     if "neutral" not in sets:
         title = "neutral samples" if progress else None
         sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title=title)
         sets = {**sets, "neutral": sampled}
     history = registry.history()
+    if (registry.strength, len(history)) != state:
+        raise UsageError("the registry changed during the measurement; run the command again")
     return {
         "format": FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,17 +114,18 @@ def measure_request(
             "id": entry.id, "reference": entry.reference, "in_force_since": entry.time, "documents": entry.documents,
             "tokens": entry.tokens, "ngrams": entry.ngrams, "sha256": texts.sha256, "passages": in_all,
         },
-        "events": [event for event in history if event.get("id", entry.id) == entry.id],
+        "events": [event for event in history if event.get("counts_id", entry.counts_id) == entry.counts_id],
         "registry": {
             "id": registry.description["id"], "created": registry.description["created"], "order": registry.order,
             "strength": registry.strength, "events": len(history), "requests_in_force": len(registry.entries()),
             "retain_sha256": registry.description["retain"], "tokenizer_sha256": registry.description["tokenizer"],
         },
-        "target": {"name": folder.name, "sha256": digests(folder)},
+        "target": {"name": folder.name, "dtype": str(target.dtype).removeprefix("torch."), "sha256": files},
         "attacks": attacks,
         "others": {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()},
-        "recited_before": sum(row["before"] for row in attacks),
-        "recited": sum(row["after"] for row in attacks),
+        "passages": len(passages),
+        "recited_before": sum(ever["before"]),
+        "recited": sum(ever["after"]),
         "versions": versions(),
     }  # fmt: skip
 
@@ -127,7 +137,7 @@ def _attacks(
     text = texts.kind == "text"
     begun = "the text before it" if text else "its question"
     yield "greedy", f"each passage is asked for with {begun}; greedy decoding", passages, {}
-    yield "sampled", f"the same, {SAMPLED} samples at temperature 1", passages, {"do_sample": True}
+    yield "sampled", f"the same, {SAMPLED} samples at temperature 1", passages, SAMPLING
     if not text:
         return
     short = [Passage(passage.prompt[-SHORT:], passage.continuation) for passage in passages]
@@ -159,7 +169,8 @@ def _changes(
     outputs, losses = [], []
     for model in (target, steered):
         title = "other texts" if progress else None
-        outputs.append(continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, title=title))
+        answers = continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, title=title)
+        outputs.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in answers])  # without padding
         losses.append(-statistics.fmean(value for item in score(model, examples) for value in item.log_probabilities))
     return {
         "records": len(records),
@@ -172,10 +183,7 @@ def _changes(
 def write_report(path: Path, content: Mapping[str, Any], registry: Registry) -> None:
     """Write a signed report, as JSON or, with the suffix .html, as a page that holds the JSON too."""
     if path.suffix == ".json":
-        signed = _canonical(content)
-        signature = {"public_key": registry.public_key, "ed25519": registry.sign(signed.encode())}
-        document = {"report": content, "signature": signature}
-        write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_text(path, _json(content, registry.sign(_canonical(content).encode()), registry.public_key))
         return
     page = render_page(
         "takedown.html",
@@ -197,7 +205,7 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
         UsageError: it is no report, or was changed after it was signed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read ({error})") from None
     try:
@@ -205,15 +213,21 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
             document = json.loads(text)
             content, signed = document["report"], _canonical(document["report"])
             signature, public_key = document["signature"]["ed25519"], document["signature"]["public_key"]
+            # Only what `write_report` writes: nothing unsigned beside the report, and no name twice.
+            if text != _json(content, signature, public_key):
+                raise InvalidSignature
         else:
             signed, signature, public_key = _split(text)
             content = json.loads(signed.split(EMBEDDED)[1].split("</script>")[0])
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), signed.encode())
         if content["format"] != FORMAT:
             raise UsageError(f"{path} has the format {content['format']!r}; this divdec reads {FORMAT!r}")
+        if (signature, public_key) != (signature.lower(), public_key.lower()):
+            raise InvalidSignature
+        _ = str(content["request"]["id"]), str(content["written"]), int(content["recited"])
     except InvalidSignature:
         raise UsageError(f"{path} was changed after it was signed") from None
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UsageError(f"{path} is not a report of `divdec takedown report`, or its end is missing") from None
     return content, public_key
 
@@ -226,6 +240,11 @@ def _split(page: str) -> tuple[str, str, str]:
     if page[start:] != SIGNATURE.format(signature=signature, public_key=public_key):
         raise ValueError("something follows the signature")
     return page[:start], signature, public_key
+
+
+def _json(content: Mapping[str, Any], signature: str, public_key: str) -> str:
+    document = {"report": content, "signature": {"public_key": public_key, "ed25519": signature}}
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def _canonical(content: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """What cannot be served by vLLM, or was not tried, is refused in one line before anything is loaded."""
 
 import copy
+import functools
 import json
 import shutil
 import subprocess
@@ -47,6 +48,11 @@ def lose_weight(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantise(folder, how):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
 
 
 @pytest.fixture
@@ -143,6 +149,18 @@ def test_unsupported_vllm_options_are_rejected(
     complete.save_pretrained(sliding)
     windowed = make_bundle(str(sliding))
     cases["sliding window"] = case(windowed), "attends to the last 8 tokens in some layers"
+
+    quantised = {
+        "leaves 'model.layers.0.mlp": {
+            "quant_method": "compressed-tensors",
+            "ignore": ["model.layers.0.mlp.down_proj"],
+        },
+        "keys and values too": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}},
+        "quantised by gptq": {"quant_method": "gptq"},
+    }
+    for number, (words, how) in enumerate(quantised.items()):
+        bundle = damaged(f"quantised {number}", functools.partial(quantise, how=how))
+        cases[words] = case(bundle, additional_config=unverified), words
 
     bounded = tmp_path / "bounded"
     tiny_model("gemma2", len(tokenizer), 9, width=128, head_dim=32, sliding_window=256).save_pretrained(bounded)

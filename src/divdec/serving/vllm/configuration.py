@@ -251,8 +251,18 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
                 f"{named} is a {', '.join(architectures)}, which vLLM does not know; serve it without vLLM"
             )
         quantised = getattr(config, "quantization_config", None) or {}
-        if quantised and quantised.get("quant_method") not in QUANTISED:
-            raise UsageError(f"{named} is quantised, which was not tried on vLLM; accepted: plain weights")
+        if quantised and (quantised.get("quant_method") not in QUANTISED or quantised.get("kv_cache_scheme")):
+            raise UsageError(
+                f"{named} is quantised by {quantised.get('quant_method')}"
+                f"{', keys and values too' if quantised.get('kv_cache_scheme') else ''}, which was not tried on vLLM; "
+                f"accepted: plain weights, {', '.join(QUANTISED)} without kv_cache_scheme"
+            )
+        # In a bundle the names of layers begin with the part's, where vLLM looks for these patterns.
+        if unmatched := [name for name in quantised.get("ignore") or () if name != "lm_head" and name[:5] != "re:.*"]:
+            raise UsageError(
+                f"{named} leaves {unmatched[0]!r} unquantised, which vLLM would not find in a bundle; accepted: "
+                "'lm_head' and patterns that begin with 're:.*'"
+            )
         window = getattr(config, "sliding_window", None)
         if window is not None and window < length and config.model_type not in WINDOWED:
             raise UsageError(

@@ -145,13 +145,16 @@ class DivergenceForCausalLM(nn.Module):
     def _correction(
         self, takedowns: Correction, contexts: Int[Tensor, "rows length"], target: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """Return the registry's correction: rank 0's on every rank, since another could read a later state of it."""
+        """Return the registry's correction. Rank 0 computes it for all ranks: another could see a newer state."""
         ranks = get_tp_group()
-        correction = torch.empty_like(target)
-        if ranks.is_first_rank:
-            correction.copy_(takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
-        # Where vLLM gathers logits on rank 0 alone, no other rank comes here.
-        return ranks.broadcast(correction) if current_platform.use_all_gather() else correction
+        correction = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
+        try:
+            if ranks.is_first_rank:
+                correction.copy_(takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
+        finally:
+            if current_platform.use_all_gather():  # otherwise only rank 0 has logits and comes here
+                correction = ranks.broadcast(correction)
+        return correction
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every part from its own checkpoint.
@@ -168,9 +171,15 @@ class DivergenceForCausalLM(nn.Module):
         for part, model in self.models.items():
             files = [str(file) for file in weight_files(self.paths[part])]
             loaded = model.load_weights(safetensors_weights_iterator(files, use_tqdm_on_load=False))
-            # A quantised model's attention has scales for quantised keys and values, which have defaults.
-            scales = {f"{name}.{scale}" for name, module in model.named_modules() if isinstance(module, Attention)
-                      for scale, _ in module.named_parameters()}  # fmt: skip
+            # A quantised model's attention has scales for quantised keys and values; without those, which are refused,
+            # they have no effect.
+            scales = {
+                f"{name}.{scale}"
+                for name, module in model.named_modules()
+                if isinstance(module, Attention)
+                for scale, _ in module.named_parameters()
+                if scale.endswith(("_scale", "_zero_point"))
+            }
             missing = sorted({name for name, _ in model.named_parameters()} - set(loaded) - scales)
             if missing:
                 raise UsageError(f"{part}: {self.paths[part]} lacks the weights {', '.join(missing[:3])}")
