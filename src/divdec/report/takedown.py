@@ -104,6 +104,7 @@ def measure_request(
         title = "neutral samples" if progress else None
         sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title=title)
         sets = {**sets, "neutral": sampled}
+    others = {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()}
     history = registry.history()
     if (registry.strength, len(history)) != state:
         raise UsageError("the registry changed during the measurement; run the command again")
@@ -122,7 +123,7 @@ def measure_request(
         },
         "target": {"name": folder.name, "dtype": str(target.dtype).removeprefix("torch."), "sha256": files},
         "attacks": attacks,
-        "others": {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()},
+        "others": others,
         "passages": len(passages),
         "recited_before": sum(ever["before"]),
         "recited": sum(ever["after"]),

@@ -246,7 +246,7 @@ class Registry:
         """
         with self._store.write() as connection:
             state = self._store.read_state(connection)
-            entry = self._find(request_id, list(state.entries.values()))
+            entry = self._find(state, request_id)
             event = {"action": "remove", "id": request_id, "counts_id": entry.counts_id, "time": _now()}
             connection.execute("DELETE FROM counts WHERE id = ?", (entry.counts_id,))
             self._store.append(connection, state, event)
@@ -268,7 +268,8 @@ class Registry:
         Raises:
             UsageError: there is no such request.
         """
-        return self._find(request_id, self.entries())
+        with self._store.read() as connection:
+            return self._find(self._store.read_state(connection), request_id)
 
     def check_texts(self, entry: TakedownRequest, texts: RecordSet) -> None:
         """Check that texts are those of a request.
@@ -337,12 +338,12 @@ class Registry:
             if entry.measured is not None and entry.measured["recited_after"]
         ]
 
-    def _find(self, request_id: str, entries: list[TakedownRequest]) -> TakedownRequest:
-        for entry in entries:
-            if entry.id == request_id:
-                return entry
-        known = ", ".join([entry.id for entry in entries][:5]) or "none"
-        raise UsageError(f"there is no request {request_id!r} in {self.folder}; in force: {known}")
+    def _find(self, state: State, request_id: str) -> TakedownRequest:
+        entry = state.find(request_id)
+        if entry is None:
+            known = ", ".join([other.id for other in state.entries.values()][:5]) or "none"
+            raise UsageError(f"there is no request {request_id!r} in {self.folder}; in force: {known}")
+        return entry
 
     def _changed_tokenizer_files(self) -> list[Path]:
         files = {self.folder / TOKENIZER / name: sha for name, sha in self._description["tokenizer_files"].items()}

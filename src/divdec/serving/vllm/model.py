@@ -189,7 +189,7 @@ class DivergenceForCausalLM(nn.Module):
 
 
 def _part_config(vllm_config: VllmConfig, path: Path, own: PreTrainedConfig) -> VllmConfig:
-    """Return the engine's configuration with the checkpoint and the attention window of a part."""
+    """Return the engine's configuration with a part's checkpoint, quantisation and attention window."""
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(vllm_config.model_config)
     config.model_config.model = str(path)
