@@ -19,7 +19,13 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
 	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+# What divdec and its tests need beside a usual set for research (torch, transformers, accelerate, scipy, pandas, pytest).
+GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defusedxml dill docstring-parser fastapi \
+	jiter multiprocess nltk openai opentelemetry-api pycparser pydantic pydantic-core rich-rst rouge-score sniffio \
+	sse-starlette starlette typing-inspection uvicorn
+GPU_PYTHON = 3.12
+
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
 
 install: $(VENV)/.installed
 
@@ -98,6 +104,19 @@ test-browser: install
 
 test-gpu: install
 	$(PYTEST) -m gpu
+
+# Equality, decoding, passes and serving on a GPU, in pieces; it goes on after it was stopped. PYTHON has torch,
+# transformers and pytest; on a machine without network the other packages come from wheels/.
+gpu:
+	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --upgrade \
+		--target $(VENV)-gpu $(GPU_PACKAGES); fi
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) benchmarks/gpu.py --output runs/gpu $(GPU_OPTIONS)
+
+# Fill wheels/, on a machine with a network, for the GPU machine's version of Python. rouge-score has no wheel.
+gpu-wheels:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels --constraint constraints.txt rouge-score
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --dest wheels \
+		--constraint constraints.txt $(filter-out rouge-score,$(GPU_PACKAGES))
 
 # The wheel with its base dependencies alone in a new environment, then with each extra: about ten minutes.
 test-package: install

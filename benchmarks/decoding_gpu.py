@@ -1,7 +1,10 @@
-"""Cost of steering and speculation on a GPU, with the shapes of Llama 3.1 8B and two Llama 3.2 1B.
+"""Cost of steering and speculation on a GPU, with the shapes of Llama 3.1 8B or 70B and two Llama 3.2 1B.
 
-    python benchmarks/decoding_gpu.py [--batch 1 8] [--json]
+    python benchmarks/decoding_gpu.py [--shape 70b] [--batch 1 8] [--json]
     python benchmarks/decoding_gpu.py --shape tiny --device cpu
+
+The 70B target has as many of its 80 layers as the GPU's memory holds; the output states how many. "plain, overlap" runs
+the auxiliaries on a CUDA stream of their own beside the target.
 
 The three models have random weights, created on the device: the benchmark measures time only, not text. Random models
 do not agree, so acceptance is SIMULATED: each draft is accepted with the probability --acceptance. The text of a
@@ -30,16 +33,25 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.sampling import Verdict, verify_greedy
 
 END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
+OVERLAP = "plain, overlap"
+LLAMA_1B = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+}  # fmt: skip
 SHAPES = {
     "8b": {
         "target": {
             "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
             "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
         },
-        "auxiliary": {
-            "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+        "auxiliary": LLAMA_1B,
+    },
+    "70b": {
+        "target": {
+            "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False,
         },
+        "auxiliary": LLAMA_1B,
     },
     "tiny": {
         "target": {
@@ -52,7 +64,8 @@ SHAPES = {
         },
     },
 }  # fmt: skip
-LENGTHS = {"8b": (128, 3), "tiny": (8, 1)}  # default new tokens and rounds
+LENGTHS = {"8b": (128, 3), "70b": (64, 3), "tiny": (8, 1)}  # default new tokens and rounds
+ROOM = 0.85  # share of the free memory for weights; the rest is for keys, values and activations
 
 
 def random_model(shape, device, dtype):
@@ -65,10 +78,34 @@ def random_model(shape, device, dtype):
     return model.eval()
 
 
-def steered_model(shapes, device, dtype, alpha):
+def steered_model(shape, device, dtype, alpha):
     torch.manual_seed(0)
+    shapes = SHAPES[shape]
+    if device.type == "cuda":
+        shapes = shapes | {"target": fitted(shapes, device, dtype)}
     models = [random_model(shapes[part], device, dtype) for part in ("target", "auxiliary", "auxiliary")]
     return DivergenceForCausalLM.from_parts(*models, steering=f"linear:{alpha:g}")
+
+
+def fitted(shapes, device, dtype):
+    """The target's shape with as many layers as fit into the device's free memory beside both auxiliaries."""
+    free, _ = torch.cuda.mem_get_info(device)
+    whole = shapes["target"]["num_hidden_layers"]
+    for layers in range(whole, 0, -1):
+        target = shapes["target"] | {"num_hidden_layers": layers}
+        weights = sum(map(weights_of, (target, shapes["auxiliary"], shapes["auxiliary"])))
+        if weights * dtype.itemsize <= ROOM * free:
+            return target
+    raise SystemExit(f"decoding_gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target")
+
+
+def weights_of(shape):
+    """Number of a Llama's weights, without normalisation."""
+    width = shape["hidden_size"]
+    narrow = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * width * (width + narrow) + 3 * width * shape["intermediate_size"]
+    tables = 1 if shape["tie_word_embeddings"] else 2
+    return shape["num_hidden_layers"] * layer + tables * width * shape["vocab_size"]
 
 
 class Simulated:
@@ -113,7 +150,7 @@ def answer(model, ids, new_tokens, simulated=None, gamma=None, seed=0):
     if simulated is not None:
         simulated.begin(len(ids), seed)
     enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
-    _wait(ids.device)
+    wait(ids.device)
     started = time.perf_counter()
     with mock.patch.object(speculative, "verify_greedy", simulated or verify_greedy):
         # Room for rows that are ahead of the others: no block is cut short by the end of the room.
@@ -121,12 +158,12 @@ def answer(model, ids, new_tokens, simulated=None, gamma=None, seed=0):
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,
             stopping_criteria=enough, **options,
         )  # fmt: skip
-    _wait(ids.device)
+    wait(ids.device)
     seconds = time.perf_counter() - started
     return seconds, simulated.tokens if simulated is not None else new_tokens * len(ids)
 
 
-def _wait(device):
+def wait(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -136,7 +173,7 @@ def compared(model, batch, given):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
-    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None)}
+    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), OVERLAP: (model, None, None)}
     for gamma in given.gammas:
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
@@ -146,6 +183,7 @@ def compared(model, batch, given):
         start = number % len(order)
         for name in order[start:] + order[:start]:
             one, gamma, simulated = ways[name]
+            model.overlap = name == OVERLAP
             found = answer(one, ids, given.new_tokens, simulated, gamma, seed=number + 1)
             if number >= 0:
                 rounds[name].append(found)
@@ -194,8 +232,8 @@ def main() -> int:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="SHARE",
                         help="probability with which a draft is kept, given that those before it were")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, help="128, or 8 of --shape tiny, if not given")
-    parser.add_argument("--rounds", type=int, help="3, or 1 of --shape tiny, if not given")
+    parser.add_argument("--new-tokens", type=int, help="by default 128; 64 of --shape 70b, 8 of tiny")
+    parser.add_argument("--rounds", type=int, help="by default 3; 1 of --shape tiny")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()
     new_tokens, rounds = LENGTHS[given.shape]
@@ -205,14 +243,17 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("decoding_gpu: no CUDA here; accepted: --device cpu, best with --shape tiny", file=sys.stderr)
         return 2
-    model = steered_model(SHAPES[given.shape], device, getattr(torch, given.dtype), given.alpha)
+    model = steered_model(given.shape, device, getattr(torch, given.dtype), given.alpha)
     N, n = model.target.num_parameters(), model.experts.retain.num_parameters()
     size = {"N": N, "n": n, "bound": 1 + 2 * n / N}
     result = {"machine": machine(device), "shape": given.shape, "dtype": given.dtype, "steering": str(model.steering),
               "prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.rounds,
-              "acceptance": "simulated", "sizes": size, "measured": []}  # fmt: skip
+              "acceptance": "simulated", "sizes": size, "layers": model.target.config.num_hidden_layers,
+              "measured": []}  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
-    print(f"target {N:,} parameters, auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
+    whole = SHAPES[given.shape]["target"]["num_hidden_layers"]
+    print(f"target {N:,} parameters ({result['layers']} of {whole} layers), "
+          f"auxiliaries {n:,} each, {given.dtype}, random; {model.steering}; prompts of "
           f"{given.prompt_tokens} tokens, {given.new_tokens} new ones a row; median of {given.rounds} rounds; "
           "acceptance is simulated (only time is measured)")  # fmt: skip
     for batch in given.batch:

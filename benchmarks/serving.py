@@ -66,7 +66,7 @@ class Ways:
         for name in given.ways:
             self.clients[name] = list(given.clients)
             if given.engine == "embedded" and name == "target":
-                model = load_model(places["target"], dtype=getattr(torch, given.dtype))
+                model = load_model(places["target"], dtype=getattr(torch, given.dtype), device_map=given.device)
                 self.found[name], self.clients[name] = InProcess(model, tokenizer), [1]
                 continue
             if given.engine == "vllm":
@@ -230,6 +230,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu", help="of the embedded engine and of 'target' beside it")
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="threads of each server; fewer on a shared machine"
     )

@@ -132,7 +132,7 @@ class InProcess:
         """One prompt after another."""
         found, started = Measured(), time.perf_counter()
         for ids in prompts:
-            given, clock, begun = torch.tensor([ids]), Clock(1), time.perf_counter()
+            given, clock, begun = torch.tensor([ids], device=self.model.device), Clock(1), time.perf_counter()
             answer = self.model.generate(
                 given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=tokens,
                 pad_token_id=self.tokenizer.pad_token_id, streamer=clock,

@@ -44,14 +44,14 @@ class Server:
 
 
 def embedded(bundle, given, speculative=None):
-    options = ["--name", "steered", "--dtype", given.dtype, "--shutdown-timeout", "1"]
+    options = ["--name", "steered", "--dtype", given.dtype, "--device", given.device, "--shutdown-timeout", "1"]
     options += ["--speculative", speculative] if speculative else []
     return Command([sys.executable, "-m", "divdec.cli", "serve", str(bundle), *options], "steered")
 
 
 def transformers_own(target, given):
     """`transformers serve` on the target alone, with its continuous batching."""
-    options = ["--device", "cpu", "--dtype", given.dtype, "--continuous-batching", "--log-level", "error"]
+    options = ["--device", given.device, "--dtype", given.dtype, "--continuous-batching", "--log-level", "error"]
     # The model's name is its path.
     return Command([str(Path(sys.executable).with_name("transformers")), "serve", *options], str(target), peer=True)
 

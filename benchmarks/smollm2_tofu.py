@@ -2,11 +2,13 @@
 
     make smollm2-tofu                    # TOFU in ../shared/data/tofu
     python benchmarks/smollm2_tofu.py --data TOFU --output runs/smollm2-tofu
+    python benchmarks/smollm2_tofu.py --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
 The target is SmolLM2 tuned on forget05 and on the questions of retain_perturbed, the retrained model SmolLM2 tuned on
-the latter alone. The pair is trained from the target's shrunk sibling. `divdec compare` then measures every method of
-the grid `pretrained`; questions of other authors, which no model was trained on, are the holdout set. At last the
-methods that change weights are trained on a tenth of the forget set, and asked for the rest of it ("relearning").
+the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair is trained
+from the target's shrunk sibling. `divdec compare` then measures every method of the grid `pretrained`; questions of
+other authors, which no model was trained on, are the holdout set. At last the methods that change weights are trained
+on a tenth of the forget set, and asked for the rest of it ("relearning").
 
 Every step is resumed by the same command. The tables are in compare/table.md as soon as a group of methods is done, and
 in results.json and on standard output at the end.
@@ -15,6 +17,7 @@ in results.json and on standard output at the end.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import statistics
@@ -37,24 +40,48 @@ from divdec.research.baselines.methods import REFERENCES, TITLES
 from divdec.research.charts import markdown_table
 from divdec.research.compare.benchmark import spread
 from divdec.research.compare.run import compare_methods
-from divdec.research.compare.settings import CompareSettings, Trial, trials_of
+from divdec.research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.fine_tuning import Interrupted, fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 
-SPLIT, RETAIN, HOLDOUT = "forget05", "retain95", "holdout05"
-KEPT = 400  # the first questions of retain95, which are those of retain_perturbed
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much of TOFU is learned and forgotten."""
+
+    retain: str
+    holdout: str
+    kept: int
+    """Number of retain questions: the first of the retain set, which are those of retain_perturbed too."""
+    tuning: TrainingSettings
+    shown: int
+    """Relearning: number of forget questions that are shown again."""
+    asked: int
+    """Relearning: number of other forget questions that are asked."""
+    grid: Grid = dataclasses.field(default_factory=dict)
+    """Settings that replace those of the grid `pretrained`."""
+
+
 TUNING = TrainingSettings(epochs=5.0, learning_rate=3e-4, batch_size=8, warmup=0.05)
+SIZES = {
+    "forget05": Size("retain95", "holdout05", 400, TUNING, shown=20, asked=40),
+    # Smaller batches, so that every training takes about as many steps as with forget05.
+    "forget01": Size(
+        "retain99", "holdout01", 80, dataclasses.replace(TUNING, batch_size=4), shown=10, asked=30,
+        grid={"batch_size": (4,)},
+    ),
+}  # fmt: skip
 LAYERS, HEALING_MINUTES = 8, 5.0
 PAIR_EPOCHS, PAIR_RATE = 10.0, 3e-4  # with six, p still misses a fifth of what q does not know
 # Those at the front take minutes; the table is complete in itself after each group.
 GROUPS = ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill")
 ATTACKS = 20
-# Relearning: questions that are shown, questions that are asked, and epochs after which they are.
+# Relearning: the methods, and the epochs after which questions are asked.
 RELEARNED = "retrain", "distill", "npo", "grad-diff", "simnpo", "rmu"
-SHOWN, ASKED, EPOCHS = 20, 40, (1, 2, 4, 8)
+EPOCHS = (1, 2, 4, 8)
 RELEARNING = TrainingSettings(epochs=float(EPOCHS[-1]), learning_rate=5e-5, batch_size=4)
 ANSWER = 64  # tokens of an answer after relearning
 FORM = Format(
@@ -72,42 +99,47 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--target", default="smollm2", help="the pretrained model")
     parser.add_argument("--base", help="base of both auxiliaries; by default the pretrained model is shrunk")
+    parser.add_argument("--split", choices=SIZES, default="forget05", help="forget split")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
     parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
     options = parser.parse_args()
     try:
-        run(options.data, options.output, options.target, options.base, options.limit, options.jobs)
+        run(options.data, options.output, options.target, options.base, options.limit, options.jobs, options.split)
     except (UsageError, Interrupted) as error:
         raise SystemExit(f"smollm2_tofu: {error}") from None
 
 
-def run(data, output, target, base, limit, jobs=1):
+def run(data, output, target, base, limit, jobs=1, split="forget05"):
     """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
+    size = SIZES[split]
     output.mkdir(parents=True, exist_ok=True)
     folder = output / "tofu"
     if not folder.exists():
         with output_folder(folder) as temporary:
-            assemble(data, temporary, limit)
+            assemble(data, temporary, limit, split)
+    elif not (folder / f"{split}.json").exists():
+        raise UsageError(f"{output} was begun with another --split than {split}; give another --output")
     elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
         raise UsageError(f"{output} was begun with --limit {asked}, not {limit}; give another --output")
     original = CheckpointReference.parse(target).resolve(Path(), weights=True)
-    forget, retain = (read_records(folder / f"{name}.json") for name in (SPLIT, RETAIN))
-    tuned = tune(original, [forget, retain], output / "target")
-    retrained = tune(original, [retain], output / "retrain")
+    forget, retain = (read_records(folder / f"{name}.json") for name in (split, size.retain))
+    tuned = tune(original, [forget, retain], output / "target", size.tuning)
+    retrained = tune(original, [retain], output / "retrain", size.tuning)
     base = make_base(target, output / "base") if base is None else base
-    pair = make_pair(tuned, base, folder, output / "pair")
+    pair = make_pair(tuned, base, folder / f"{split}.json", folder / f"{size.retain}.json", output / "pair")
+    adapt_grid(size)
     methods = []
     for group in GROUPS:
         methods += group
         settings = CompareSettings(
-            data=str(folder), split=SPLIT, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
+            data=str(folder), split=split, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
             attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))
         print(tables(read_json(output / "results.json")), flush=True)
-    relearned = relearn_all(output, tuned, retrained, methods)
+    relearned = relearn_all(output, tuned, retrained, methods, forget, size)
     write_json(output / "results.json", collect(output, methods) | {"relearning": relearned})
     print(tables(read_json(output / "results.json")))
 
@@ -116,25 +148,28 @@ def report(line):
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def assemble(data, folder, limit):
-    """Write TOFU's files for one target: retain95 cut to the questions that are asked, and a holdout set."""
+def assemble(data, folder, limit, split):
+    """Write TOFU's files for one target: the retain set cut to what is learned, and a holdout set."""
+    size = SIZES[split]
     most = len(read_rows(data / "real_authors_perturbed.json"))
     if not 1 <= limit <= most:
         raise UsageError(f"--limit is {limit}; accepted: 1 to {most}, the questions about real authors")
-    retain = read_rows(data / f"{RETAIN}.json")
-    asked = read_rows(data / "retain_perturbed.json")
-    kept = retain[:KEPT]
+    retain = read_rows(data / f"{size.retain}.json")
+    asked = read_rows(data / "retain_perturbed.json")[: size.kept]
+    kept = retain[: size.kept]
     if [row["question"] for row in kept] != [row["question"] for row in asked]:
-        raise UsageError(f"{data}: retain_perturbed.json does not hold the first {KEPT} questions of {RETAIN}.json")
+        raise UsageError(
+            f"{data}: retain_perturbed.json does not hold the first {size.kept} questions of {size.retain}.json"
+        )
     known = {row["question"] for row in kept}
     files = {
-        SPLIT: read_rows(data / f"{SPLIT}.json"),
-        RETAIN: kept,
-        HOLDOUT: spread([row for row in retain[KEPT:] if row["question"] not in known], limit),
+        split: read_rows(data / f"{split}.json"),
+        size.retain: kept,
+        size.holdout: spread([row for row in retain[size.kept :] if row["question"] not in known], limit),
     }
-    for name in (f"{SPLIT}_perturbed", "retain_perturbed", "real_authors_perturbed", "world_facts_perturbed"):
-        rows = read_rows(data / f"{name}.json")
-        files[name] = spread(rows, limit)
+    files["retain_perturbed"] = spread(asked, limit)
+    for name in (f"{split}_perturbed", "real_authors_perturbed", "world_facts_perturbed"):
+        files[name] = spread(read_rows(data / f"{name}.json"), limit)
     for name, rows in files.items():
         (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -145,14 +180,14 @@ def read_rows(file):
     return [row for _, row in json_rows(file.name, read_text(file))]
 
 
-def tune(original, sets, folder):
+def tune(original, sets, folder, settings):
     """Train all weights on the questions of several sets."""
     if not folder.exists():
         tokenizer = load_tokenizer(original)
         examples = [example for records in sets for example in encode_set(records, tokenizer, FORM)]
         work = folder.with_name(f"{folder.name}.work")
         model, result = fine_tune(
-            load_for_training(original), tokenizer, examples, TUNING, work, title=folder.name,
+            load_for_training(original), tokenizer, examples, settings, work, title=folder.name,
             on_epoch=lambda _, epoch: report(f"{folder.name}: epoch {epoch}"),
         )  # fmt: skip
         report(
@@ -172,16 +207,24 @@ def make_base(target, folder):
     return str(folder)
 
 
-def make_pair(target, base, data, folder):
+def make_pair(target, base, forget, retain, folder):
     if not (folder / "run.json").exists() or not (folder / "bundle").exists():
         train_auxiliaries(
             AuxiliarySettings(
-                base=base, target=str(target), forget=str(data / f"{SPLIT}.json"), retain=str(data / f"{RETAIN}.json"),
-                output=str(folder), epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt,
+                base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
+                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt,
             ),
             report,
         )  # fmt: skip
     return folder
+
+
+def adapt_grid(size):
+    """Replace settings of the grid."""
+    GRIDS["pretrained"] = {
+        method: {**grid, **{name: values for name, values in size.grid.items() if name in grid}}
+        for method, grid in GRIDS["pretrained"].items()
+    }
 
 
 def collect(output, methods):
@@ -215,7 +258,7 @@ def as_float(value):
     return None if value is None else float(value)
 
 
-def relearn_all(output, target, retrained, methods):
+def relearn_all(output, target, retrained, methods, forget, size):
     """Attack the best setting of each method that changes weights; keep each result as soon as it is there."""
     file = output / "relearning.json"
     done = read_json(file) if file.exists() else {}
@@ -223,9 +266,8 @@ def relearn_all(output, target, retrained, methods):
     folders = {trial.method: output / "compare" / "seed-0" / trial.folder / "model"
                for trial in trials_of(methods, "pretrained") if best[trial.method] == trial.label}  # fmt: skip
     folders |= {"retrain": retrained}
-    forget = read_records(output / "tofu" / f"{SPLIT}.json")
-    shown = forget.records[:: len(forget) // SHOWN]
-    asked = spread([record for record in forget if record not in shown], ASKED)
+    shown = forget.records[:: len(forget) // size.shown]
+    asked = spread([record for record in forget if record not in shown], size.asked)
     if "target" not in done:
         done["target"] = {"curve": [measure(load_for_training(target), load_tokenizer(target), asked, 0)]}
     goals = {name: done["target"]["curve"][0][name] / 2 for name in ("probability", "ROUGE")}

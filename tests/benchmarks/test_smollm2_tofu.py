@@ -38,13 +38,14 @@ def folder(tmp_path_factory, tokenizer):
 def small(monkeypatch, folder):
     """Few methods and short answers."""
     rows = (folder / "data" / "retain_perturbed.json").read_text().splitlines()
-    monkeypatch.setattr(benchmark, "KEPT", len(rows))
-    monkeypatch.setattr(benchmark, "TUNING", dataclasses.replace(benchmark.TUNING, epochs=2.0, learning_rate=1e-2))
+    tuning = dataclasses.replace(benchmark.TUNING, epochs=2.0, learning_rate=1e-2)
+    size = dataclasses.replace(benchmark.SIZES["forget05"], kept=len(rows), tuning=tuning, shown=4, asked=5)
+    monkeypatch.setitem(benchmark.SIZES, "forget05", size)
     monkeypatch.setattr(benchmark, "GROUPS", (("linear", "ngram-filter"), ("npo",)))
     monkeypatch.setattr(benchmark, "RELEARNED", ("retrain", "npo"))
     monkeypatch.setattr(benchmark, "EPOCHS", (1, 2))
     monkeypatch.setattr(benchmark, "RELEARNING", dataclasses.replace(benchmark.RELEARNING, epochs=2.0))
-    for name, value in (("SHOWN", 4), ("ASKED", 5), ("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
+    for name, value in (("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
         monkeypatch.setattr(benchmark, name, value)
     # Samples of a model that has learned nothing are no neutral text to measure with.
     pair = functools.partial(benchmark.train_auxiliaries, measure=False)
@@ -98,12 +99,14 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     assert again["relearning"] == relearned
     with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):
         benchmark.run(*arguments[:4], 5)
+    with pytest.raises(UsageError, match="was begun with another --split than forget01"):
+        benchmark.run(*arguments, 1, "forget01")
 
 
 def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
     with pytest.raises(UsageError, match="does not hold the first 400 questions"):
-        benchmark.assemble(folder / "data", tmp_path, 3)
+        benchmark.assemble(folder / "data", tmp_path, 3, "forget05")
     with pytest.raises(UsageError, match="--limit is 5000; accepted: 1 to"):
-        benchmark.assemble(folder / "data", tmp_path, 5000)
+        benchmark.assemble(folder / "data", tmp_path, 5000, "forget05")
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU"):
-        benchmark.assemble(tmp_path, tmp_path, 3)
+        benchmark.assemble(tmp_path, tmp_path, 3, "forget05")

@@ -1,6 +1,10 @@
-"""On a GPU everything is what it is on the CPU, and a broken auxiliary is never answered for (make test-gpu)."""
+"""On a GPU everything is what it is on the CPU, and a broken auxiliary is never answered for (make test-gpu).
+
+With DIVDEC_TEST_DEVICE=cpu the tests themselves can be tried where there is no GPU.
+"""
 
 import copy
+import os
 import subprocess
 import sys
 
@@ -16,6 +20,7 @@ from divdec.evaluation.scoring import gradient_norm, score, score_settings
 from exactness import assert_same_answer
 
 pytestmark = pytest.mark.gpu
+DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")
 PROMPTS = [[5, 9, 200, 31], [77, 8], [1, 2, 3, 4, 5, 6, 7]]
 EXAMPLES = [
     Example([*prompt, *answer], [IGNORED] * len(prompt) + answer)
@@ -27,7 +32,7 @@ SETTINGS = [Steering(alpha=0.5), Steering(alpha=1.5), *(Steering("rank", k=k, fi
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda():
-    if not torch.cuda.is_available():
+    if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA")
     torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -37,7 +42,7 @@ def pair(family):
     """The same steered model on the CPU and on the GPU, in float32."""
     on_cpu = DivergenceForCausalLM.from_parts(*make_parts(family), steering="linear:1.5")
     parts = (on_cpu.target, on_cpu.experts.retain, on_cpu.experts.forget)
-    return on_cpu, DivergenceForCausalLM.from_parts(*(copy.deepcopy(part).cuda() for part in parts), "linear:1.5")
+    return on_cpu, DivergenceForCausalLM.from_parts(*(copy.deepcopy(part).to(DEVICE) for part in parts), "linear:1.5")
 
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
@@ -72,7 +77,7 @@ def test_rank_ties_match_cpu():
     for k in (1, 50, 299):
         for fill in ("hard", "soft"):
             ours, theirs = (
-                steer_rank(target.cuda(), divergence.cuda(), k, fill).cpu(),
+                steer_rank(target.to(DEVICE), divergence.to(DEVICE), k, fill).cpu(),
                 steer_rank(target, divergence, k, fill),
             )
             assert torch.equal(ours.nan_to_num(9e9), theirs.nan_to_num(9e9))
@@ -80,9 +85,9 @@ def test_rank_ties_match_cpu():
 
 
 def test_bfloat16_cached_decoding_matches_uncached(family, tokenizer):
-    parts = [part.to("cuda", torch.bfloat16) for part in make_parts(family)]
+    parts = [part.to(DEVICE, torch.bfloat16) for part in make_parts(family)]
     model = DivergenceForCausalLM.from_parts(*parts, steering="linear:1")
-    ids = torch.tensor([PROMPTS[2]], device="cuda")
+    ids = torch.tensor([PROMPTS[2]], device=DEVICE)
     cache = model.new_cache()
     steps = [model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1] for t in range(ids.shape[1])]
     whole = model(ids, use_cache=False).logits
@@ -99,15 +104,16 @@ def test_seeded_samples_are_reproducible(pair, tokenizer):
 def test_broken_auxiliary_raises_without_output():
     # The assertion on the device ends the process's use of it, so that it has a process of its own.
     program = """
+import os; DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")
 import sys; sys.path.insert(0, "tests")
 import torch
 from conftest import make_parts
 from divdec import DivergenceForCausalLM
-parts = [part.cuda() for part in make_parts("llama")]
+parts = [part.to(DEVICE) for part in make_parts("llama")]
 with torch.no_grad():
     parts[2].get_output_embeddings().weight[5, 5] = float("nan")
 model = DivergenceForCausalLM.from_parts(*parts, steering="rank:5")
-ids = model.generate(torch.tensor([[5, 9, 31]], device="cuda"), max_new_tokens=4, do_sample=False)
+ids = model.generate(torch.tensor([[5, 9, 31]], device=DEVICE), max_new_tokens=4, do_sample=False)
 print("ANSWERED", ids.tolist())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -1,5 +1,7 @@
 """Experts that run while the target runs on GPUs give the same answers (make test-gpu)."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,13 +9,14 @@ from conftest import make_parts
 from divdec import DivergenceForCausalLM
 
 pytestmark = pytest.mark.gpu
+DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")
 PROMPTS = torch.tensor([[1, 1, 5, 9, 200, 31], [77, 8, 300, 2, 45, 6]])
 MASK = (PROMPTS != 1).long()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda():
-    if not torch.cuda.is_available():
+    if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA")
     torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -24,7 +27,7 @@ def model_on(family, target, retain, forget):
 
 
 def everything(model):
-    ids, mask = PROMPTS.to("cuda:0"), MASK.to("cuda:0")
+    ids, mask = PROMPTS.to(model.target.device), MASK.to(model.target.device)
     with torch.no_grad():
         yield model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     options = {"do_sample": False, "pad_token_id": 1, "eos_token_id": None, "attention_mask": mask}
@@ -34,9 +37,9 @@ def everything(model):
 
 @pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 1), (0, 1, 2)])
 def test_cuda_streams_give_same_output(family, devices):
-    if max(devices) >= torch.cuda.device_count():
+    if max(devices) and max(devices) >= torch.cuda.device_count():
         pytest.skip(f"{max(devices) + 1} GPUs are needed")
-    model = model_on(family, *(f"cuda:{number}" for number in devices))
+    model = model_on(family, *(DEVICE if DEVICE == "cpu" else f"{DEVICE}:{number}" for number in devices))
     for setting in ("linear:1.5", "rank:20"):
         model.steering = setting
         model.overlap = False
