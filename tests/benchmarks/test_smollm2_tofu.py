@@ -1,11 +1,15 @@
 """The benchmark of TOFU on a pretrained model, with tiny models: every stage once, and nothing twice."""
 
+import argparse
 import dataclasses
 import functools
 import json
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import attacks_pretrained as attacks
 import smollm2_tofu as benchmark
 from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.demo.models import Shape, new_model
@@ -78,6 +82,24 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     assert "| **NPO** |" in printed
     assert "| Relearning |" in printed
 
+    # The attacks on the same models; each cell is computed once.
+    given = argparse.Namespace(
+        run=tmp_path / "run", methods=None, attacks=attacks.ATTACKS, questions=2, samples=2, sampled=1
+    )
+    attacks.run(given)
+    cells = json.loads((tmp_path / "run" / "attacks.json").read_text())["results"]
+    assert set(cells) == {"target", "retrain", "linear", "npo", "ngram-filter"}
+    for method, own in cells.items():
+        assert set(own) == set(attacks.ATTACKS)
+        assert (own["unrelated"] is None) == (method in ("linear", "ngram-filter"))
+        assert all(0 <= value <= 1 for value in own.values() if value is not None)
+    monkeypatch.setattr(attacks, "cell", None)
+    attacks.run(given)
+    with pytest.raises(UsageError, match="has cells with"):
+        attacks.run(argparse.Namespace(**vars(given) | {"questions": 3}))
+    with pytest.raises(UsageError, match=r"--methods rmu: .* has target, retrain, linear"):
+        attacks.run(argparse.Namespace(**vars(given) | {"methods": ["rmu"]}))
+
     # No questions are in two of the sets.
     def questions(name):
         rows = (tmp_path / "run" / "tofu" / f"{name}.json").read_text().splitlines()
@@ -110,3 +132,26 @@ def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
         benchmark.assemble(folder / "data", tmp_path, 5000, "forget05")
     with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU"):
         benchmark.assemble(tmp_path, tmp_path, 3, "forget05")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_are_rounded(bits):
+    model = new_model_of_one_layer()
+    before = {name: weights.clone() for name, weights in model.named_parameters()}
+    attacks.quantise(model, bits)
+    after = dict(model.named_parameters())
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name}
+    for name in changed:
+        groups, old = after[name].view(-1, attacks.GROUP), before[name].view(-1, attacks.GROUP)
+        step = old.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
+        assert ((groups - old).abs() <= step / 2 * 1.001).all()
+        assert torch.allclose(groups / step, (groups / step).round(), atol=1e-3)
+        assert all(len(group.unique()) <= 2**bits - 1 for group in groups)
+
+
+def new_model_of_one_layer():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, vocab_size=99)
+    )
