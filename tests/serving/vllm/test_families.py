@@ -5,6 +5,7 @@ widths. An engine for each takes a few minutes together, so they run on demand: 
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import time
 
@@ -160,3 +161,22 @@ def test_takedown_on_two_ranks_while_answers_run(make_bundle, make_registry, tex
         after = echoed()
         assert (after - expected()).abs().max() < TOLERANCE
         assert (after - before).abs().max() > 1
+
+
+def test_lost_registry_ends_answers_on_two_ranks(make_bundle, make_registry, texts, tokenizer, tmp_path):
+    """The rank that looks up fails, and the other does not wait for it or go on with the target's tokens."""
+    registry = make_registry(texts[:20])
+    bundle = make_bundle(registry=registry)
+    log, extra = tmp_path / "log.txt", ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+    asked = {"model": "steered", "prompt": tokenizer(texts[200])["input_ids"], "temperature": 0, "max_tokens": 8}
+    status = []
+    # The server ends when its engine does.
+    with contextlib.suppress(AssertionError), vllm_serving(bundle, log, TWO_RANKS, extra=[*EXTRA, *extra]) as url:
+        for _ in range(2):
+            with contextlib.suppress(httpx.TransportError):
+                response = httpx.post(f"{url}/v1/completions", json=asked, headers=HEADERS, timeout=60)
+                status.append(response.status_code)
+            (registry / "registry.db").unlink(missing_ok=True)
+    assert status[0] == 200
+    assert not [code for code in status[1:] if code < 500]
+    assert "registry.db is gone: nothing can tell what is to be forgotten" in log.read_text()
