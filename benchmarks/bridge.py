@@ -1,4 +1,4 @@
-"""Cost and coverage of a pair with another tokenizer: the vocabulary map, time per token, shares of mapped tokens.
+"""A pair with another tokenizer: the vocabulary map, time per token, shares of mapped tokens, steps of the cache.
 
     python benchmarks/bridge.py [--data DIR] [--json]
 
@@ -17,12 +17,14 @@ from pathlib import Path
 
 import torch
 
-from divdec.bridge.alignment import AlignedSequence, DivergenceMapper
+from divdec.bridge.alignment import AlignedSequence, DivergenceMapper, Retokenizer, common_prefix_length
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
 from divdec.bridge.pair import BridgedPair
 from divdec.bridge.token_bytes import TokenHealingMaps, VocabularyMap, token_bytes
 
 CONTEXTS = (64, 256, 1024)
+STEPS = 3000
+SHARES = ("one token, nothing dropped", "tokens dropped", "several tokens read")
 END = "</s>"
 
 
@@ -157,6 +159,29 @@ def coverages(texts, pairs):
     return result
 
 
+def steps(texts, pairs):
+    """What a step of the target means for the auxiliaries' cache: shares of steps by tokens to drop and to read."""
+    result = {}
+    stream = "\n".join(texts[:: max(len(texts) // 200, 1)])
+    for name, (target, auxiliary) in pairs.items():
+        sequence = AlignedSequence(Retokenizer(target, auxiliary))
+        ids, before, counted = target(stream)["input_ids"], [], []
+        for count in range(1, min(len(ids), STEPS) + 1):
+            (given,) = sequence.auxiliary_inputs(ids[:count], [count])
+            # The logits of the last token are needed, so that it is read again even where nothing changed.
+            same = min(common_prefix_length(before, given.ids), len(given.ids) - 1)
+            counted.append((len(before) - same, len(given.ids) - same))
+            before = given.ids
+        dropped, read = zip(*counted[1:], strict=True)
+        result[name] = {
+            "one token, nothing dropped": statistics.fmean(pair == (0, 1) for pair in counted[1:]),
+            "tokens dropped": statistics.fmean(map(bool, dropped)),
+            "several tokens read": statistics.fmean(number > 1 for number in read),
+            "most dropped": max(dropped), "most read": max(read), "read on average": statistics.fmean(read),
+        }  # fmt: skip
+    return result
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="*", help="files or folders with real text")
@@ -185,6 +210,7 @@ def main():
             for token_healing in (False, True)
         },
         "coverage": coverages(texts, pairs),
+        "steps": steps(texts, pairs),
     }
     print(f"{result['texts']:,} texts, {result['characters']:,} characters")
     for name, value in result["map"].items():
@@ -197,6 +223,11 @@ def main():
     for name, shares in result["coverage"].items():
         for what, kinds_of in shares.items():
             print(f"  {name:26}{what:12}" + "".join(f"{share:12.1%}" for share in copy.copy(kinds_of).values()))
+    print("a step of the target, for the auxiliaries' cache")
+    for name, own in result["steps"].items():
+        print(f"  {name:26}" + ", ".join(
+            f"{what} {value:.1%}" if what in SHARES else f"{what} {value:.3g}" for what, value in own.items()
+        ))  # fmt: skip
     if arguments.json:
         print(json.dumps(result))
 
