@@ -35,11 +35,13 @@ from divdec.data.records import write_records
 from divdec.data.world import build_world
 from divdec.demo import run as demo
 from divdec.demo.models import train_tokenizer
+from divdec.errors import UsageError
 from divdec.model.bundle import write_bundle
 from divdec.research.charts import markdown_table
 from divdec.runs import output_folder, read_json, write_json, write_text
 
-HERE, LIMIT = Path(__file__).parent, 600  # seconds of a piece
+HERE = Path(__file__).parent
+LIMIT, STOP = 600, 90  # seconds of a piece, and until it has ended its servers
 TOKENIZER = 512  # tokens; the models have more, as many models do
 PIECES = ("equality", "decoding-8b", "decoding-70b", "passes", "serving")
 
@@ -97,7 +99,7 @@ def run_piece(piece, given):
     started = time.monotonic()
     try:
         arguments = command(piece, given)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UsageError) as error:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "DIVDEC_TEST_DEVICE": given.device}
     with log.open("wb") as output:
@@ -110,9 +112,7 @@ def run_piece(piece, given):
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # servers too
-                process.wait()
+            stop(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if code != 0:
         reason = f"ended after the limit of {LIMIT} s" if code is None else f"exit code {code}"
@@ -121,6 +121,17 @@ def run_piece(piece, given):
     if piece == "equality" and not figures["passed"]:
         return {"failed": f"no test ran: {figures}"}
     return {"seconds": round(time.monotonic() - started, 1), "figures": figures}
+
+
+def stop(process):
+    """End a piece that still runs; serving.py ends its servers on SIGTERM."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def counted(file):
