@@ -8,7 +8,7 @@ The target is SmolLM2 tuned on forget05 and on the questions of retain_perturbed
 the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair is trained
 from the target's shrunk sibling. `divdec compare` then measures every method of the grid `pretrained`; questions of
 other authors, which no model was trained on, are the holdout set. At last the methods that change weights are trained
-on a tenth of the forget set, and asked for the rest of it ("relearning").
+on a part of the forget set, and asked for the rest of it ("relearning").
 
 Every step is resumed by the same command. The tables are in compare/table.md as soon as a group of methods is done, and
 in results.json and on standard output at the end.
@@ -68,7 +68,7 @@ class Size:
 TUNING = TrainingSettings(epochs=5.0, learning_rate=3e-4, batch_size=8, warmup=0.05)
 SIZES = {
     "forget05": Size("retain95", "holdout05", 400, TUNING, shown=20, asked=40),
-    # Smaller batches, so that every training takes about as many steps as with forget05.
+    # Smaller batches, so that the gradient methods take 30 steps; with forget05 they take 39.
     "forget01": Size(
         "retain99", "holdout01", 80, dataclasses.replace(TUNING, batch_size=4), shown=10, asked=30,
         grid={"batch_size": (4,)},
