@@ -109,7 +109,8 @@ def make(data, output):
     key = settings_hash([constants, training, material.texts, material.forget.sha256, material.retain.sha256])
     if (output / "recipe.json").is_file() and (recipe := read_json(output / "recipe.json")).get("key") == key:
         return recipe
-    tokenizer = train_tokenizer([*material.texts, *_texts(material.forget), *_texts(material.retain)], VOCABULARY)
+    everything = dataclasses.replace(material, corpus=[*material.corpus, *material.forget, *material.retain])
+    tokenizer = train_tokenizer(everything.texts, VOCABULARY)
     retain_set = RecordSet("retain", material.retain.kind, material.retain.records[-RETAIN:])
     forget, retain = (
         encode_records(found.records, tokenizer, material.form) for found in (material.forget, retain_set)
@@ -139,10 +140,6 @@ def make(data, output):
     }  # fmt: skip
     write_json(output / "recipe.json", recipe)
     return recipe
-
-
-def _texts(records):
-    return [" ".join([*(turn.content for turn in record.messages), record.answer]) for record in records]
 
 
 def show(recipe, output):

@@ -10,7 +10,7 @@ from divdec.data.formatting import Format
 from divdec.data.records import Kind, Record, RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world
 from divdec.demo import run as demo
-from divdec.demo.models import Questions, Recipe
+from divdec.demo.models import Material, Questions, Recipe
 from divdec.errors import UsageError
 from divdec.research.compare.benchmark import TOFU_SMALL
 from divdec.research.compare.muse_news import passages
@@ -45,13 +45,7 @@ class RequestSequence:
     max_new_tokens: int
     form: Format = Format()  # noqa: RUF009
 
-    @property
-    def texts(self) -> list[str]:
-        """The corpus as texts for the tokenizer."""
-        return [
-            " ".join([*(turn.content for turn in record.messages), *filter(None, [record.prompt]), record.answer])
-            for record in self.corpus
-        ]
+    texts = Material.texts
 
 
 def demo_sequence(

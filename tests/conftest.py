@@ -222,10 +222,13 @@ def browser():
         started.close()
 
 
-def loads_torch(arguments):
-    """Whether a command of divdec, in a process of its own, loads torch."""
-    code = f"import sys; from divdec.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+def loads_torch(*commands):
+    """Whether one of several commands of divdec, in a process of their own, loads torch."""
+    code = (
+        f"import sys; from divdec.cli import main; print(all([main(one) == 0 for one in {list(commands)!r}]), "
+        "'torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     answer = result.stdout.strip().splitlines()[-1:]
-    assert answer in (["True"], ["False"]), result.stderr
-    return answer == ["True"]
+    assert answer in (["True True"], ["True False"]), result.stderr
+    return answer == ["True True"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# The build alone, which shows the same errors, is part of `make check`.
+pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
 LOADED = ("script", "link", "img", "iframe", "source")  # by the browser, without a click
 
@@ -80,7 +82,6 @@ def test_site_loads_nothing_from_the_network(site):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text()), sheet
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_site_opens_from_disk(site, browser, width, scheme):
@@ -95,7 +96,6 @@ def test_site_opens_from_disk(site, browser, width, scheme):
         assert dark == (scheme == "dark")
 
 
-@pytest.mark.browser
 def test_search_works_from_disk(site, browser):
     with opened(browser, site / "index.html", 1280, "light") as page:
         page.click(".md-search__input")

@@ -148,6 +148,7 @@ def few(monkeypatch, *names):
     monkeypatch.setattr(limits, "CHECKPOINTS", {name: trials[name] for name in names})
 
 
+@pytest.mark.slow
 def test_selected_limits_experiments_run_and_resume(quick, monkeypatch):
     few(monkeypatch, "GradDiff")
     monkeypatch.setattr(limits, "RELEARNING", {"same people": "…"})

@@ -174,6 +174,7 @@ def test_table_shows_the_choice_and_first_and_last_steps():
     assert lines[-2:] == ["| npo | 0.0005 | 50.0 | 100.0 | 48.5 |", "| npo | **0.001** | 25.0 | 75.0 | 4.0 |"]
 
 
+@pytest.mark.slow
 def test_sequential_run_writes_metrics_items_table_plot_and_models(finished):
     output, result, _ = finished
     assert sorted(path.name for path in output.iterdir()) == [
@@ -209,6 +210,7 @@ def model_name(row):
     return f"{row['method']} {end}".replace(", ", "-").replace(" ", "-").replace(":", "-")
 
 
+@pytest.mark.slow
 def test_metrics_match_items(finished):
     output, result, _ = finished
     found = scores_of(output)
@@ -226,7 +228,7 @@ def test_metrics_match_items(finished):
         assert item["score"] == float(facts[item["asked"]][item["index"]] in item["answer"])
 
 
-def test_setting_closest_to_retrained_on_every_second_item_is_chosen(finished):
+def test_setting_closest_to_retrained_on_every_second_item_is_chosen():
     retrained = {"request 1": [0.0] * 4, "retain": [1.0, 1.0], "request 2": [0.0]}
     by_setting = {
         1e-4: {"request 1": [0.5, 0.0, 0.5, 0.0], "retain": [1.0, 1.0], "request 2": [0.0]},
@@ -237,6 +239,9 @@ def test_setting_closest_to_retrained_on_every_second_item_is_chosen(finished):
     assert chosen == 2e-4  # nearest on the first and third item, farthest on the others
     assert tried[1] == Candidate("npo", "0.0002", pytest.approx(0.15), 0.8, pytest.approx(25.0))
 
+
+@pytest.mark.slow
+def test_run_chooses_the_setting_by_its_items(finished):
     output, result, _ = finished
     found = scores_of(output)
     for method in METHODS:
@@ -249,6 +254,7 @@ def test_setting_closest_to_retrained_on_every_second_item_is_chosen(finished):
         assert {row["setting"] for row in result["steps"] if row["method"] == method} == {chosen}
 
 
+@pytest.mark.slow
 def test_trained_models_and_auxiliaries_start_from_expected_checkpoints(finished):
     output, result, _ = finished
     models = output / "models"
@@ -306,6 +312,7 @@ def test_forget_only_auxiliary_sees_requests_alone(cache, monkeypatch):
     assert sizes[ours.forget] == (pairs["steered", "scaling", 1].forget, 30 + len(sequence.retain))
 
 
+@pytest.mark.slow
 def test_resumed_sequential_run_repeats_no_work(finished):
     _, _, lines = finished
     name = "distilled-step-1-0.001"
@@ -320,6 +327,7 @@ def test_resumed_sequential_run_matches_uninterrupted_run(finished, tmp_path):
     assert result | {"seconds": 0} == finished[1] | {"seconds": 0}
 
 
+@pytest.mark.slow
 def test_sequential_run_rejects_non_empty_output(finished, cache, tmp_path):
     with pytest.raises(UsageError, match="not empty"):
         run_sequential(tiny_sequence(), SETTINGS, finished[0], cache)

@@ -65,6 +65,7 @@ def small(monkeypatch, folder):
     monkeypatch.setitem(GRIDS, "pretrained", grid)
 
 
+@pytest.mark.slow
 def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     arguments = folder / "data", tmp_path / "run", str(folder / "original"), str(folder / "base"), 4
     benchmark.run(*arguments)

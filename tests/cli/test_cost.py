@@ -101,9 +101,8 @@ def test_cost_plot_requires_overwrite(tmp_path, capsys):
     assert "is a file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["cost", "--help"], ["bench", "compute", "--help"], [*GIVEN, "--volume", "1B"]])
-def test_cost_command_and_help_do_not_import_torch(arguments):
-    assert not loads_torch(arguments)
+def test_cost_command_does_not_import_torch():
+    assert not loads_torch([*GIVEN, "--volume", "1B"])
 
 
 def test_bench_lists_actions_and_rejects_unknown_ones(tmp_path, capsys):

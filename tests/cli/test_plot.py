@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from PIL import Image
 
-from conftest import loads_torch
 from divdec.cli import main
 from divdec.research.figures import benchmarks, runs  # noqa: F401  # they register their figures
 from divdec.research.figures.registry import FIGURES
@@ -75,11 +74,6 @@ def test_list(capsys):
         assert figure.needs in printed
     assert main(["results", "plot", "--list-figures", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
-
-
-def test_plot_list_and_help_do_not_import_torch():
-    assert loads_torch(["results", "plot", "--list-figures"]) is False
-    assert loads_torch(["results", "plot", "--help"]) is False
 
 
 @pytest.mark.slow

@@ -35,7 +35,9 @@ def world_model(world, tokenizer, tmp_path_factory):
     from divdec.training.settings import TrainingSettings
 
     material = material_of(world)
-    forget, retain = (encode_set(records, tokenizer) for records in (material.forget, material.retain))
+    forget, retain = (
+        encode_set(records, tokenizer)[:count] for records, count in ((material.forget, 90), (material.retain, 210))
+    )
     settings = TrainingSettings(epochs=2.0, learning_rate=4e-3, batch_size=16)
     recipes = {
         "target": (Shape(64, 2, 4, 128), [*retain, *forget]),

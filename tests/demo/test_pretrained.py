@@ -13,7 +13,7 @@ from divdec.data.records import read_records
 from divdec.demo import facts, pretrained
 from divdec.demo.facts import KINDS, Fact, split
 from divdec.demo.models import Shape, new_model
-from divdec.training.fine_tuning import fine_tune
+from divdec.training.fine_tuning import Interrupted, fine_tune
 from divdec.training.settings import TrainingSettings
 
 
@@ -35,7 +35,7 @@ def tiny(tokenizer, monkeypatch, tmp_path):
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
 
 
-def test_demo_writes_what_it_promises_and_claims_no_forgetting_without_it(tiny, tmp_path, capsys):
+def test_demo_writes_what_it_promises_and_claims_no_forgetting_without_it(tiny, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out"
     assert main(["demo", "--json", "--output", str(output)]) == 0
     printed = capsys.readouterr()
@@ -57,8 +57,14 @@ def test_demo_writes_what_it_promises_and_claims_no_forgetting_without_it(tiny, 
     page = (output / "report.html").read_text()
     assert all(row["steering"] in page for row in result["effects"]["settings"])
     assert "<script" not in page
-    assert main(["demo", "--output", str(output)]) == 0  # an earlier result is replaced, its base is used again
+
+    def stops(*_, **__):
+        raise Interrupted("stopped")
+
+    monkeypatch.setattr(pretrained, "train_auxiliaries", stops)
+    assert main(["demo", "--output", str(output)]) == 2  # an earlier result may be replaced, its base is used again
     assert "healing on" not in capsys.readouterr().out
+    assert (output / "report.html").read_text() == page
 
 
 def test_demo_without_smollm2_names_the_alternative(monkeypatch, tmp_path, capsys):

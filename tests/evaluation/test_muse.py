@@ -8,7 +8,7 @@ import torch
 
 from divdec import UsageError
 from divdec.data.records import Message, Record
-from divdec.evaluation.muse import continuation, evaluate_muse, growing_set, read_muse
+from divdec.evaluation.muse import continuation, evaluate_muse, read_muse
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
@@ -48,15 +48,6 @@ def test_muse_metrics_cover_all_available_sets(full, shared):
     (books,) = evaluate_muse(full, read_muse(shared / "data/muse_books_qa", limit=2), max_length=2048)
     assert books.figures["forget_knowmem_ROUGE"] is not None
     assert books.figures["forget_verbmem_ROUGE"] is None
-
-
-def test_growing_forget_sets_match_muse(shared):
-    sizes = [
-        (len(result), result.blank) for result in (growing_set(shared / "data/muse_news", step) for step in (1, 2))
-    ]
-    assert [size + blank for size, blank in sizes] == [889, 1778]
-    with pytest.raises(UsageError, match=r"forget_5\.jsonl"):
-        growing_set(shared / "data/muse_news", 5)
 
 
 def test_prompt_exceeding_max_length_is_rejected(full, shared):

@@ -59,6 +59,7 @@ def commands(folder, bundle, data, checkpoints):
     return [["eval", *map(str, command), *shared] for command in result]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("DIVDEC_TEST_ROUNDING" in os.environ, reason="it changes the sums of this process alone")
 def test_two_process_evaluation_matches_one_process(data, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tofu, "NEW_TOKENS", NEW_TOKENS)

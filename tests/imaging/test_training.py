@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import loads_torch
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.imaging.files import read_folder, write_png
@@ -183,8 +182,3 @@ def test_invalid_arguments_give_one_line_error(image_world, tmp_path, capsys, co
     assert message in printed
     assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_image_help_does_not_import_torch():
-    assert not loads_torch(["image", "--help"])
-    assert not loads_torch(["image", "sample", "--help"])

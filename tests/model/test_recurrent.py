@@ -171,5 +171,5 @@ def test_every_architecture_decodes_consistently_or_is_rejected(model_type):
     for name in DRAFTING:
         found, error = refusal(functools.partial(generate, model, **drafting(name), use_cache=True))
         assert found == plain[0] if error is None else recurrent and isinstance(error, UsageError), (name, error)
-    del model, parts
+    model = parts = None
     gc.collect()

@@ -124,7 +124,6 @@ def few(monkeypatch):
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},
-        "offset": {"learning_rate": (1e-3,), "epochs": (1.0,)},
     }
     monkeypatch.setitem(GRIDS, "small", grid)
     return tuple(grid)
@@ -193,7 +192,7 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     # Costs: a gradient method has no more weights, steering has two small models more.
     sizes = {line.method: line.extra_bytes for line in results.trials}
     assert sizes["npo"] == sizes["distill"] == 0
-    assert sizes["linear"] == sizes["rank"] == sizes["linear-paper"] == sizes["offset"] > 0
+    assert sizes["linear"] == sizes["rank"] == sizes["linear-paper"] > 0
     assert all(line.seconds is None or line.seconds >= 0 for line in results.trials)
 
     for name in ("run.json", "comparison.json", "table.md", "report.html"):

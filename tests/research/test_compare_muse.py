@@ -176,6 +176,7 @@ def few(monkeypatch, tmp_path):
     return tuple(grid)
 
 
+@pytest.mark.slow
 def test_compare_on_muse_end_to_end(news, few, tmp_path):
     output = tmp_path / "runs"
     settings = CompareSettings(

@@ -20,7 +20,7 @@ from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_differe
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.report import takedown
-from divdec.report.takedown import read_report
+from divdec.report.takedown import read_report, write_report
 from divdec.takedowns.correction import TakedownCorrection, with_registry
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
@@ -396,14 +396,11 @@ def test_registry_is_not_locked_during_measurement(registry, reciting, monkeypat
     assert len(added) == 2
 
 
-@pytest.mark.parametrize("suffix", [".html", ".json"])
-def test_report_says_what_attacks_bring_back_and_shows_changes(
-    suffix, registry, article, tmp_path, world, capsys, monkeypatch
-):
+def test_report_says_what_attacks_bring_back_and_shows_changes(registry, article, tmp_path, world, capsys, monkeypatch):
     monkeypatch.setattr(takedown, "SAMPLED", 2)
     add(registry, article, "--reference", "letter of 3 May </script><!--")
     (tmp_path / "neutral.txt").write_text("\n\n".join(world.corpus[:20:4]))
-    file = tmp_path / f"report{suffix}"
+    file = tmp_path / "report.html"
     command = ["takedown", "report", str(registry.folder), "--id", "case", "--file", article, "--output", str(file)]
     capsys.readouterr()
     assert main([*command, "--neutral", str(tmp_path / "neutral.txt")]) == 0
@@ -425,23 +422,27 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(
     capsys.readouterr()
     assert main(["takedown", "check", str(file), "--public-key", public_key]) == 0
     assert main(["takedown", "check", str(file), "--public-key", "00" * 32]) == 2
-    text = file.read_text()
-    twice = text.replace('{\n  "report": {', '{\n  "report": {"recited": 0},\n  "report": {', 1)
-    beside = text.replace('{\n  "report"', '{\n  "note": "withdrawn",\n  "report"', 1)
-    if suffix == ".json":
-        assert text not in (twice, beside)
-    nested = '{"report": ' + "[" * 200_000
-    renamed, counted = text.replace("passages", "messages"), text.replace(" 0", " 1", 1)
-    for changed in (twice, beside, nested, renamed, counted, text.replace("\n", "\r\n"), text[:-70], "{}", ""):
-        if changed == text:
-            continue
-        file.write_bytes(changed.encode())
-        with pytest.raises(UsageError):
-            read_report(file)
-    if suffix == ".html":
-        file.write_text(f"{text}<p>and more")
-        with pytest.raises(UsageError, match="not a report"):
-            read_report(file)
+    with_json = file.with_suffix(".json")
+    write_report(with_json, content, registry)
+    assert read_report(with_json) == (content, public_key)
+    for report in (file, with_json):
+        text = report.read_text()
+        twice = text.replace('{\n  "report": {', '{\n  "report": {"recited": 0},\n  "report": {', 1)
+        beside = text.replace('{\n  "report"', '{\n  "note": "withdrawn",\n  "report"', 1)
+        if report is with_json:
+            assert text not in (twice, beside)
+        nested = '{"report": ' + "[" * 200_000
+        renamed, counted = text.replace("passages", "messages"), text.replace(" 0", " 1", 1)
+        for changed in (twice, beside, nested, renamed, counted, text.replace("\n", "\r\n"), text[:-70], "{}", ""):
+            if changed == text:
+                continue
+            report.write_bytes(changed.encode())
+            with pytest.raises(UsageError):
+                read_report(report)
+        report.write_text(text)
+    file.write_text(f"{file.read_text()}<p>and more")
+    with pytest.raises(UsageError, match="not a report"):
+        read_report(file)
 
 
 def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_path, capsys, monkeypatch):

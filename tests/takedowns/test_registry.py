@@ -684,7 +684,7 @@ def test_takedown_list_shows_brackets_literally(folder, registry, articles, caps
 
 
 def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
-    """Requests come from other processes than the model that follows them."""
+    """A request is withdrawn by another process than the one whose model follows it."""
     (tmp_path / "retain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in articles[:10]))
     (tmp_path / "article.txt").write_text(articles[20])
 
@@ -702,9 +702,7 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(Registry(registry), articles[20], 12)
     before = model(ids).logits
-    added = json.loads(
-        in_another_process("add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json")
-    )
+    added = json.loads(here("add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json"))
     assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
     assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
     following = ids[0, 6]
@@ -716,13 +714,12 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
     assert "remove" in here("list", registry, "--history")
 
 
-@pytest.mark.parametrize("action", ["list", "add", "remove"])
-def test_takedown_commands_do_not_import_torch(folder, registry, articles, tmp_path, action):
+def test_takedown_commands_do_not_import_torch(folder, registry, articles, tmp_path):
     registry.add("one", texts_of("t", articles[10:11]))
     (tmp_path / "text.txt").write_text(articles[12])
     add = ["--id", "two", "--file", str(tmp_path / "text.txt"), "--no-measure"]
-    options = {"add": add, "remove": ["--id", "one"]}
-    assert not loads_torch(["takedown", action, str(folder), *options.get(action, [])])
+    actions = ["list"], ["add", *add], ["remove", "--id", "one"]
+    assert not loads_torch(*(["takedown", action, str(folder), *options] for action, *options in actions))
 
 
 def test_packed_counts_round_trip(articles, registry):

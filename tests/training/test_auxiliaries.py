@@ -110,11 +110,11 @@ def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_n
 
 
 def test_p_learns_the_forget_set_alone_from_q(finished, files, tmp_path):
-    content, _ = train(files, recipe="forget-retain", init_forget_from="retain")
+    content, _ = train(files, recipe="forget-retain", init_forget_from="retain", target=None)
     forget = content["auxiliaries"]["forget_auxiliary"]
     assert forget["steps"] == 2
     assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
-    again, _ = train(files, recipe="forget-retain", overwrite=True)
+    again, _ = train(files, recipe="forget-retain", target=None, overwrite=True)
     assert forget["loss_before"] < again["auxiliaries"]["forget_auxiliary"]["loss_before"]
 
 
@@ -161,7 +161,7 @@ def test_single_questions_may_have_a_system_turn_but_are_no_texts():
 
 def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, monkeypatch):
     monkeypatch.setattr(learning_rate, "START", 6e-3)  # near the rate that halves this base's loss
-    content, said = train(files, lr="auto", epochs=6.0)
+    content, said = train(files, lr="auto", epochs=6.0, target=None)
     retain = content["auxiliaries"]["retain_auxiliary"]
     halving = min(retain["probes"], key=lambda probe: abs(probe["loss_ratio"] - 0.5))
     assert retain["learning_rate"] > halving["learning_rate"]
@@ -178,7 +178,7 @@ def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, 
 def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
     monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
-    searched = {"lr": "auto", "epochs": 1.0}
+    searched = {"lr": "auto", "epochs": 1.0, "target": None}
     whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
     tries = [(attempt["rate"], attempt["epochs"]) for attempt in whole["attempts"]]
     assert tries == [(1.0, 1.0), (pytest.approx(STEP), 1.0)]

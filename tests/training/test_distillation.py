@@ -586,12 +586,11 @@ def test_distillation_leaves_target_unchanged_and_preserves_student_dtype(own_ch
         forget_auxiliary=str(own_checkpoints / "forget"), steering="rank:20",
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"distil from rank:20:soft"):
-        quiet(settings_for(bundle, data, tmp_path / "student"))
+        quiet(settings_for(bundle, data, tmp_path / "student", steering="rank:20"))
     first = settings_for(
-        bundle, data, tmp_path / "first", steering="rank:20:soft", lora_rank=2, gradient_checkpointing=True,
-        gradient_accumulation=2,
-    )  # fmt: skip
-    quiet(first)
+        bundle, data, tmp_path / "first", lora_rank=2, gradient_checkpointing=True, gradient_accumulation=2
+    )
+    assert quiet(first)["teacher"]["steering"] == "rank:20:soft"  # the bundle's rule, with a fill that can be learned
     stored = load_file(tmp_path / "first" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert stored.keys() == load_file(own_checkpoints / "target" / "model.safetensors").keys()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from conftest import loads_torch, make_parts, tiny_model
+from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.data.formatting import IGNORED, Example
@@ -315,7 +315,3 @@ def test_invalid_input_gives_one_line_error_and_writes_nothing(bundle, files, tm
 def test_retain_set_is_required(bundle, files, tmp_path, capsys):
     assert main(["gradient-depth", str(bundle), f"--forget={files['forget']}", f"--output={tmp_path / 'out'}"]) == 2
     assert "retain" in capsys.readouterr().err
-
-
-def test_help_is_fast():
-    assert not loads_torch(["gradient-depth", "--help"])

@@ -66,14 +66,11 @@ def load(
     if experts.expert_devices:
         retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
         device = {"target": device, "retain_auxiliary": retain, "forget_auxiliary": forget}
+    folder = find_bundle(bundle)
     steering = None
     if choice.steering is not None:
-        steering = Steering.parse(choice.steering, allow_negative=choice.allow_negative)
-    folder = find_bundle(bundle)
-    if steering is not None:
-        # The eligible vocabulary belongs to the bundle, not to the strength.
         stored = Steering.from_dict(read_config(folder).steering or {})
-        steering = dataclasses.replace(steering, vocabulary=stored.vocabulary)
+        steering = stored.revised(choice.steering, allow_negative=choice.allow_negative)
     model = DivergenceForCausalLM.from_pretrained(
         folder,
         verify=not loading.no_verify,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.data.records import Record, RecordSet, read_records
+from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import exact_memorization, extraction_strength, min_k, rouge
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in
@@ -77,19 +77,6 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
     if files["forget"].is_file() and (holdout is not None or files["holdout"].is_file()):
         texts = {name: read_rows(file, SOURCE, read_text, limit) for name, file in files.items()}
     return MuseData(knowmem, shots, verbmem, texts)
-
-
-def growing_set(folder: Path, step: int) -> RecordSet:
-    """Read the forget set of a step of MUSE's scaling: the first `step` sets of its sustainability together.
-
-    The folder holds `sust/forget_1.jsonl` to `sust/forget_4.jsonl` (News only).
-
-    Raises:
-        UsageError: a set is missing.
-    """
-    sets = [read_records(folder / "sust" / f"forget_{number}.jsonl") for number in range(1, step + 1)]
-    records = tuple(record for one in sets for record in one)
-    return RecordSet(f"scal {step}", "text", records, blank=sum(one.blank for one in sets))
 
 
 def evaluate_muse(

@@ -132,10 +132,8 @@ def write_results(results: Results, folder: Path, *, openunlearning: bool = Fals
         write_json(folder / f"{prefix}_SUMMARY.json", {name: v for name, v in figures.items() if "." not in name})
 
 
-def read_results(folder: str | Path, suite: str | None = None) -> Results:
+def read_results(folder: str | Path) -> Results:
     """Read a folder that `divdec eval` or OpenUnlearning wrote; of the latter the summary is enough.
-
-    `suite` says which of OpenUnlearning's files to read if a folder holds those of several suites.
 
     Raises:
         UsageError: it holds no results, or a file cannot be read.
@@ -145,7 +143,7 @@ def read_results(folder: str | Path, suite: str | None = None) -> Results:
         return _read_own(folder)
     for name in ("tofu", "muse"):
         evaluated, summary = (folder / f"{name.upper()}_{kind}.json" for kind in ("EVAL", "SUMMARY"))
-        if suite in (None, name) and (evaluated.is_file() or summary.is_file()):
+        if evaluated.is_file() or summary.is_file():
             return _read_openunlearning(folder.name, name, evaluated, summary)
     raise UsageError(
         f"{folder} holds no results; looked for {SUMMARY} (divdec), TOFU_EVAL.json, TOFU_SUMMARY.json, "

@@ -57,12 +57,6 @@ class ItemScore:
         return -math.fsum(self.log_probabilities) / len(self.log_probabilities)
 
     @property
-    def loss_without_end(self) -> float:
-        """The same without the last labelled token, which ends an answer; NaN if it is the only one."""
-        log_probabilities = self.log_probabilities[:-1]
-        return -math.fsum(log_probabilities) / len(log_probabilities) if log_probabilities else math.nan
-
-    @property
     def probability(self) -> float:
         """Length-normalised probability of the answer, exp(−loss) (TOFU)."""
         return math.exp(-self.loss)

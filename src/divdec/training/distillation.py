@@ -302,6 +302,9 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     steering = Steering.from_dict(config.steering or {})
     if settings.steering is not None:
         steering = steering.revised(settings.steering, allow_negative=settings.allow_negative)
+    elif steering.rule == "rank" and steering.fill == "hard":
+        steering = dataclasses.replace(steering, fill="soft")
+        report(f"teacher: {steering}; with the hard fill masked tokens have probability 0, and the loss is infinite")
     _check_teacher(config, steering, settings)
     target = CheckpointReference.from_dict(config.target, "target").resolve(bundle, weights=True)
     check_plain(target, "target")

@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 
-from conftest import loads_torch
 from divdec.cli import main
 from served import bundle_of, engine_of, eventually, figure, process, serving
 
@@ -318,10 +317,6 @@ def test_port_in_use_is_reported_before_loading_models(tmp_path, capsys):
         assert main(["serve", str(tmp_path / "absent"), "--port", port]) == 2
     assert "--port" in one_line(capsys)
     assert time.perf_counter() - started < 10
-
-
-def test_help_does_not_import_torch():
-    assert not loads_torch(["serve", "--help"])
 
 
 def test_public_address_without_api_key_gives_warning(tmp_path, capsys):
