@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 from divdec.data.formatting import Example, encode_records, encode_set
 from divdec.data.records import Record, write_records
 from divdec.demo.models import Questions, StageCache, label_all_tokens, train_tokenizer
-from divdec.errors import Diverged, UsageError
+from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge
@@ -49,7 +49,6 @@ from divdec.research.figures.runs import distance_figure
 from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
-from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import DistillationSettings
 from sequential_data import RETAIN, RequestSequence, demo_sequence, muse_sequence, request_name
 

@@ -130,6 +130,7 @@ def main():
     parser.add_argument("--run", type=Path, required=True, help="output folder of divdec compare --data demo")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shadows", type=int, default=8, help="shadow models a seed; an even number from 4 on")
+    parser.add_argument("--seeds", type=int, help="of the comparison's seeds the first; by default all")
     given = parser.parse_args()
     try:
         run(given)
@@ -145,8 +146,11 @@ def run(given):
     settings = read_json(file)["settings"] if file.exists() else {}
     if settings.get("data") != "demo":
         raise UsageError(f"{given.run} is no output folder of divdec compare --data demo")
+    seeds = settings["seeds"] if given.seeds is None else given.seeds
+    if not 1 <= seeds <= settings["seeds"]:
+        raise UsageError(f"--seeds is {seeds}; accepted: 1 to {settings['seeds']}, those of {given.run}")
     settings = CompareSettings(
-        output=str(given.output), data="demo", seeds=settings["seeds"], grid=settings["grid"], limit=settings["limit"]
+        output=str(given.output), data="demo", seeds=seeds, grid=settings["grid"], limit=settings["limit"]
     )
     best = {row["method"]: row["setting"] for row in read_json(given.run / "comparison.json")["best"]}
     trials = [*map(Trial, REFERENCES), *trials_of([name for name in best if name not in REFERENCES], settings.grid)]

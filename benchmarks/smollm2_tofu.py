@@ -28,7 +28,7 @@ import torch
 
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
-from divdec.errors import UsageError
+from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.aggregate import VARIANTS, aggregate, tofu_figures
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge
@@ -43,7 +43,7 @@ from divdec.research.compare.run import compare_methods
 from divdec.research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
-from divdec.training.fine_tuning import Interrupted, fine_tune
+from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 

@@ -16,6 +16,10 @@ class Diverged(RuntimeError):
     """Training stopped because its loss was not finite."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C or a termination signal stopped a run after it had saved its state."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,8 +13,8 @@ from divdec import UsageError
 from divdec.data.records import RecordSet, overlap
 from divdec.demo import run as demo
 from divdec.demo.models import Questions, Recipe, Shape
+from divdec.errors import Interrupted
 from divdec.evaluation.aggregate import Bootstrap
-from divdec.training.fine_tuning import Interrupted
 from divdec.training.settings import TrainingSettings
 from sequential import (
     METHODS,

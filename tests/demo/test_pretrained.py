@@ -13,7 +13,8 @@ from divdec.data.records import read_records
 from divdec.demo import facts, pretrained
 from divdec.demo.facts import KINDS, Fact, split
 from divdec.demo.models import Shape, new_model
-from divdec.training.fine_tuning import Interrupted, fine_tune
+from divdec.errors import Interrupted
+from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 
 

@@ -10,9 +10,9 @@ import torch
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.data.records import record_set, single_turn
+from divdec.errors import Interrupted
 from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import LEARNED, train_auxiliaries
-from divdec.training.fine_tuning import Interrupted
 from divdec.training.learning_rate import STEP
 from divdec.training.settings import AuxiliarySettings
 

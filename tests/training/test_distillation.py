@@ -21,7 +21,7 @@ from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
 from divdec.demo.models import Shape, new_model, train_tokenizer
-from divdec.errors import Diverged, FailedClosed
+from divdec.errors import Diverged, FailedClosed, Interrupted
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
@@ -34,7 +34,7 @@ from divdec.training.distillation_loss import (
     plain_head,
     predicting,
 )
-from divdec.training.fine_tuning import Interrupted, Objective, fine_tune
+from divdec.training.fine_tuning import Objective, fine_tune
 from divdec.training.inputs import Collator
 from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec.training.teachers import Fingerprint, LiveTeacher, load_cache, write_cache

@@ -31,7 +31,7 @@ from cyclopts.help import DefaultFormatter
 
 import divdec.takedowns  # noqa: F401  # so that bundles may name a registry
 from divdec.cli import bundle, chat, evaluation, generate, image, remote, research, serving, takedown, training
-from divdec.errors import Diverged, FailedClosed, UsageError
+from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError
 
 PRODUCT = (
     training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
@@ -205,8 +205,7 @@ def _accepted(hint: Any) -> str | None:
 
 def _resumable(error: Exception) -> str | None:
     """Say how to resume a run that was stopped from outside; None where the program itself has failed."""
-    # Known by its name: the class lives beside torch, which an error of another command need not load.
-    if type(error).__name__ == "Interrupted":
+    if isinstance(error, Interrupted):
         return f"{error}; the same command resumes it"
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if full or any(words in str(error).lower() for words in DISK_FULL):

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from divdec.data.formatting import IGNORED, Example
-from divdec.errors import Diverged, UsageError
+from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.extras import require
 from divdec.model.checkpoint import has_bfloat16_instructions
 from divdec.runs import read_json, settings_hash, write_json
@@ -53,10 +53,6 @@ COMPLETE = "trainer_state.json"  # the last file that Trainer writes into a chec
 # transformers 5.2x renamed the argument and warns about the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
-
-
-class Interrupted(Exception):
-    """Ctrl-C or a termination signal stopped a run after it had saved its state."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from divdec import UsageError
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import record_set, texts_of
 from divdec.demo.models import Shape, new_model
+from divdec.errors import Interrupted
 from divdec.research.baselines import gradient, losses
 from divdec.research.baselines.gradient import (
     IDK_ANSWERS,
@@ -34,7 +35,7 @@ from divdec.research.baselines.settings import (
     SimNPOSettings,
     UNDIALSettings,
 )
-from divdec.training.fine_tuning import Interrupted, fine_tune, mean_loss
+from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from stopping import stopping_at
