@@ -57,6 +57,7 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
     assert result["rank"]["setting"] == "rank:3"
     assert [row["setting"] for row in result["sweep"]] == ["linear:0.5", "linear:2", "rank:3"]
     assert "ROUGE-L" in output.err
+    assert "target: in the cache" in output.err
     # Models of a step or two forget nothing, and nothing is recommended.
     assert result["recommended"]["reached"] is False
     assert "No setting closes 85% of the gap" in output.err
@@ -66,11 +67,6 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
     assert model.config.single_turn
     assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
     assert_it_can_be_tried_on(tmp_path / "out")
-    assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 0  # an earlier result is replaced
-    again = capsys.readouterr()
-    assert "target: in the cache" in again.err
-    timeless = [{k: v for k, v in r.items() if "seconds" not in k} for r in (result, json.loads(again.out))]
-    assert timeless[0] == timeless[1]
 
 
 def assert_it_can_be_tried_on(folder):
