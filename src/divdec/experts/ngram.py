@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-from typing import Any
+import functools
 
 import numpy as np
 import torch
@@ -16,9 +14,6 @@ from divdec.experts.ngram_counts import BACKOFF, SPACES, Counts
 from divdec.experts.protocol import BaseExperts, Inputs
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
-MIN_FREQUENCY = 8  # a token is frequent if it occurs more than vocab_size / 8 times
-MAX_CACHED = 1 << 24  # scores stored for frequent tokens (64 MiB a model)
-
 
 class StupidBackoff:
     """Scores S(w | context) = f(context w) / f(context), or 0.4·S(w | shorter context) if that is 0 (eq. 5).
@@ -26,34 +21,35 @@ class StupidBackoff:
     In the space 'log' the scores are logarithms, and every unigram counts once more.
 
     Scores are a dense row, equal for all contexts of one length, into which the scores of the context's followers are
-    written. Frequent tokens have too many followers for that: their dense rows with followers are cached.
+    written.
     """
 
     def __init__(self, counts: Counts, space: str = "score") -> None:
         self.counts = counts
         self.space = space
         self._longest = counts.order - 1
-        self._table: _DenseTable | None = None
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"counts": self.counts, "space": self.space}  # the table can be computed again
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
 
     def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
         """Return the score of every token after contexts, int64 [contexts, order − 1], with −1 before shorter ones."""
         lengths = (contexts != PADDING).sum(axis=1)
-        table = self._dense_table()
-        cached = self._cached_rows(table, contexts[:, -1], lengths)
-        scores = table.scores.index_select(0, torch.from_numpy(np.where(cached > 0, cached, lengths)))
+        scores = self._without_followers.index_select(0, torch.from_numpy(lengths))
         # Longer contexts come later, so that their followers override those of shorter ones.
         for length in range(1, self._longest + 1):
-            rows = np.flatnonzero((lengths >= length) & ((cached == 0) | (length > 1)))
+            rows = np.flatnonzero(lengths >= length)
             if len(rows):
                 indices, values = self._follower_scores(rows, contexts[rows, self._longest - length :], lengths[rows])
                 scores.view(-1).numpy()[indices] = values
+        return scores
+
+    @functools.cached_property
+    def _without_followers(self) -> Float[Tensor, "order vocab"]:
+        """The scores after a context without followers, for each length of contexts."""
+        counts = np.asarray(self.counts.unigrams).astype(np.float64) + (1 if self.space == "log" else 0)
+        score = counts / max(counts.sum(), 1.0)
+        scores = torch.empty(self.counts.order, self.counts.vocab_size)
+        for row in scores:
+            row.copy_(torch.from_numpy(np.log(score) if self.space == "log" else score))
+            score = BACKOFF * score
         return scores
 
     def _follower_scores(
@@ -71,56 +67,6 @@ class StupidBackoff:
                 score = np.where(step < steps[followers.rows], BACKOFF * score, score)
         indices = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
         return indices, (np.log(score) if self.space == "log" else score).astype(np.float32)
-
-    def _dense_table(self) -> _DenseTable:
-        if self._table is None:
-            with self._lock:
-                self._table = self._table or self._new_table()
-        return self._table
-
-    def _new_table(self) -> _DenseTable:
-        """Compute the dense rows of all context lengths, and reserve rows for frequent tokens."""
-        order, vocab_size = self.counts.order, self.counts.vocab_size
-        counts = np.asarray(self.counts.unigrams)
-        unigrams = counts.astype(np.float64) + (1 if self.space == "log" else 0)
-        score = unigrams / max(unigrams.sum(), 1.0)
-        # Fewer followers are written faster than a row is read from memory.
-        frequent = np.argsort(-counts, kind="stable")[: min(MAX_CACHED // vocab_size, vocab_size)]
-        frequent = frequent[counts[frequent] > vocab_size // MIN_FREQUENCY]
-        scores = torch.empty(order + len(frequent), vocab_size)
-        for length in range(order):
-            scores[length] = torch.from_numpy(np.log(score) if self.space == "log" else score)
-            score = BACKOFF * score
-        rows = np.zeros(vocab_size, dtype=np.int64)
-        rows[frequent] = np.arange(order, len(scores))
-        return _DenseTable(scores, rows, np.zeros(len(scores), dtype=bool))
-
-    def _cached_rows(self, table: _DenseTable, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the table's row for each context of full length that ends in a frequent token; 0 for the others."""
-        possible = (lengths == self._longest) & (last >= 0) & (last < self.counts.vocab_size)
-        rows = np.where(possible, table.rows[np.where(possible, last, 0)], 0)
-        if not table.is_computed[rows[rows > 0]].all():
-            with self._lock:
-                tokens = np.unique(last[(rows > 0) & ~table.is_computed[rows]])
-                if len(tokens):
-                    scores = table.scores[self._longest].repeat(len(tokens), 1)
-                    lengths = np.full(len(tokens), self._longest)
-                    indices, values = self._follower_scores(np.arange(len(tokens)), tokens[:, None], lengths)
-                    scores.view(-1).numpy()[indices] = values
-                    table.scores[torch.from_numpy(table.rows[tokens])] = scores
-                    table.is_computed[table.rows[tokens]] = True
-        return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class _DenseTable:
-    """Dense scores: one row for each context length, then one for each frequent token."""
-
-    scores: Float[Tensor, "rows vocab"]
-    rows: np.ndarray
-    """The row of each token; 0 if it is not frequent."""
-    is_computed: np.ndarray
-    """Which rows of frequent tokens hold scores."""
 
 
 class NgramPair(BaseExperts):
