@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from divdec.demo.models import (
     Shape,
     StageCache,
     encode_material,
+    new_model,
     train_pair,
     train_tokenizer,
 )
@@ -57,6 +59,7 @@ SHAPES = {
 }
 TRIGRAMS = ("trigram", "trigram-shifted")
 BRIDGED = ("bpe", "unigram", "gpt2")
+POSITIONS = 1024  # of a bridged pair: a text of the target's 512 tokens may have more in another tokenizer
 KINDS = (*TRIGRAMS, "small", "same", "larger", *BRIDGED)
 # A chat template that differs from the target's: roles are separate lines, and every turn is terminated.
 OTHER_TEMPLATE = (
@@ -100,9 +103,9 @@ def new_gpt2(shape, tokenizer, seed):
     set_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=len(tokenizer), n_positions=512, n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads,
-            n_inner=shape.mlp_width, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=shape.width, n_layer=shape.layers,
+            n_head=shape.heads, n_inner=shape.mlp_width, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )
     )  # fmt: skip
 
@@ -131,8 +134,9 @@ def train_experts(kind, benchmark, material, recipe):
     own = other_tokenizer(kind, material.texts, recipe.vocab_size) if kind in BRIDGED else tokenizer
     recipe = dataclasses.replace(recipe, auxiliary=SHAPES.get(kind, recipe.auxiliary))
     stages = StageCache(cache_folder() / benchmark.name / "models", own, benchmark.seed, print)
-    if kind == "gpt2":
-        stages = dataclasses.replace(stages, folder=stages.folder / kind, new=new_gpt2)
+    if kind in BRIDGED:
+        new = new_gpt2 if kind == "gpt2" else functools.partial(new_model, max_length=POSITIONS)
+        stages = dataclasses.replace(stages, folder=stages.folder / kind, new=new)
     q, p = (load_model(folder).eval() for folder in train_pair(stages, recipe, *encode_material(material, own))[1:])
     if own is tokenizer:
         return NeuralPair(q, p), q.num_parameters()

@@ -16,42 +16,61 @@ from vllm_reference import ALONE, EAGER, Reference, requests
 pytestmark = [pytest.mark.vllm_slow, pytest.mark.timeout(900)]
 
 ALPHA = 1.5
-CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNELS, "input_activations": TOKENS}},
+CHANNELS = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+GROUPS = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def int8(weight):
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return {"": (weight / scale).round().to(torch.int8), "_scale": scale.float()}
+
+
+def fp8(weight):
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    return {"": (weight / scale).to(torch.float8_e4m3fn), "_scale": scale.float()}
+
+
+def int4(weight):
+    groups = weight.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(dim=-1) / 7
+    numbers = (groups / scale[..., None]).round().to(torch.int32).flatten(1) + 8
+    # Eight numbers in one of 32 bits, the first in the lowest.
+    packed = (numbers.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return {"_packed": packed, "_scale": scale, "_shape": torch.tensor(weight.shape)}
+
+
+# What llm-compressor writes: format, weights, activations, and the dtype that vLLM runs it with on a CPU.
+FORMATS = {
+    "int8": (int8, "int-quantized", CHANNELS | {"type": "int"}, TOKENS | {"type": "int"}, "float32"),
+    "fp8": (fp8, "float-quantized", CHANNELS | {"type": "float"}, TOKENS | {"type": "float"}, "float32"),
+    "int4": (int4, "pack-quantized", GROUPS | {"type": "int"}, None, "bfloat16"),
 }
 
 
-@pytest.fixture(scope="module")
-def int8(models):
-    """The target with weights and activations of 8 bits, as llm-compressor writes it."""
-    folder = models / "int8"
-    shutil.copytree(models / "target", folder)
-    weights = {}
+def quantise(folder, quantised, kind, weights, activations):
+    """Quantise the layers of a checkpoint."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    scheme = {
+        "quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+    tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        weights[name] = weight
-        if name.endswith("proj.weight"):
-            scale = weight.abs().amax(dim=1, keepdim=True) / 127
-            weights[name] = (weight / scale).round().to(torch.int8)
-            weights[f"{name}_scale"] = scale.float()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        parts = quantised(weight) if name.endswith("proj.weight") else {"": weight}
+        tensors |= {name + suffix: part for suffix, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": INT8}))
-    return "int8"
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
 
 
 @pytest.fixture
 def logprobs(ask, prompts):
     """All log-probabilities that vLLM gives at the tokens of some prompts: [tokens, vocab]."""
 
-    def of(model, dtype):
+    def of(model, dtype, **options):
         asked = requests(prompts[5::9], prompt_logprobs=-1, max_tokens=1)
-        (answers,) = ask(model, [asked], **ALONE, **EAGER, max_logprobs=-1, dtype=dtype)
+        (answers,) = ask(model, [asked], **ALONE, **EAGER, max_logprobs=-1, dtype=dtype, **options)
         return torch.cat([table(answer["prompt_logprobs"][1:]) for answer in answers])
 
     def table(found):
@@ -60,16 +79,42 @@ def logprobs(ask, prompts):
     return of
 
 
-def test_int8_target_is_steered_as_vllm_computes_it(int8, make_bundle, logprobs, models, prompts):
-    bundle = make_bundle(int8, steering=f"linear:{ALPHA}")
-    steered = logprobs(bundle, "float32")
-    alone = {name: logprobs(models / name, "float32") for name in (int8, "retain", "forget")}
-    expected = (alone[int8] + ALPHA * (alone["retain"] - alone["forget"])).log_softmax(-1)
+def exact_parts(bundle, prompts):
+    """Steered log-probabilities and divergence of transformers in float32: [tokens, vocab] each."""
+    model = Reference(bundle)
+    with torch.no_grad():
+        divergence = [model.model.components(torch.tensor([ids]))[1][0, :-1] for ids in prompts[5::9]]
+    return torch.cat([model.logprobs(ids)[:-1] for ids in prompts[5::9]]), torch.cat(divergence)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_target_is_steered_as_vllm_computes_it(name, make_bundle, logprobs, models, prompts):
+    *how, dtype = FORMATS[name]
+    shutil.copytree(models / "target", models / name)
+    quantise(models / name, *how)
+    steered = logprobs(make_bundle(name, steering=f"linear:{ALPHA}"), dtype)
+    alone = {part: logprobs(models / part, dtype) for part in (name, "retain", "forget")}
+    expected = (alone[name] + ALPHA * (alone["retain"] - alone["forget"])).log_softmax(-1)
     assert (steered - expected).abs().max() < 1e-3
-    exact = make_bundle(steering=f"linear:{ALPHA}")
-    model = Reference(exact)
-    plain = torch.cat([model.logprobs(ids)[:-1] for ids in prompts[5::9]])
+    plain, _ = exact_parts(make_bundle(steering=f"linear:{ALPHA}"), prompts)
     assert (steered - plain).abs().max() > 0.1, "the target was not quantised"
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for 8-bit keys and values on a CPU"
+)
+@pytest.mark.parametrize("kind", ["pair", "ngrams"])
+def test_8_bit_keys_and_values_change_only_what_the_parts_compute(kind, make_bundle, logprobs, models, ngrams, prompts):
+    eight = {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    options = {} if kind == "pair" else {"retain": None, "forget": None, "ngram": str(ngrams)}
+    bundle = make_bundle(steering=f"linear:{ALPHA}", **options)
+    steered, target = logprobs(bundle, **eight), logprobs(models / "target", **eight)
+    plain, divergence = exact_parts(bundle, prompts)
+    if kind == "pair":
+        divergence = logprobs(models / "retain", **eight) - logprobs(models / "forget", **eight)
+    # n-grams read exact tokens from the same memory of keys and values.
+    assert (steered - (target + ALPHA * divergence).log_softmax(-1)).abs().max() < 1e-3
+    assert (steered - plain).abs().max() > 0.1, "keys and values were not quantised"
 
 
 def test_bfloat16_differs_from_float32_as_its_parts_do(make_bundle, logprobs, models, prompts):
@@ -78,8 +123,7 @@ def test_bfloat16_differs_from_float32_as_its_parts_do(make_bundle, logprobs, mo
     alone = {name: logprobs(models / name, "bfloat16") for name in ("target", "retain", "forget")}
     expected = (alone["target"] + ALPHA * (alone["retain"] - alone["forget"])).log_softmax(-1)
     differences = (steered - expected).abs()
-    model = Reference(bundle)
-    exact = torch.cat([model.logprobs(ids)[:-1] for ids in prompts[5::9]])
+    exact, _ = exact_parts(bundle, prompts)
     rounding = (steered - exact).abs()
     agreement = (steered.argmax(-1) == exact.argmax(-1)).float().mean()
     quantiles = torch.tensor([0.5, 0.99])

@@ -30,7 +30,7 @@ OPTIONS = {
     "overrides": ({"hf_overrides": {"steering": {"alpha": 0.0}}}, "--hf-overrides is"),
     "random weights": ({"load_format": "dummy"}, "--load-format is 'dummy'"),
     "keys and values elsewhere": ({"kv_transfer_config": TRANSFER}, "--kv-transfer-config is"),
-    "keys and values of 8 bits": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8"),
+    "keys and values of 8 bits": ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is 'fp8_e5m2'"),
     "processors": ({"logits_processors": ["json:loads"]}, "--logits-processors is"),
     "worker methods": ({"worker_extension_cls": "json.JSONEncoder"}, "--worker-extension-cls is"),
     "unknown option": ({"additional_config": {"divdec": {"alpha": 0}}}, "additional_config['divdec'] is {'alpha': 0}"),

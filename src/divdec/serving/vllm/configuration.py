@@ -62,7 +62,7 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("model_config.enable_sleep_mode", (False,), "--enable-sleep-mode"),
     ("model_config.logits_processors", (None, []), "--logits-processors"),
     ("load_config.load_format", ("auto", "hf", "safetensors"), "--load-format"),
-    ("cache_config.cache_dtype", ("auto",), "--kv-cache-dtype"),
+    ("cache_config.cache_dtype", ("auto", "fp8", "fp8_e4m3"), "--kv-cache-dtype"),
     ("cache_config.kv_sharing_fast_prefill", (False,), "--kv-sharing-fast-prefill"),
     ("lora_config", (None,), "--enable-lora"),
     ("kv_transfer_config", (None,), "--kv-transfer-config"),
