@@ -21,8 +21,8 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 
 # What divdec and its tests need beside a usual set for research (torch, transformers, accelerate, scipy, pandas, pytest).
 GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defusedxml dill docstring-parser fastapi \
-	jiter multiprocess nltk openai opentelemetry-api pycparser pydantic pydantic-core rich-rst rouge-score sniffio \
-	sse-starlette starlette typing-inspection uvicorn
+	httpcore2 httpx2 jiter multiprocess nltk openai opentelemetry-api pycparser pydantic pydantic-core rich-rst rouge-score sniffio \
+	sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
 .PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean

@@ -184,10 +184,12 @@ def main():
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sampled", type=int, default=8, help="questions that are sampled")
     given = parser.parse_args()
+    if min(given.questions, given.samples, given.sampled) < 1:
+        parser.error("--questions, --samples and --sampled are at least 1")
     try:
         run(given)
     except UsageError as error:
-        raise SystemExit(f"attacks_pretrained: {error}") from None
+        parser.exit(2, f"attacks_pretrained: {error}\n")
 
 
 def run(given):

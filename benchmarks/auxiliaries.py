@@ -157,7 +157,7 @@ def measure(kind, benchmark, material, recipe, before):
         experts, parameters = train_experts(kind, benchmark, material, recipe)
         model = DivergenceForCausalLM.from_experts(model, experts)
     suite, tokenizer = benchmark.suite, load_tokenizer(benchmark.target)
-    subject = EvaluatedModel(model, tokenizer, settings_of(kind), soft_likelihoods=True)
+    subject = EvaluatedModel(model, tokenizer, settings_of(kind))
     results = evaluate_tofu(subject, suite.data, suite.layout(tokenizer), gradient_norms=False, earlier=earlier)
     for one in results:
         one.about["parameters"] = parameters

@@ -96,7 +96,10 @@ def fitted(shapes, device, dtype):
         weights = sum(map(weights_of, (target, shapes["auxiliary"], shapes["auxiliary"])))
         if weights * dtype.itemsize <= ROOM * free:
             return target
-    raise SystemExit(f"decoding_gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target")
+    print(
+        f"decoding_gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target", file=sys.stderr
+    )
+    raise SystemExit(2)
 
 
 def weights_of(shape):

@@ -36,6 +36,7 @@ from sklearn.metrics import roc_auc_score
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, read_records, texts_of
 from divdec.demo.facts import NEUTRAL
+from divdec.errors import UsageError
 from divdec.evaluation.judges import key_phrase, words
 from divdec.experts.combined import NoExperts
 from divdec.experts.neural import logit_width
@@ -83,12 +84,20 @@ def main():
     parser.add_argument("--rules", nargs="+", default=RULES)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        run(options)
+    except UsageError as error:
+        parser.exit(2, f"difference_attack: {error}\n")
+
+
+def run(options):
+    """Attack the models that the output folder lacks, and print the table."""
     file = options.output / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     bundle = Bundle.open(options.demo / "bundle")
     tokenizer = load_tokenizer(bundle.paths["target"])
     questions = read_questions(options.demo)
+    options.output.mkdir(parents=True, exist_ok=True)
     with serving(plain(bundle.paths["target"]), tokenizer) as url:
         earlier = [Client(url, tokenizer).ask(question) for question in questions]
     for name, make in attacked(options, bundle, tokenizer).items():

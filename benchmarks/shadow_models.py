@@ -135,7 +135,7 @@ def main():
     try:
         run(given)
     except UsageError as error:
-        raise SystemExit(f"shadow_models: {error}") from None
+        parser.exit(2, f"shadow_models: {error}\n")
 
 
 def run(given):

@@ -106,7 +106,7 @@ def main():
     try:
         run(options.data, options.output, options.target, options.base, options.limit, options.jobs, options.split)
     except (UsageError, Interrupted) as error:
-        raise SystemExit(f"smollm2_tofu: {error}") from None
+        parser.exit(2, f"smollm2_tofu: {error}\n")
 
 
 def run(data, output, target, base, limit, jobs=1, split="forget05"):

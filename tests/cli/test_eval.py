@@ -59,8 +59,8 @@ def test_sweep_writes_one_folder_per_setting(steered, tofu, tmp_path, capsys):
     sweep = ("--sweep", "linear:0,1", "rank:5")
     assert main("eval", "tofu", steered, *tofu, *sweep, "--output", out, "--openunlearning", "--json") == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["steering"] for line in printed] == ["linear:0", "linear:1", "rank:5:soft"]
-    assert sorted(path.name for path in out.iterdir()) == ["linear-0", "linear-1", "rank-5-soft", "run.json"]
+    assert [line["steering"] for line in printed] == ["linear:0", "linear:1", "rank:5"]
+    assert sorted(path.name for path in out.iterdir()) == ["linear-0", "linear-1", "rank-5", "run.json"]
     result = read_results(out / "linear-1")
     assert result.figures == printed[1]["figures"]
     assert result.split == "forget01"
@@ -179,8 +179,8 @@ def test_calibrate_finds_setting_matching_retrained_model(shared, steered, tmp_p
 
 
 def test_sweep_specs_are_parsed():
-    result = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:hard"])
-    assert [str(setting) for setting in result] == ["linear:0.5", "linear:1", "rank:1:soft", "rank:20:soft", "rank:5"]
+    result = parse_sweep(["linear:0.5,1", "rank:1,20", "rank:5:soft"])
+    assert [str(setting) for setting in result] == ["linear:0.5", "linear:1", "rank:1", "rank:20", "rank:5:soft"]
     with pytest.raises(UsageError, match="twice"):
         parse_sweep(["linear:1,1.0"])
     with pytest.raises(UsageError, match="not a number"):

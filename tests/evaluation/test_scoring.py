@@ -1,5 +1,6 @@
 """Scores against logits that can be checked by eye, and against the slow way."""
 
+import dataclasses
 import math
 
 import pytest
@@ -74,12 +75,14 @@ def test_scoring_many_settings_in_one_pass_matches_separate_passes(model):
     model.steering = "linear:1.5"
 
 
-def test_soft_likelihoods_leave_answers_with_their_own_fill(model, tokenizer):
-    hard = Steering("rank", k=9)
-    evaluated = EvaluatedModel(model, tokenizer, (hard,), soft_likelihoods=True)
+def test_likelihoods_have_the_soft_fill_and_answers_their_own(model, tokenizer):
+    hard = Steering("rank", k=400)  # masks a token of an answer
+    evaluated = EvaluatedModel(model, tokenizer, (hard,))
     result = evaluated.scores(EXAMPLES, moments=False, batch_size=32, title=None)
-    assert result == score_settings(model, EXAMPLES, [Steering("rank", k=9, fill="soft")])
+    assert result == score_settings(model, EXAMPLES, [dataclasses.replace(hard, fill="soft")])
     assert evaluated.under(evaluated.settings[0]).steering == hard
+    with pytest.raises(UsageError, match=r"item \d: .*soft one"):
+        score(model, EXAMPLES)  # its logits are used as they are
     model.steering = "linear:1.5"
 
 
@@ -203,11 +206,6 @@ def test_linear_and_rank_settings_are_scored_together(model):
 def test_settings_with_different_vocabularies_are_rejected(model):
     with pytest.raises(UsageError, match="eligible vocabulary"):
         score_settings(model, EXAMPLES, [Steering("rank", k=2, vocabulary=(1, 2, 3)), Steering("rank", k=2)])
-
-
-def test_a_probability_of_zero_is_an_error_that_names_the_item(model):
-    with pytest.raises(UsageError, match=r"item \d: .*soft fill"):
-        score_settings(model, EXAMPLES, [Steering("rank", k=400)])
 
 
 def test_batched_generation_matches_unbatched(model, tokenizer):

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from divdec import UsageError, write_bundle
 from divdec.cli import main
@@ -44,7 +46,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def commands(folder, bundle, data, checkpoints):
+def commands(folder, bundle, broken, data, checkpoints):
     shared = ["--device", "cpu", "--batch-size", "3"]
     tofu = ["--data", data / "tofu", "--split", "forget01", "--holdout", data / "tofu/holdout01.json", "--limit", "2",
             "--fluency", "none", "--reference", checkpoints / "retain"]  # fmt: skip
@@ -54,7 +56,7 @@ def commands(folder, bundle, data, checkpoints):
         ["muse", bundle, "--data", data / "muse", "--output", folder / "muse"],
         ["leak", bundle, *leak, "--output", folder / "leak"],
         # It cannot be scored, whichever process has the item.
-        ["tofu", bundle, *tofu, "--steering", "rank:200", "--output", folder / "hard"],
+        ["tofu", broken, *tofu, "--output", folder / "broken"],
     ]
     return [["eval", *map(str, command), *shared] for command in result]
 
@@ -69,12 +71,16 @@ def test_two_process_evaluation_matches_one_process(data, checkpoints, tmp_path,
         tmp_path / "bundle", target=str(checkpoints / "target"), retain_auxiliary=str(checkpoints / "retain"),
         forget_auxiliary=str(checkpoints / "forget"), steering="linear:1.5",
     )  # fmt: skip
-    expected = [main(command) for command in commands(tmp_path / "one", bundle, data, checkpoints)]
+    broken = shutil.copytree(checkpoints / "target", tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    expected = [main(command) for command in commands(tmp_path / "one", bundle, broken, data, checkpoints)]
     assert expected == [0, 0, 0, 2]
     printed, said = capsys.readouterr()
     (tmp_path / "two").mkdir()
     list_of_commands = tmp_path / "commands.json"
-    list_of_commands.write_text(json.dumps(commands(tmp_path / "two", bundle, data, checkpoints)))
+    list_of_commands.write_text(json.dumps(commands(tmp_path / "two", bundle, broken, data, checkpoints)))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT,
          list_of_commands],
@@ -87,8 +93,8 @@ def test_two_process_evaluation_matches_one_process(data, checkpoints, tmp_path,
     for rank in (0, 1):
         assert json.loads(list_of_commands.with_suffix(f".{rank}").read_text()) == expected
     assert done.stdout.replace(str(tmp_path / "two"), "") == printed.replace(str(tmp_path / "one"), "")
-    assert "hard rank masking gives that" in said
-    assert "hard rank masking gives that" in done.stderr
+    assert "a token of probability 0 or NaN" in said
+    assert "a token of probability 0 or NaN" in done.stderr
     files = [path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()]
     assert files == [p.relative_to(tmp_path / "two") for p in sorted((tmp_path / "two").rglob("*")) if p.is_file()]
     same = [file for file in files if file.name in (SUMMARY, ITEMS)]

@@ -252,10 +252,6 @@ class TestRejectsInvalidInput:
         with pytest.raises(UsageError, match="probability 0 or NaN"):
             evaluate_tofu(broken, read_tofu(files, "forget01"))
 
-    def test_rank_rule_with_hard_masking(self, oracle, files):
-        with pytest.raises(UsageError, match="soft fill"):
-            evaluate_tofu(subject(oracle, "rank:500"), read_tofu(files, "forget01"))
-
     def test_unavailable_fluency_classifier(self):
         with pytest.raises(UsageError, match="--fluency none"):
             Fluency("nobody/nothing")

@@ -138,9 +138,8 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
         suite, "evaluate_tofu", lambda *args, **rest: subjects.append(args[0]) or evaluate_tofu(*args, **rest)
     )
     results = compare_methods(settings, report=reports.append)
-    # The rank rule answers as a bundle does, and its likelihoods are finite.
-    (rank,) = [one for one in subjects if "rank" in str(one.settings[0])]
-    assert (str(rank.settings[0]), rank.soft_likelihoods) == ("rank:5", True)
+    # The rank rule answers as a bundle does.
+    assert [str(one.settings[0]) for one in subjects if "rank" in str(one.settings[0])] == ["rank:5"]
     by_setting = {(line.method, line.setting): line for line in results.trials}
 
     # What holds by definition: the target's utility is 1, the retrained model's privacy 1, a strength of 0 the target.

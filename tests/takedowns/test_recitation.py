@@ -406,6 +406,8 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(registry, article
     assert main([*command, "--neutral", str(tmp_path / "neutral.txt")]) == 0
     printed = capsys.readouterr().out
     assert "greedy: 5 of 5 passages recited before, 0 now" in printed
+    assert "retain texts: not measured" in printed
+    assert '<td>retain</td><td colspan="4">not measured</td>' in file.read_text()
     content, public_key = read_report(file)
     assert public_key == registry.public_key
     assert public_key in printed
@@ -496,7 +498,7 @@ def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, reg
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "absent"]) == 2
     begun = halves(load_tokenizer(reciting), ARTICLE)[1]
     short = load_tokenizer(reciting).decode(begun[: RUN - 4])
-    for text, reason, code in (("", "stop", 1), (short, "length", 1), (short, "stop", 0)):
+    for text, reason, code in (("", "stop", 1), (short, "length", 1), (short, "stop", 0), ("No.", "content_filter", 0)):
         reply = Reply(text, reason)
         with mock.patch("divdec.remote.client.Endpoint.create_completion", reply):
             assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == code

@@ -186,8 +186,7 @@ def calibrate(
     if written:
         from divdec.model.bundle import rewrite_steering
 
-        # The soft fill was for likelihoods; a bundle decodes with the hard one.
-        rewrite_steering(bundle, dataclasses.replace(result.chosen.steering, fill="hard"), _card_row(result))
+        rewrite_steering(bundle, result.chosen.steering, _card_row(result))
     code = 0 if written or not result.faults else NOT_REACHED
     if printing.json:
         print(json.dumps(_as_json(result, written)))

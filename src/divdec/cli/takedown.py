@@ -282,6 +282,8 @@ def report(
         f"{name} texts: {row['unchanged']:.0%} of the answers unchanged, perplexity ×{row['perplexity']:.3f}"
         for name, row in content["others"].items()
     ]
+    if retain is None:
+        lines.append("retain texts: not measured (--retain)")
     if not content["recited_before"]:
         lines.append("the target recites no passage without the registry either: nothing shows that the registry helps")
     lines.append(f"{path}: signed by the registry; its public key is {opened.public_key}")

@@ -411,9 +411,7 @@ def measure_models(
     with tqdm(total=2 + len(settings), desc=f"{'measuring':<17}", unit="setting", dynamic_ncols=True) as bar:
         references = plain("target", target), plain("retrain", retrain)
         model = DivergenceForCausalLM.from_parts(target, q, p)
-        # Likelihoods need finite logits; one pass serves all settings.
-        soft = [dataclasses.replace(setting, fill="soft") for setting in settings]
-        scores = [score_settings(model, some, soft) for some in examples]
+        scores = [score_settings(model, some, settings) for some in examples]
         steered = []
         for index, setting in enumerate(settings):
             model.steering = setting

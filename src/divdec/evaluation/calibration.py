@@ -183,13 +183,13 @@ def calibrate(
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
         for point in [chosen, *others[:MOST_OTHERS]]:
-            model.steering = dataclasses.replace(point.steering, fill="hard")
+            model.steering = point.steering
             check = LeakCheck(len(records), _leaks(model, tokenizer, records, form, batch_size), q_leaks)
             if leak_check is None or not check.too_many:
                 chosen, leak_check = point, check
             if not check.too_many:
                 break
-    model.steering = dataclasses.replace(chosen.steering, fill="hard")
+    model.steering = chosen.steering
     faults = _faults(points, chosen, max_retain_drop, leak_check)
     if (auc := statistics.fmean(reference.values())) < LEAST_REFERENCE:
         faults.insert(

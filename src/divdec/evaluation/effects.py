@@ -194,9 +194,8 @@ def measure_effects(
     examples = {name: encode_set(records, tokenizer, form) for name, records in sets.items()}
     flat = [example for some in examples.values() for example in some[:MOST_RECORDS]]
     names = [name for name, some in examples.items() for _ in some[:MOST_RECORDS]]
-    # Likelihoods need finite logits, so masked tokens have the soft fill here.
-    candidates = [UNSTEERED, *(dataclasses.replace(one, fill="soft") for one in settings)]
-    scored = score_settings(model, flat, candidates, batch_size=batch_size, title="settings" if progress else None)
+    title = "settings" if progress else None
+    scored = score_settings(model, flat, [UNSTEERED, *settings], batch_size=batch_size, title=title)
     figures: list[dict[str, float]] = []
     for scores in scored:
         of_set = {name: [one for one, own in zip(scores, names, strict=True) if own == name] for name in sets}

@@ -119,7 +119,8 @@ def ask_endpoint(
         content, _ = endpoint.create_completion(passage.prompt, temperature=0.0, max_tokens=LENGTH)
         try:
             choice, read = content["choices"][0], content["usage"]["prompt_tokens"]
-            text, ended = choice["text"], choice.get("finish_reason") == "stop"
+            # A refusal (--on-suppressed) is a whole answer, too.
+            text, ended = choice["text"], choice.get("finish_reason") in ("stop", "content_filter")
         except (KeyError, IndexError, TypeError, AttributeError):
             text, ended, read = None, False, None
         if not isinstance(text, str):

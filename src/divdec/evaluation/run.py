@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
     """Parse settings such as 'linear:0.5,1,1.5', 'rank:1,5,20' and 'rank:5,20:3' (with a margin).
 
-    Rank settings get the soft fill, which likelihoods need.
-
     Raises:
         UsageError: a setting is malformed, or given twice.
     """
@@ -48,8 +46,6 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
     for text in texts:
         rule, _, values = text.partition(":")
         values, *ending = values.split(":")
-        if rule == "rank" and ending[-1:] not in (["soft"], ["hard"]):
-            ending.append("soft")
         ending = "".join(f":{one}" for one in ending)
         for value in values.split(","):
             settings.append(Steering.parse(f"{rule}:{value}{ending}", allow_negative=allow_negative))

@@ -75,8 +75,6 @@ class EvaluatedModel:
     tokenizer: PreTrainedTokenizerBase
     settings: tuple[Steering | None, ...] = ()
     """Settings of a steered model; (None,) for a plain one. By default the model's own."""
-    soft_likelihoods: bool = False
-    """Score likelihoods with the soft fill of the rank rule; answers keep the fill of the setting."""
 
     def __post_init__(self) -> None:
         steered = isinstance(self.model, DivergenceForCausalLM)
@@ -91,8 +89,6 @@ class EvaluatedModel:
         """Score the examples under every setting; see `score_settings`."""
         if isinstance(self.model, DivergenceForCausalLM):
             settings = [setting for setting in self.settings if setting is not None]
-            if self.soft_likelihoods:
-                settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
             return score_settings(self.model, examples, settings, moments=moments, batch_size=batch_size, title=title)
         return [score(self.model, examples, moments=moments, batch_size=batch_size, title=title)]
 
@@ -155,16 +151,18 @@ def score_settings(
     """Score every example under many settings, with one pass of target and auxiliaries for all of them.
 
     See `score` for the arguments. The model's own setting is not used; rank settings must have the same eligible
-    vocabulary.
+    vocabulary. Likelihoods must be finite, so the rank rule has the soft fill here whatever the setting's is, as in the
+    paper; answers are generated with the setting's own.
 
     Returns:
         For each setting one score per example.
 
     Raises:
-        UsageError: an answer has probability 0 under a setting, as hard rank masking may give.
+        UsageError: an answer has probability 0 or NaN under a setting; names the item.
     """
     if not settings:
         return []
+    settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
     ranked = {setting.vocabulary: setting for setting in settings if setting.rule == "rank"}
     if len(ranked) > 1:
         raise UsageError("rank settings that are scored together must have one eligible vocabulary")
@@ -401,8 +399,8 @@ def _item_score(index: int, rows: Sequence[Sequence[float]]) -> ItemScore:
     log_probabilities, hits, *moments = zip(*rows, strict=True)
     if not all(map(math.isfinite, log_probabilities)):
         raise UsageError(
-            f"item {index}: its answer has a token of probability 0 or NaN; hard rank masking gives that: "
-            "score with the soft fill (rank:K:soft)"
+            f"item {index}: its answer has a token of probability 0 or NaN; the rank rule's hard fill gives that: "
+            "score with the soft one (rank:K:soft), or the model is broken"
         )
     return ItemScore(log_probabilities, tuple(map(bool, hits)), tuple(zip(*moments, strict=True)))
 

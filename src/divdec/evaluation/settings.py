@@ -38,8 +38,7 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """tofu, muse: result folder of the retrained model, from divdec or OpenUnlearning. It is the reference for forget
     quality and privacy leakage."""
     sweep: tuple[str, ...] = ()
-    """Evaluate several settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20. The rank rule uses the soft
-    fill."""
+    """Evaluate several settings of one bundle, such as linear:0.5,1,1.5 rank:1,5,20."""
     fluency: str | None = _of("tofu", default=None)
     """tofu: text classifier for fluency, whose class 0 means fluent: a folder or hub id. 'none' skips fluency. By
     default OpenUnlearning's (madhurjindal/autonlp-Gibberish-Detector-492513457), if it can be loaded."""

@@ -252,7 +252,8 @@ class _Run:
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if "mia_gradnorm.holdout" in results.items:
                 continue
-            model = self.model.under(setting)
+            # Gradients need a finite loss, as likelihoods do (`score_settings`).
+            model = self.model.under(setting and dataclasses.replace(setting, fill="soft"))
             for name in ("forget", "holdout"):
                 examples = self.form.encode([question.record for question in self.data.sets[name]])
                 norms = together(

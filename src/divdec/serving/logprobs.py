@@ -23,8 +23,15 @@ REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
 """The class's path, for vLLM."""
-# Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities.
-OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "echo")
+# Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities. The others
+# let a client choose the tokens that are compared.
+OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "echo")
+# Paths of vLLM that take requests whose fields are checked here. Others, such as /generative_scoring, give
+# probabilities without such a field.
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +101,7 @@ def default_level(registry: bool) -> str:
 
 
 class RefuseLogprobs:
-    """Middleware of vLLM's server that refuses requests for log-probabilities, and those it cannot read."""
+    """Middleware of vLLM's server that refuses log-probabilities, requests it cannot read, and other paths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -106,6 +113,10 @@ class RefuseLogprobs:
             return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in PATHS:
+            await _refuse(send, 403, f"{path} may give more {REFUSED} than this server gives (--logprobs off)", None)
             return
         messages: list[Message] = []
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
@@ -126,10 +137,14 @@ class RefuseLogprobs:
 
             await self._app(scope, receive_again, send)
             return
-        error = {"message": message, "type": "BadRequestError", "param": field, "code": 400}
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 400, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+        await _refuse(send, 400, message, field)
+
+
+async def _refuse(send: Send, status: int, message: str, field: str | None) -> None:
+    error = {"message": message, "type": "BadRequestError", "param": field, "code": status}
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
 def find_logprob_field(value: Any) -> str | None:

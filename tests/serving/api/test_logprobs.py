@@ -99,6 +99,7 @@ def test_default_is_off_with_a_registry():
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
         ({"echo": True}, "echo"),
         ({"sampling_params": {"logprobs": 1}}, "logprobs"),
         ({"requests": [{"x": 1}, {"prompt_logprobs": 1}]}, "prompt_logprobs"),
@@ -124,13 +125,15 @@ def test_middleware_passes_on_whole_bodies_and_refuses_fields():
         for start in range(0, len(text), 97):
             yield text[start : start + 97]
 
-    async def post(text):
+    async def post(text, path="/v1/completions"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(RefuseLogprobs(app))) as client:
-            return await client.post("http://server/v1/completions", content=chunks(text))
+            return await client.post(f"http://server{path}", content=chunks(text))
 
     harmless = json.dumps({"prompt": "logprobs and logit_bias", "logprobs": None}).encode()
     assert asyncio.run(post(harmless)).content == harmless
     assert asyncio.run(post(b"")).content == b""
+    for path in ("/generative_scoring", "/invocations", "/v1/completions/", "/inference/v1/generate"):
+        assert asyncio.run(post(harmless, path)).status_code == 403, path
     assert asyncio.run(post(b"{not json")).status_code == 400
     # Nested more deeply than Python's stack, but not than vLLM's parser allows; the second is too deep for this one.
     for depth in (700, 100_000):

@@ -38,6 +38,8 @@ WINDOW = 32  # tokens; the longest prompts have 93
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {**HEAD, "sliding_window": WINDOW, "query_pre_attn_scalar": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SCALED = {"rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+# The type of model in transformers, and after a space that of its rotary embedding where it is not the usual one.
 FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": True},
@@ -50,6 +52,10 @@ FAMILIES = {
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**HEAD, **EXPERTS},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "llama llama3": {
+        "rope_parameters": SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    },
+    "llama yarn": {"rope_parameters": SCALED | {"rope_type": "yarn"}},
 }
 
 
@@ -66,7 +72,7 @@ def tiny(family, vocab_size, seed, width, layers):
     if family == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": 256}
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    kind = transformers.CONFIG_MAPPING[family]
+    kind = transformers.CONFIG_MAPPING[family.split()[0]]
     if family.startswith("gemma"):
         sizes["layer_types"] = LAYERS[:layers]
     config = kind(vocab_size=vocab_size, initializer_range=0.2, **sizes, **FAMILIES[family], **ends)
@@ -95,10 +101,26 @@ def make(tokenizer, tmp_path):
 @pytest.mark.parametrize("pair", ["own", "other"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_answers_as_in_transformers(family, pair, make, ask, prompts):
-    other = "qwen2" if family == "llama" else "llama"
+    other = "qwen2" if family.startswith("llama") else "llama"
     bundle = make(family, family if pair == "own" else other)
     asked = prompts[1::6]
     (answers,) = ask(bundle, [requests(asked, logprobs=5, prompt_logprobs=5)], **ALONE, **EAGER)
+    model = Reference(bundle)
+    same_answers(model, asked, answers)
+    is_steered(model, asked, answers, apart=0.5)
+
+
+def test_two_rotary_embeddings_by_length_within_the_shorter(make, ask, prompts, monkeypatch):
+    """Phi-3's long contexts; of longer texts see test_refusals.py."""
+    half = {"short_factor": [1.0 + i / 32 for i in range(32)], "long_factor": [4.0] * 32}
+    long = {
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | half,
+    }
+    monkeypatch.setitem(FAMILIES, "phi3", long)
+    bundle = make("phi3", "llama")
+    asked = prompts[1::6]
+    (answers,) = ask(bundle, [requests(asked, logprobs=5, prompt_logprobs=5)], **ALONE, **EAGER, max_model_len=128)
     model = Reference(bundle)
     same_answers(model, asked, answers)
     is_steered(model, asked, answers, apart=0.5)

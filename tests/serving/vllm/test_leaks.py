@@ -49,3 +49,5 @@ def test_server_with_a_registry_gives_no_log_probabilities(make_bundle, make_reg
             assert "--logprobs off" in refused.json()["error"]["message"]
         chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
         assert ask("/v1/chat/completions", **chat, logprobs=True).status_code == 400
+        scoring = {"query": [5, 9], "items": [[7]], "label_token_ids": [3, 4], "apply_softmax": False}
+        assert ask("/generative_scoring", **scoring).status_code == 403

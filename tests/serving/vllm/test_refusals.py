@@ -50,9 +50,9 @@ def lose_weight(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def quantise(folder, how):
+def configure(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.fixture
@@ -159,8 +159,17 @@ def test_unsupported_vllm_options_are_rejected(
         "quantised by gptq": {"quant_method": "gptq"},
     }
     for number, (words, how) in enumerate(quantised.items()):
-        bundle = damaged(f"quantised {number}", functools.partial(quantise, how=how))
+        bundle = damaged(f"quantised {number}", functools.partial(configure, quantization_config=how))
         cases[words] = case(bundle, additional_config=unverified), words
+
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 128}
+    rotary = {
+        "more than 128 tokens (longrope)": {"rope_type": "longrope", "factor": 2.0} | factors,
+        "of type 'dynamic'": {"rope_type": "dynamic", "factor": 2.0},
+    }
+    for number, (words, how) in enumerate(rotary.items()):
+        change = functools.partial(configure, rope_parameters=how | {"rope_theta": 10000.0})
+        cases[words] = case(damaged(f"rotary {number}", change), additional_config=unverified), words
 
     bounded = tmp_path / "bounded"
     tiny_model("gemma2", len(tokenizer), 9, width=128, head_dim=32, sliding_window=256).save_pretrained(bounded)

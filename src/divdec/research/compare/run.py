@@ -346,9 +346,7 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         built = build_model(trial, benchmark, folder / MODEL, seed_folder / "work")
         model = load_trial(built.folder, trial)
         extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target, dtype=dtype_for_passes()))
-        # As in the paper's code: answers with the hard fill, likelihoods (which must be finite) with the soft one.
-        subject = EvaluatedModel(model, load_tokenizer(benchmark.target), soft_likelihoods=True)
-        results = benchmark.suite.evaluate(subject)
+        results = benchmark.suite.evaluate(EvaluatedModel(model, load_tokenizer(benchmark.target)))
         results.name = str(trial.folder)
         results.about = {
             "method": trial.method, "setting": trial.label, "seed": benchmark.seed, "steering": trial.steering,

@@ -80,6 +80,8 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 # Model types with sliding windows for which vLLM was compared with transformers (tests/serving/vllm/test_families.py).
 WINDOWED = {"mistral", "mixtral", "phi3", "gemma2", "gemma3_text"}
 QUANTISED = {"compressed-tensors"}
+# Rotary embeddings that depend on neither the text's length nor the engine's; vLLM has one table for all lengths.
+ROTARY = {"default", "linear", "llama3", "yarn"}
 # Variables that let clients call the engine's methods, load weights or send pickled objects.
 VARIABLES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 
@@ -263,6 +265,8 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
                 f"{named} leaves {unmatched[0]!r} unquantised, which vLLM would not find in a bundle; accepted: "
                 "'lm_head' and patterns that begin with 're:.*'"
             )
+        if (rotary := _unlike_rotary(config, length)) is not None:
+            raise UsageError(f"{named} {rotary}")
         window = getattr(config, "sliding_window", None)
         if window is not None and window < length and config.model_type not in WINDOWED:
             raise UsageError(
@@ -281,6 +285,23 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
                 f"--tensor-parallel-size is {ranks}, but {named} has {heads} attention heads and {shared} of keys and "
                 "values, which cannot be split so; give a number that divides them"
             )
+
+
+def _unlike_rotary(config: PreTrainedConfig, length: int) -> str | None:
+    """Say why vLLM would compute a model's rotary embedding otherwise than transformers, or return None."""
+    rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    layers = [one for one in rotary.values() if isinstance(one, Mapping)] or [rotary]
+    for one in layers:
+        kind = one.get("rope_type", "default")
+        original = one.get("original_max_position_embeddings") or 0
+        if kind == "longrope" and length > original:
+            return (
+                f"has another rotary embedding for texts of more than {original} tokens (longrope), which vLLM would "
+                f"use for shorter ones too; give --max-model-len {original} or less"
+            )
+        if kind != "longrope" and kind not in ROTARY:
+            return f"has a rotary embedding of type {kind!r}, which was not tried on vLLM; serve it without vLLM"
+    return None
 
 
 def check_weights_complete(parts: BundleParts) -> None:

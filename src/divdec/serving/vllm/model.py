@@ -6,7 +6,7 @@ Its hidden states are those of all parts, concatenated. Only `compute_logits` tu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from vllm.platforms import current_platform
 
 from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.correction import Correction
 from divdec.experts.neural import divergence_of, same_weights
 from divdec.fail_closed import check_divergence, check_target
 from divdec.model.checkpoint import weight_files
@@ -129,7 +128,7 @@ class DivergenceForCausalLM(nn.Module):
         contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
         if self.takedowns is not None:
             assert contexts is not None
-            correction = self._correction(self.takedowns, contexts, target)
+            correction = self._looked_up(self.takedowns.correction, contexts, target)
             check_divergence(correction)
             target = target + correction
         divergence = torch.zeros_like(target)
@@ -137,24 +136,23 @@ class DivergenceForCausalLM(nn.Module):
             divergence = divergence_of(*auxiliaries)[..., : self.vocab_size]
         if self.ngrams is not None:
             assert contexts is not None
-            ngrams = self.ngrams.divergence(contexts, logits_to_keep=1)[:, 0, : self.vocab_size]
-            divergence = divergence + ngrams.to(target.device)
+            divergence = divergence + self._looked_up(self.ngrams.divergence, contexts, target)
         check_divergence(divergence)
         return self.steering.apply(target, divergence, self.eligible)
 
-    def _correction(
-        self, takedowns: Correction, contexts: Int[Tensor, "rows length"], target: Float[Tensor, "rows vocab"]
+    def _looked_up(
+        self, look_up: Callable[..., Tensor], contexts: Int[Tensor, "rows length"], target: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """Return the registry's correction. Rank 0 computes it for all ranks: another could see a newer state."""
+        """Return what counts say of the next token. Rank 0 asks them for all: another could see a newer registry."""
         ranks = get_tp_group()
-        correction = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
+        found = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
         try:
             if ranks.is_first_rank:
-                correction.copy_(takedowns.correction(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
+                found.copy_(look_up(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
         finally:
             if current_platform.use_all_gather():  # otherwise only rank 0 has logits and comes here
-                correction = ranks.broadcast(correction)
-        return correction
+                found = ranks.broadcast(found)
+        return found
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every part from its own checkpoint.
