@@ -1,6 +1,6 @@
 """Everything that is measured on a GPU, in one command: equality, decoding, passes, serving.
 
-    make gpu                                     # needs CUDA, no network; under 25 minutes
+    make gpu                                     # needs CUDA, no network; five pieces of at most ten minutes
     python benchmarks/gpu.py --output runs/gpu [--only decoding-8b serving]
     python benchmarks/gpu.py --output runs/gpu-toy --shape tiny --device cpu     # tries the pieces, measures nothing
 

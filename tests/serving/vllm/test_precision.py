@@ -141,6 +141,6 @@ def test_bfloat16_differs_from_float32_as_its_parts_do(make_bundle, logprobs, mo
     print(f"transformers in bfloat16: {apart.flatten().quantile(quantiles).tolist()}, greedy agreement {alike:.3f}")
     assert differences.max() < 0.01
     assert agreement > 0.85
-    assert alike > 0.85
-    assert apart.median() < 0.3
-    assert apart.flatten().quantile(0.99) < 1.5
+    assert alike > 0.9
+    assert apart.median() < 0.2
+    assert apart.flatten().quantile(0.99) < 1.0
