@@ -402,6 +402,14 @@ def test_paper_grid_has_settings_of_its_tables(shared):
         strengths = {f"{float(strength):g}" for strength in re.findall(rf"^[13]B & {pattern}", text, re.MULTILINE)}
         assert {trial.steering for trial in trials_of((method,), "paper")} == {f"{method}:{one}" for one in strengths}
     assert len(trials_of(("distill",), "paper")) == 84  # the number of published result files
+    # On MUSE the files of the rate 2e-4 lack three temperatures.
+    assert len(trials_of(("distill",), "paper-muse")) == 57 + 3
+    folders = (shared / "paper" / "results" / "muse" / "dd_rank").iterdir()
+    ranks = {f"rank:{folder.name.rpartition('-')[2]}" for folder in folders if folder.name.startswith("1.3b")}
+    assert {trial.steering for trial in trials_of(("rank",), "paper-muse")} == ranks
+    assert r"$\alpha \in \{0.5, 0.6,\dots, 1.5\}$" in text
+    alphas = [f"linear:{alpha:g}" for alpha in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5)]
+    assert [trial.steering for trial in trials_of(("linear",), "paper-muse")] == alphas
 
 
 def test_invalid_input_gives_one_line_error(models_folder, tmp_path):

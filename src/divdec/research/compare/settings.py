@@ -99,6 +99,17 @@ PAPER: dict[str, Grid] = {
     "eco": {"strength": (5.0, 20.0, 50.0, 100.0)},
     "lunar": {"coefficient": (1.0, 2.0, 4.0)},
 }
+# The same for MUSE: the rules as in appendix MUSE, distillation as in its published result files, with the teacher of
+# the paper's figure.
+PAPER_MUSE: dict[str, Grid] = PAPER | {
+    "linear": {"steering": tuple(f"linear:{n / 10:g}" for n in range(5, 16))},
+    "distill": {
+        "lr": (*(n * 1e-5 for n in range(2, 11)), 1.25e-4, 1.5e-4, 2e-4),
+        "temperature": (0.25, 0.5, 1.0, 1.5, 2.0),
+        "epochs": (5.0,),
+        "steering": ("linear:0.85",),
+    },
+}
 _PRETRAINED_GRADIENT: Grid = {"learning_rate": (1e-5, 3e-5, 1e-4), "epochs": (3.0,), **_BATCHES}
 # Three settings of each method, from too little to too much, for a pretrained model of a hundred million parameters.
 PRETRAINED: dict[str, Grid] = {
@@ -122,7 +133,7 @@ PRETRAINED: dict[str, Grid] = {
     "whp": {"alpha": (2.0, 8.0, 32.0), "learning_rate": (1e-4,), "epochs": (3.0,)},
     **_FILTERS,
 }
-GRIDS = {"small": SMALL, "paper": PAPER, "pretrained": PRETRAINED}
+GRIDS = {"small": SMALL, "paper": PAPER, "paper-muse": PAPER_MUSE, "pretrained": PRETRAINED}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +150,10 @@ class CompareSettings(CheckedSettings):
     """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'. The small grid
     also has 'linear-paper', 'rank-paper', 'linear-matched' and 'rank-matched': the rules with auxiliaries that are
     trained from the small base (--base) as by `divdec train --recipe full-retain` and `--recipe matched`."""
-    grid: Literal["small", "paper", "pretrained"] = "small"
+    grid: Literal["small", "paper", "paper-muse", "pretrained"] = "small"
     """Settings to try for each method: a few for models of a few million parameters ('small'), three for a pretrained
-    model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's ('paper')."""
+    model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's for TOFU ('paper')
+    or MUSE ('paper-muse')."""
     seeds: Count = 3
     """Number of seeds. Each seed trains its own models; your own models (--bundle) are used for every seed."""
     search_seeds: Count | None = None
