@@ -72,8 +72,8 @@ def tofu_scatter(request: FigureRequest) -> FigureResult:
 def muse_scatter(request: FigureRequest) -> FigureResult:
     """Draw two scatters whose goal is the retrained model (paper, figure MUSE Results).
 
-    Of methods other than Divergence Decoding the setting nearest to the retrained model is shown, or every setting
-    without target or retrained model.
+    Of methods other than the two rules the setting nearest to the retrained model is shown, or every setting without
+    target or retrained model.
     """
     results = _load_suite(request, "muse-scatter", "muse")
     plots, shown, names = [], [], []
@@ -82,8 +82,9 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
         (FORGET_KNOWMEM, "knowmem_distance", "Knowledge"),
     ):
         measured = [one for one in results if None not in (one.values.get(x), one.values.get(RETAIN_KNOWMEM))]
-        others = [one for one in measured if one.kind == "other"]
-        own = [one for one in measured if one.kind != "other"] + (best_settings(others, distance) or others)
+        swept = [one for one in measured if one.rule or one.kind == "reference"]
+        others = [one for one in measured if one not in swept]
+        own = swept + (best_settings(others, distance) or others)
         if measured:
             y_label = "" if plots else MEASURES[RETAIN_KNOWMEM].axis
             plots.append(Plot(MEASURES[x].axis, y_label, _scatter_series(own, x, RETAIN_KNOWMEM), title=name))
@@ -321,9 +322,8 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
     order = ("other", "reference", "ours")
     groups: dict[str, list[MethodResult]] = {}
     for one in sorted(results, key=lambda one: (order.index(one.kind), one.title, one.strength or 0.0)):
-        groups.setdefault("other methods, the best setting of each" if one.kind == "other" else one.title, []).append(
-            one
-        )
+        own = one.rule or one.method in BY_NAME
+        groups.setdefault(one.title if own else "other methods, the best setting of each", []).append(one)
     free, used = [style for style in SERIES_STYLES if style not in (LINEAR, RANK)], set()
     series = []
     for name, members in groups.items():
