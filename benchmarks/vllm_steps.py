@@ -1,15 +1,16 @@
 """What steering adds to a decoding step of vLLM, and where: processor time of the target alone and of the bundle.
 
-    .venv-vllm/bin/python benchmarks/vllm_steps.py [--bundle BUNDLE] [--batch 1 8 32] [--compile] [--json]
+    .venv-vllm/bin/python benchmarks/vllm_steps.py [--batch 1 8 32] [--rounds 7] [--json]
 
 Two processes, each with an engine of its own, take turns: one runs the plain checkpoint without divdec, the other the
 bundle. Each answers --batch prompts at once with 4 and with 36 tokens; the difference, over 32, is a step. Processor
-time of one thread is counted, so that other work on the machine changes little. Without --bundle the models have the
-shapes of bench_models.py and random weights, because only shapes matter here.
+time of one thread is counted, so that other work on the machine changes little. The models have the shapes of
+bench_models.py and random weights, because only shapes matter here. Nothing is compiled: compiled passes are one graph,
+whose parts cannot be told apart.
 
 "step" is the whole step with vLLM's scheduler and sampler; "target", "auxiliaries": their passes and logits;
-"steering": the rule, its checks, and putting hidden states together. The parts are measured in rounds of their own
-(and not with --compile, where the passes are one graph), because the clock's calls take time too.
+"steering": the rule, its checks, and putting hidden states together. The parts are measured in rounds of their own,
+because the clock's calls take time too.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def random_bundle(folder):
     return folder / "bundle"
 
 
-def engine(connection, model, compiled):
+def engine(connection, model):
     """Process of one engine: receives a number of prompts and whether to time parts, and sends milliseconds a step."""
     os.environ |= VLLM
     from vllm import LLM, SamplingParams
@@ -60,7 +61,7 @@ def engine(connection, model, compiled):
     times = collections.defaultdict(float)
     steered = [] if "VLLM_PLUGINS" in os.environ else remembered()
     llm = LLM(
-        model=str(model), dtype="float32", enforce_eager=not compiled, max_model_len=256, max_num_seqs=64,
+        model=str(model), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=64,
         enable_prefix_caching=False, disable_log_stats=True,
     )  # fmt: skip
 
@@ -128,7 +129,7 @@ def measured(bundle, target, given):
         connections[name], other = context.Pipe()
         if name == "target":
             os.environ["VLLM_PLUGINS"] = ""  # nothing of divdec in its process
-        context.Process(target=engine, args=(other, model, given.compile), daemon=False).start()
+        context.Process(target=engine, args=(other, model), daemon=False).start()
         os.environ.pop("VLLM_PLUGINS", None)
         other.close()
     for connection in connections.values():
@@ -143,7 +144,7 @@ def measured(bundle, target, given):
         for batch in given.batch:
             for name in connections:
                 found[batch][name].append(asked(name, batch, False)["step"])
-    for batch in given.batch if not given.compile else ():
+    for batch in given.batch:
         found[batch]["parts"] = [asked("steered", batch, True) for _ in range(given.rounds)]
     for connection in connections.values():
         connection.send(None)
@@ -158,21 +159,17 @@ def row(batch, found, bound):
     spread = f"{result['ratio']:.3f} ({min(each):.3f} – {max(each):.3f})"
     times = f"target {middle['target']:.2f} ms, steered {middle['steered']:.2f} ms"
     print(f"{batch:>3} at once: {times}, ratio {spread}; 1.10 × (1 + 2n/N) = {1.1 * bound:.3f}")
-    if found["parts"]:
-        parts = {name: statistics.median(one[name] for one in found["parts"]) for name in found["parts"][0]}
-        parts["steering"] = parts["model"] - parts["target"] - parts["auxiliaries"]
-        parts["vLLM"] = parts["step"] - parts.pop("model")
-        result["parts"] = parts
-        print("            " + ", ".join(f"{name} {value:.2f} ms" for name, value in parts.items()))
-    return result
+    parts = {name: statistics.median(one[name] for one in found["parts"]) for name in found["parts"][0]}
+    parts["steering"] = parts["model"] - parts["target"] - parts["auxiliaries"]
+    parts["vLLM"] = parts["step"] - parts.pop("model")
+    print("            " + ", ".join(f"{name} {value:.2f} ms" for name, value in parts.items()))
+    return result | {"parts": parts}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, help="a bundle; by default random models of bench_models.py's shapes")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--compile", action="store_true", help="with vLLM's compiler")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -180,10 +177,10 @@ def main():
         from divdec.model.checkpoint import load_model
         from divdec.model.loading import Bundle
 
-        paths = Bundle.open(given.bundle or random_bundle(Path(folder)))
+        paths = Bundle.open(random_bundle(Path(folder)))
         sizes = {part: load_model(path, device_map="meta").num_parameters() for part, path in paths.paths.items()}
         n, N = sizes["retain_auxiliary"], sizes["target"]
-        print(f"{N / 1e6:.1f}M and {n / 1e6:.1f}M, {paths.steering}, {'compiled' if given.compile else 'eager'}")
+        print(f"{N / 1e6:.1f}M and {n / 1e6:.1f}M, {paths.steering}, eager")
         found = measured(paths.folder, paths.paths["target"], given)
         rows = {batch: row(batch, found[batch], 1 + 2 * n / N) for batch in given.batch}
     if given.json:
