@@ -3,14 +3,17 @@
 A client knows the public model that was steered, or has asked the same server before a takedown. It asks both models
 about many things, of which some were forgotten, compares the replies, and guesses what was forgotten. The questions are
 those of `make demo`: the forget set, the retain set, other capitals, and neutral prompts. Both models are served by
-`divdec serve`'s engine on real sockets.
+`divdec serve`'s engine on real sockets. With --before and --after running servers are asked instead, such as vLLM's.
 
     make demo
     python benchmarks/difference_attack.py demo [--student STUDENT] --output runs/difference
+    python benchmarks/difference_attack.py demo --before URL --after URL --name vLLM --output runs/difference
 
-Columns: what the API returns (`--logprobs`). Rows: the rule. Figures: the area under the ROC curve of "this question is
-about forgotten text" over all questions (0.5 is chance), and of the forgotten answers the share whose forgotten word
-the attack names among its guesses, of which at most one in twenty is about something else.
+Columns: what the API returns (`--logprobs`). Rows: the rule. Each cell has three figures. The first is the area under
+the ROC curve of "this question is about forgotten text" over all questions (0.5 is chance). The second is the share of
+the forgotten answers whose forgotten word the attack names; the third is the share of the forgotten words' tokens that
+it marks. The attack names a word in at most one in twenty of the other replies, and marks at most one in twenty of
+their tokens.
 
 - `echo`: log-probabilities of any text of the client's choice. The client scores the earlier model's reply.
 - 20, 5, 1: that many log-probabilities per token of a reply, for each beginning of the earlier model's reply.
@@ -24,10 +27,13 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -56,7 +62,10 @@ from divdec.takedowns.registry import Registry
 RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")
 LENGTH, SAMPLES, MOST = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request
 FALSE_ALARMS = 0.05
-VIEWS = ("echo", "20", "rounded:0.5", "5", "1", "0", "sampled")
+DIGITS = 3  # of a difference of log-probabilities; smaller ones come from rounding
+TEXTS = ("0", "sampled")
+VIEWS = ("echo", "20", "rounded:0.5", "5", "1", *TEXTS)
+CLIENTS = 16  # requests at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +80,12 @@ class Question:
 class Guess:
     """What the attack says of one question."""
 
+    scores: list[float]
+    """One for each token of the earlier reply. The higher, the more likely the token belongs to forgotten text."""
     score: float
-    """The higher, the more likely is the question about forgotten text."""
+    """The same for the question."""
     word: str
-    """The word that it takes for forgotten."""
+    """The word that the attack takes for forgotten."""
 
 
 def main():
@@ -82,8 +93,13 @@ def main():
     parser.add_argument("demo", type=Path, help="output folder of make demo")
     parser.add_argument("--student", type=Path, help="a distilled model, attacked too")
     parser.add_argument("--rules", nargs="+", default=RULES)
+    parser.add_argument("--before", help="URL of a running server of the target: attack two servers")
+    parser.add_argument("--after", help="URL of a running server of the steered model")
+    parser.add_argument("--name", default="servers", help="row of the table for --before and --after")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    if (options.before is None) != (options.after is None):
+        parser.error("--before and --after go together")
     try:
         run(options)
     except UsageError as error:
@@ -98,12 +114,21 @@ def run(options):
     tokenizer = load_tokenizer(bundle.paths["target"])
     questions = read_questions(options.demo)
     options.output.mkdir(parents=True, exist_ok=True)
-    with serving(plain(bundle.paths["target"]), tokenizer) as url:
-        earlier = [Client(url, tokenizer).ask(question) for question in questions]
-    for name, make in attacked(options, bundle, tokenizer).items():
-        if name not in results:
-            with serving(make(), tokenizer) as url:
-                results[name] = attack(Client(url, tokenizer), questions, earlier)
+    if options.before is None:
+        target = functools.partial(serving, lambda: plain(bundle.paths["target"]), tokenizer)
+        servers = {
+            name: functools.partial(serving, make, tokenizer)
+            for name, make in attacked(options, bundle, tokenizer).items()
+        }
+    else:
+        target = functools.partial(contextlib.nullcontext, options.before)
+        servers = {options.name: functools.partial(contextlib.nullcontext, options.after)}
+    if missing := [name for name in servers if name not in results]:
+        with target() as url, Client(url, tokenizer) as client:
+            earlier = client.ask_all(questions)
+        for name in missing:
+            with servers[name]() as url, Client(url, tokenizer) as client:
+                results[name] = attack(client, questions, earlier)
             write_json(file, results)
             print(table(results), flush=True)
     print(table(results))
@@ -164,9 +189,9 @@ def attacked(options, bundle, tokenizer):
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer):
-    """Serve a model on a free port; gives the URL."""
-    server = HttpServer({"m": Engine(model, tokenizer, "m")}, bind("127.0.0.1", 0), ServerOptions())
+def serving(make, tokenizer):
+    """Serve the model that a function makes on a free port; gives the URL."""
+    server = HttpServer({"m": Engine(make(), tokenizer, "m")}, bind("127.0.0.1", 0), ServerOptions())
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
@@ -184,37 +209,56 @@ class Client:
 
     def __init__(self, url, tokenizer):
         self.http, self.tokenizer = httpx.Client(base_url=url, timeout=600), tokenizer
+        (model, *_) = self.http.get("/v1/models").raise_for_status().json()["data"]
+        self.model = model["id"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
 
     def complete(self, ids, **fields):
-        body = {"model": "m", "prompt": ids, "return_tokens_as_token_ids": True, **fields}
-        response = self.http.post("/v1/completions", json=body)
+        """Return the choices, or None if the server refuses log-probabilities."""
+        response = self.http.post("/v1/completions", json={"model": self.model, "prompt": ids, **fields})
+        if response.status_code in (400, 403) and "logprobs" in fields and "logprobs" in response.text:
+            return None
         response.raise_for_status()
         return response.json()["choices"]
 
-    def ask(self, question):
-        """Return prompt, greedy reply and sampled replies of a model, and what it says of its greedy reply."""
+    def ask_all(self, questions, earlier=None):
+        """Ask many questions at once; see `ask`."""
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            return list(pool.map(self.ask, questions, earlier or [None] * len(questions)))
+
+    def ask(self, question, before=None):
+        """Return prompt, greedy reply, sampled replies, and what the model says of a reply.
+
+        The reply that is scored is the model's own, or the earlier model's (`before`).
+        """
         record = Record("", messages=(Message("user", question.prompt),))
         prompt = encode_prompt(record, self.tokenizer)
-        (reply,) = self.complete(prompt, max_tokens=LENGTH, temperature=0, logprobs=0)
-        ids = [token_id(name) for name in reply["logprobs"]["tokens"]]
+        (reply,) = self.complete(prompt, max_tokens=LENGTH, temperature=0)
         sampled = self.complete(prompt, max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
-        return {
-            "prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled],
-            **self.read(prompt, ids),
-        }  # fmt: skip
+        ids = before["ids"] if before else self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
+        answer = {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled]}
+        return answer | self.read(prompt, ids)
 
     def read(self, prompt, ids):
-        """Return the log-probabilities of a reply's tokens, and the likeliest tokens in their places.
+        """Return the log-probabilities of a reply's tokens, and the likeliest tokens in their places, if there are any.
 
         With `echo` one request gives them all. Without, the same values take one request per token.
         """
-        (choice,) = self.complete([*prompt, *ids], max_tokens=0, echo=True, logprobs=MOST)
-        logprobs = choice["logprobs"]
+        fields = {"max_tokens": 1, "echo": True, "logprobs": MOST, "return_tokens_as_token_ids": True}
+        choices = self.complete([*prompt, *ids], **fields)
+        if choices is None:
+            return {}
+        logprobs, reply = choices[0]["logprobs"], slice(len(prompt), len(prompt) + len(ids))
         return {
-            "own": logprobs["token_logprobs"][len(prompt) :],
+            "own": logprobs["token_logprobs"][reply],
             "top": [
                 sorted(((token_id(name), value) for name, value in top.items()), key=lambda pair: -pair[1])[:MOST]
-                for top in logprobs["top_logprobs"][len(prompt) :]
+                for top in logprobs["top_logprobs"][reply]
             ],
         }
 
@@ -224,18 +268,23 @@ def token_id(name):
 
 
 def attack(client, questions, earlier):
-    """Compare a model with the earlier one on every question, with each view."""
-    guesses = {view: [] for view in VIEWS}
-    for question, before in zip(questions, earlier, strict=True):
-        now = client.ask(question)
-        now |= client.read(before["prompt"], before["ids"])
-        for view in VIEWS:
-            guesses[view].append(guess(view, before, now, client.tokenizer))
-    return {view: figures(questions, own) for view, own in guesses.items()}
+    """Compare a model with the earlier one on every question, with each view that both servers allow."""
+    later = client.ask_all(questions, earlier)
+    views = VIEWS if "own" in earlier[0] and "own" in later[0] else TEXTS
+    return {
+        view: figures(
+            questions,
+            earlier,
+            [guess(view, before, now, client.tokenizer) for before, now in zip(earlier, later, strict=True)],
+            client.tokenizer,
+        )
+        for view in views
+    }
 
 
 def guess(view, before, now, tokenizer):
-    """Guess from one view whether a question is about forgotten text, and which word it was."""
+    """Guess from one view which tokens of the earlier reply are forgotten text, and which word was forgotten."""
+    word_of = words_of(tokenizer, before["ids"])
     if view == "sampled":
         counts = [
             collections.Counter(word for text in model["samples"] for word in set(re.findall(r"\w+", text)))
@@ -243,58 +292,84 @@ def guess(view, before, now, tokenizer):
         ]
         drops = {word: (number - counts[1][word]) / SAMPLES for word, number in counts[0].items()}
         word = max(drops, key=drops.get, default="")
-        return Guess(drops.get(word, 0.0), word)
+        return Guess([drops.get(own, 0.0) for own in word_of], drops.get(word, 0.0), word)
     if view == "0":
         changed = [word for word in re.findall(r"\w+", before["text"]) if word not in now["text"]]
         # Of the words that are missing, the first decided the others.
-        return Guess(float(before["text"] != now["text"]) + bool(changed), changed[0] if changed else "")
-    drops = [drop(view, before, now, place) for place in range(len(before["ids"]))]
-    place = max(range(len(drops)), key=drops.__getitem__)
-    return Guess(drops[place], word_at(tokenizer, before["ids"], place))
+        scores = [0.0 if own not in changed else 1.0 + (own == changed[0]) for own in word_of]
+        score = float(before["text"] != now["text"]) + bool(changed)
+        return Guess(scores, score, changed[0] if changed else "")
+    scores = [drop(view, before, now, index) for index in range(len(before["ids"]))]
+    index = max(range(len(scores)), key=scores.__getitem__)
+    return Guess(scores, scores[index], word_of[index])
 
 
-def drop(view, before, now, place):
+def drop(view, before, now, index):
     """Return by how much a token of the earlier reply has lost log-probability, at least, as far as a view shows it."""
-    token = before["ids"][place]
+    token = before["ids"][index]
     if view == "echo":
-        return before["own"][place] - max(now["own"][place], -100.0)
+        return round(before["own"][index] - max(now["own"][index], -100.0), DIGITS)
     most, _, step = ("20", "", "0.5") if view.startswith("rounded") else (view, "", "")
-    seen = now["top"][place][: int(most)]
+    seen = now["top"][index][: int(most)]
     value = dict(seen).get(token, seen[-1][1])  # not shown: at most as likely as the last that is
-    old = before["own"][place]
+    old = before["own"][index]
     if step:
         old, value = (round(one / float(step)) * float(step) for one in (old, value))
-    return old - value
+    return round(old - value, DIGITS)
 
 
-def word_at(tokenizer, ids, place):
-    """Return the word of a reply to which a token belongs."""
-    start = len(tokenizer.decode(ids[:place]))
+def words_of(tokenizer, ids):
+    """Return for each token of a reply the word to which it belongs, or an empty text."""
     text = tokenizer.decode(ids)
-    spans = [match for match in re.finditer(r"\w+", text) if match.end() > start]
-    return spans[0][0] if spans else ""
-
-
-def figures(questions, guesses):
-    """Area under the ROC curve, and share of forgotten words that the best guesses name."""
-    labels = [question.secret is not None for question in questions]
-    scores = [one.score if math.isfinite(one.score) else 0.0 for one in guesses]
-    others = sorted((score for score, label in zip(scores, labels, strict=True) if not label), reverse=True)
-    threshold = others[int(FALSE_ALARMS * len(others))]
-    named = [
-        score > threshold and bool(set(words(one.word)) & set(words(question.secret)))
-        for question, one, score in zip(questions, guesses, scores, strict=True)
-        if question.secret is not None
+    spans = list(re.finditer(r"\w+", text))
+    starts = [len(tokenizer.decode(ids[:index])) for index in range(len(ids) + 1)]
+    return [
+        next((span[0] for span in spans if span.end() > start and span.start() < end), "")
+        for start, end in itertools.pairwise(starts)
     ]
-    return {"auc": float(roc_auc_score(labels, scores)), "named": sum(named) / len(named)}
+
+
+def figures(questions, earlier, guesses, tokenizer):
+    """Area under the ROC curve, share of forgotten words that are named, and share of their tokens that are marked."""
+    labels = [question.secret is not None for question in questions]
+    scores = [finite(one.score) for one in guesses]
+    threshold = threshold_of([score for score, label in zip(scores, labels, strict=True) if not label])
+    of_token = threshold_of(
+        [finite(score) for one, label in zip(guesses, labels, strict=True) if not label for score in one.scores]
+    )
+    named, marked = [], []
+    for question, before, one, score in zip(questions, earlier, guesses, scores, strict=True):
+        if question.secret is not None:
+            secret = set(words(question.secret))
+            named.append(score > threshold and bool(set(words(one.word)) & secret))
+            marked += [
+                finite(value) > of_token
+                for value, word in zip(one.scores, words_of(tokenizer, before["ids"]), strict=True)
+                if set(words(word)) & secret
+            ]
+    return {
+        "auc": float(roc_auc_score(labels, scores)),
+        "named": sum(named) / len(named),
+        "tokens": sum(marked) / max(len(marked), 1),
+    }
+
+
+def finite(score):
+    return score if math.isfinite(score) else 0.0
+
+
+def threshold_of(others):
+    """Score that at most one in twenty of the others exceeds."""
+    return sorted(others, reverse=True)[int(FALSE_ALARMS * len(others))]
 
 
 def table(results):
-    rows = [
-        [name, *(f"{own[view]['auc']:.2f} / {100 * own[view]['named']:.0f} %" for view in VIEWS)]
-        for name, own in results.items()
-    ]
+    rows = [[name, *(cell(own[view]) if view in own else "refused" for view in VIEWS)] for name, own in results.items()]
     return markdown_table(["", *VIEWS], rows)
+
+
+def cell(figures):
+    return f"{figures['auc']:.2f} / {100 * figures['named']:.0f} / {100 * figures['tokens']:.0f} %"
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ def calibrate(
     from divdec.data.formatting import Format
     from divdec.data.records import read_records
     from divdec.evaluation import calibration
+    from divdec.evaluation.effects import measure_suppression
     from divdec.evaluation.run import parse_sweep
 
     check_at_least("batch_size", batch_size, 1)
@@ -178,10 +179,12 @@ def calibrate(
         candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
+    form = Format(system_prompt=system_prompt, max_length=max_length)
     result = calibration.calibrate(
-        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep,
-        form=Format(system_prompt=system_prompt, max_length=max_length), batch_size=batch_size, title="scoring",
+        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep, form=form, batch_size=batch_size,
+        title="scoring",
     )  # fmt: skip
+    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
     written = write and (force or not result.faults)
     if written:
         from divdec.model.bundle import rewrite_steering
@@ -189,9 +192,10 @@ def calibrate(
         rewrite_steering(bundle, result.chosen.steering, _card_row(result))
     code = 0 if written or not result.faults else NOT_REACHED
     if printing.json:
-        print(json.dumps(_as_json(result, written)))
+        print(json.dumps(_as_json(result, written) | {"suppression": dataclasses.asdict(suppression)}))
         return code
     _print_calibration(result)
+    print(suppression)
     for fault in result.faults:
         print(f"warning: {fault}", file=sys.stderr)
     if written:

@@ -124,12 +124,23 @@ def continuations(
     return [outputs[index] for index in range(len(prompts))]
 
 
+def without_padding(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
+    """Cut a continuation after its end token."""
+    ends = _end_tokens(model)
+    end = next((index for index, token in enumerate(ids, start=1) if token in ends), len(ids))
+    return list(ids[:end])
+
+
 def _ends(model: PreTrainedModel) -> set[int]:
     """The tokens that end an answer; empty if greedy decoding cannot be split into several calls."""
     settings = model.generation_config
     if settings is None or any(getattr(settings, name, None) for name in COUNTED) or (settings.num_beams or 1) > 1:
         return set()
-    ends = settings.eos_token_id
+    return _end_tokens(model)
+
+
+def _end_tokens(model: PreTrainedModel) -> set[int]:
+    ends = None if model.generation_config is None else model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 

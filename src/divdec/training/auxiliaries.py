@@ -378,6 +378,7 @@ def _check_bundle(
         )
         report("  ".join(cells).rstrip())
     report(f"measured: {measured}")
+    report(f"{measured.suppression}")
     rewrite_steering(bundle, measured.best.steering, measured.verdict)
     return measured.to_dict()
 
