@@ -191,7 +191,8 @@ def attacked(options, bundle, tokenizer):
 @contextlib.contextmanager
 def serving(make, tokenizer):
     """Serve the model that a function makes on a free port; gives the URL."""
-    server = HttpServer({"m": Engine(make(), tokenizer, "m")}, bind("127.0.0.1", 0), ServerOptions())
+    port = bind("127.0.0.1", 0)
+    server = HttpServer({"m": Engine(make(), tokenizer, "m")}, port, ServerOptions())
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
@@ -202,6 +203,7 @@ def serving(make, tokenizer):
     finally:
         server.stop()
         thread.join(60)
+        port.close()
 
 
 class Client:
