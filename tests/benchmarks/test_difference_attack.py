@@ -51,9 +51,8 @@ def test_all_models_are_attacked_with_all_views(options, capsys):
 
 def test_servers_that_do_not_differ_give_nothing_away(options, models):
     """Whether they allow log-probabilities or text only."""
-    engine = engine_of(models / "attacked")
     for level, views in (("full", attack.VIEWS), ("off", attack.TEXTS)):
-        with serving([engine], logprobs=LogprobPolicy.parse(level)) as url:
+        with serving([engine_of(models / "attacked")], logprobs=LogprobPolicy.parse(level)) as url:
             options.before = options.after = url
             options.name = level
             attack.run(options)
