@@ -154,6 +154,17 @@ def test_base_dependencies_suffice_for_the_core(environment):
 
 @pytest.mark.package
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_extra_installs_and_imports(environment, wheel, extra):
-    install(environment, f"{wheel}[{extra}]")
-    run_in(environment, "python", "-c", EXTRAS[extra])
+def test_extra_installs_and_imports(environment, wheel, tmp_path, extra):
+    """Each in an environment without the others, which reads the base dependencies from theirs."""
+    code = EXTRAS[extra]
+    missing = subprocess.run([environment / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert "ModuleNotFoundError" in missing.stderr
+    venv.create(tmp_path, with_pip=True)
+    base, own = (folder / "lib" / f"python{version()}" / "site-packages" for folder in (environment, tmp_path))
+    (own / "base.pth").write_text(f"{base}\n")
+    install(tmp_path, f"{wheel}[{extra}]")
+    run_in(tmp_path, "python", "-c", code)
+
+
+def version():
+    return ".".join(map(str, sys.version_info[:2]))

@@ -48,7 +48,7 @@ ASKED = 3  # settings whose answers are generated
 MOST_RECORDS = 64  # of a set
 LONGEST = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
-MOST_REPLIES = 24  # of a set, from which the share that steering took is measured
+MOST_REPLIES = 16  # of a set, from which the share that steering took is measured
 CHUNK = 512  # tokens in a pass over a reply
 
 
