@@ -65,7 +65,7 @@ FALSE_ALARMS = 0.05
 DIGITS = 3  # of a difference of log-probabilities; smaller ones come from rounding
 TEXTS = ("0", "sampled")
 VIEWS = ("echo", "20", "rounded:0.5", "5", "1", *TEXTS)
-CLIENTS = 16  # requests at the same time
+CLIENTS = 16  # requests for samples at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,22 +229,31 @@ class Client:
         return response.json()["choices"]
 
     def ask_all(self, questions, earlier=None):
-        """Ask many questions at once; see `ask`."""
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            return list(pool.map(self.ask, questions, earlier or [None] * len(questions)))
+        """Return for each question the prompt, the replies, and what the model says of a greedy reply.
 
-    def ask(self, question, before=None):
-        """Return prompt, greedy reply, sampled replies, and what the model says of a reply.
-
-        The reply that is scored is the model's own, or the earlier model's (`before`).
+        The reply that is scored is the model's own, or the earlier model's. Greedy replies are asked for one by one,
+        because in bfloat16 other requests of a batch change some of them.
         """
+        greedy = [self.ask(question) for question in questions]
+        scored = [before["ids"] for before in earlier] if earlier else [answer["ids"] for answer in greedy]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            sampled = list(pool.map(self.sample, greedy))
+        read = [self.read(answer["prompt"], ids) for answer, ids in zip(greedy, scored, strict=True)]
+        parts = zip(greedy, scored, sampled, read, strict=True)
+        return [answer | {"ids": ids, "samples": texts} | seen for answer, ids, texts, seen in parts]
+
+    def ask(self, question):
+        """Return the prompt of a question and the greedy reply."""
         record = Record("", messages=(Message("user", question.prompt),))
         prompt = encode_prompt(record, self.tokenizer)
         (reply,) = self.complete(prompt, max_tokens=LENGTH, temperature=0)
-        sampled = self.complete(prompt, max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
-        ids = before["ids"] if before else self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
-        answer = {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled]}
-        return answer | self.read(prompt, ids)
+        ids = self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
+        return {"prompt": prompt, "ids": ids, "text": reply["text"]}
+
+    def sample(self, answer):
+        """Return sampled replies to the same prompt."""
+        choices = self.complete(answer["prompt"], max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
+        return [one["text"] for one in choices]
 
     def read(self, prompt, ids):
         """Return the log-probabilities of a reply's tokens, and the likeliest tokens in their places, if there are any.
