@@ -1,7 +1,7 @@
 """Compare the choice of `divdec calibrate` with the scores of all settings, which need the retrained model.
 
-The TOFU suite measures the models of `make demo`, or those of `make tofu-small` with general knowledge in the retain
-set, under all settings of calibrate. Models that the cache lacks are trained. Agg is that of the variant
+The TOFU suite measures the models of `divdec compare --data demo` or `--data tofu-small` under all settings of
+calibrate. Models that the cache lacks are trained. Agg is that of the variant
 `openunlearning` without fluency.
 
     python benchmarks/calibration.py demo [--seed 1]
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 
-import tofu_small
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
@@ -28,11 +26,10 @@ from divdec.evaluation.calibration import SETS, calibrate
 from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.evaluation.settings import EvalSettings
 from divdec.model.checkpoint import load_tokenizer
+from divdec.research.compare.benchmark import ASKED, HOLDOUT, RETAIN, TOFU_SMALL, spread, suite_material
 from divdec.runs import cache_folder
 
 FILES = {"forget": "forget01_perturbed.json", "retain": "retain_perturbed.json", "holdout": "holdout01.json"}
-GENERAL = ("real_authors", "world_facts")
-ASKED = 120  # of the questions to keep
 
 
 def demo_world(seed, folder, _):
@@ -42,24 +39,15 @@ def demo_world(seed, folder, _):
 
 
 def tofu_world(seed, folder, data):
-    material, sets = tofu_small.tofu_material(data)
-    # Models this small forget all general knowledge while they learn the authors; model utility and Agg are then 0.
-    # Real authors and world facts are therefore in the retain set.
-    general = [record for name in GENERAL for record in read_records(data / f"{name}.json")]
-    retain = dataclasses.replace(material.retain, records=(*material.retain.records, *general))
-    material = dataclasses.replace(material, retain=retain)
+    """The models of `divdec compare --data tofu-small`, and its questions as TOFU's files."""
+    material, _ = suite_material(data)
     folder.mkdir()
     for name in ("forget01_perturbed", "real_authors_perturbed", "world_facts_perturbed"):
         (folder / f"{name}.json").write_text((data / f"{name}.json").read_text())
-    # Those of forget10 that are not in forget01 are the ones to keep here, with their paraphrases and wrong answers.
-    rows = (data / "forget10_perturbed.json").read_text().splitlines()[: tofu_small.RETAIN]
-    kept = {record.messages[0].content for record in material.retain}
-    assert all(json.loads(row)["question"] in kept for row in rows)
-    chosen = [rows[place * len(rows) // ASKED] for place in range(ASKED)]
-    (folder / FILES["retain"]).write_text("\n".join(chosen))
-    holdout = [{"question": r.messages[0].content, "answer": r.answer} for r in sets[2].records]
-    (folder / FILES["holdout"]).write_text("\n".join(map(json.dumps, holdout)))
-    return material, tofu_small.RECIPE, cache_folder() / "tofu-small" / "models"
+    rows = (data / "retain_perturbed.json").read_text().splitlines()
+    (folder / FILES["retain"]).write_text("\n".join(spread(rows[:RETAIN], ASKED)))
+    (folder / FILES["holdout"]).write_text("\n".join(rows[RETAIN : RETAIN + HOLDOUT]))
+    return material, TOFU_SMALL, cache_folder() / "tofu-small" / "models"
 
 
 def main():
@@ -73,31 +61,31 @@ def main():
         _compare(given, given.output or Path(temporary))
 
 
-def _compare(given, place):
-    place.mkdir(parents=True, exist_ok=True)
+def _compare(given, folder):
+    folder.mkdir(parents=True, exist_ok=True)
     build = demo_world if given.world == "demo" else tofu_world
-    material, recipe, cache = build(given.seed, place / "data", given.data)
+    material, recipe, cache = build(given.seed, folder / "data", given.data)
     trained = train_all(material, recipe, given.seed, cache, print)
     bundle = write_bundle(
-        place / "bundle", target=str(trained.target), retain_auxiliary=str(trained.retain_auxiliary),
+        folder / "bundle", target=str(trained.target), retain_auxiliary=str(trained.retain_auxiliary),
         forget_auxiliary=str(trained.forget_auxiliary), steering="linear:1",
     )  # fmt: skip
     shared = {
-        "suite": "tofu", "data": str(place / "data"), "split": "forget01", "fluency": "none",
+        "suite": "tofu", "data": str(folder / "data"), "split": "forget01", "fluency": "none",
         "system_prompt": None, "date": None,
     }  # fmt: skip
     target, retrain = evaluate(
-        EvalSettings(models=(str(trained.target), str(trained.retrain)), output=str(place / "plain"), **shared)
+        EvalSettings(models=(str(trained.target), str(trained.retrain)), output=str(folder / "plain"), **shared)
     )
     texts = SWEEP
-    swept = evaluate(EvalSettings(models=(str(bundle),), sweep=texts, output=str(place / "sweep"), **shared))
+    swept = evaluate(EvalSettings(models=(str(bundle),), sweep=texts, output=str(folder / "sweep"), **shared))
     scores = {
         found.about["steering"]: aggregate(
             tofu_figures(found), target.figures, retrain.figures, "openunlearning", fluency=False
         )
         for found in swept
     }
-    sets = {name: read_records(place / "data" / file) for name, file in FILES.items()}
+    sets = {name: read_records(folder / "data" / file) for name, file in FILES.items()}
     found = calibrate(
         DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(trained.target),
         {name: sets[name] for name in SETS}, parse_sweep(texts), form=material.form,
