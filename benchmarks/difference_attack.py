@@ -19,6 +19,8 @@ their tokens.
 - 20, 5, 1: that many log-probabilities per token of a reply, for each beginning of the earlier model's reply.
 - `rounded:0.5`: 20 of them, rounded.
 - 0: greedy replies as text. `sampled`: eight sampled replies as text.
+
+The attack reads log-probabilities by `echo`; where a server refuses it, only the last two columns are measured (–).
 """
 
 from __future__ import annotations
@@ -95,11 +97,11 @@ def main():
     parser.add_argument("--rules", nargs="+", default=RULES)
     parser.add_argument("--before", help="URL of a running server of the target: attack two servers")
     parser.add_argument("--after", help="URL of a running server of the steered model")
-    parser.add_argument("--name", default="servers", help="row of the table for --before and --after")
+    parser.add_argument("--name", help="row of the table for --before and --after")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    if (options.before is None) != (options.after is None):
-        parser.error("--before and --after go together")
+    if len({options.before is None, options.after is None, options.name is None}) > 1:
+        parser.error("--before, --after and --name go together")
     try:
         run(options)
     except UsageError as error:
@@ -197,8 +199,9 @@ def serving(make, tokenizer):
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    ready.wait(60)
     try:
+        if not ready.wait(60):
+            raise UsageError("the server did not start within a minute")
         yield server.url
     finally:
         server.stop()
@@ -239,8 +242,8 @@ class Client:
         with ThreadPoolExecutor(CLIENTS) as pool:
             sampled = list(pool.map(self.sample, greedy))
         read = [self.read(answer["prompt"], ids) for answer, ids in zip(greedy, scored, strict=True)]
-        parts = zip(greedy, scored, sampled, read, strict=True)
-        return [answer | {"ids": ids, "samples": texts} | seen for answer, ids, texts, seen in parts]
+        answers = zip(greedy, scored, sampled, read, strict=True)
+        return [answer | {"ids": ids, "samples": texts} | seen for answer, ids, texts, seen in answers]
 
     def ask(self, question):
         """Return the prompt of a question and the greedy reply."""
@@ -295,6 +298,8 @@ def attack(client, questions, earlier):
 
 def guess(view, before, now, tokenizer):
     """Guess from one view which tokens of the earlier reply are forgotten text, and which word was forgotten."""
+    if not before["ids"]:
+        return Guess([], 0.0, "")
     word_of = words_of(tokenizer, before["ids"])
     if view == "sampled":
         counts = [
@@ -375,7 +380,7 @@ def threshold_of(others):
 
 
 def table(results):
-    rows = [[name, *(cell(own[view]) if view in own else "refused" for view in VIEWS)] for name, own in results.items()]
+    rows = [[name, *(cell(own[view]) if view in own else "–" for view in VIEWS)] for name, own in results.items()]
     return markdown_table(["", *VIEWS], rows)
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2 distilled from the bundle of `make demo`: what the student forgets and keeps, and what attacks bring back.
+"""SmolLM2 distilled from the bundle of `make demo`: forgetting, side effects, and attacks on the student.
 
     make demo
     python benchmarks/student_pretrained.py demo --news NEWS --output runs/student
@@ -17,6 +17,7 @@ are kept in OUTPUT/results.json after each row; the same command continues.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -30,20 +31,18 @@ from divdec.errors import Interrupted, UsageError
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.research.charts import markdown_table
 from divdec.runs import read_json, write_json
-from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import DistillationSettings, TrainingSettings
 from pretrained import perplexity
 
-# Of the settings that were tried, the first at which the student forgets; see docs/distillation.md.
 RATE, EPOCHS, DIRECTION = 1e-4, 10.0, "student-teacher"
 RATES = 5e-5, 1e-4, 2e-4
-STEPS = 8, 16  # of relearning, after which questions are asked
+AFTER = 2, 4  # epochs of relearning, after which questions are asked
 BATCH = 4
 ATTACKS = "relearning", "unrelated"
-SHOWN = 3  # one fact in so many is shown again
+SHOWN = 3  # every third fact is shown again
 NEWS, NEWS_LENGTH = 32, 128  # texts, and their tokens
 
 
@@ -123,11 +122,13 @@ class Run:
             model = load_it()
             row = measure(model, self.tokenizer, self.sets, self.expected).figures
             if self.news is not None:
-                if isinstance(model, DivergenceForCausalLM):
-                    model.steering = Steering.parse(f"{model.steering}:soft")  # likelihoods have the soft fill
+                if isinstance(model, DivergenceForCausalLM) and model.steering.rule == "rank":
+                    model.steering = dataclasses.replace(model.steering, fill="soft")  # as all likelihoods
                 row["perplexity"] = perplexity(model, self.news) / self.perplexity
             return row
 
+        if self.news is not None and "perplexity" not in self.results.get(name, {}):
+            self.results.pop(name, None)  # of a run without --news
         self.add(name, figures)
 
     def train(self, folder, attack, rate):
@@ -145,11 +146,11 @@ class Run:
         curve = {}
 
         def after_epoch(trained, epoch):
-            if epoch * per_epoch in STEPS:
+            if epoch in AFTER:
                 curve[str(epoch * per_epoch)] = self.stated(trained, asked)
 
         curve["0"] = self.stated(model.eval(), asked)
-        settings = TrainingSettings(epochs=STEPS[-1] / per_epoch, learning_rate=rate, batch_size=BATCH)
+        settings = TrainingSettings(epochs=float(AFTER[-1]), learning_rate=rate, batch_size=BATCH)
         with tempfile.TemporaryDirectory() as work:
             fine_tune(
                 model, self.tokenizer, examples, settings, Path(work), title=f"{attack}, {rate:g}", measure=False,
@@ -172,7 +173,8 @@ class Run:
         text = markdown_table(["", *columns], rows)
         curves = [[name, *(f"{share:.2f}" for share in row.values())] for name, row in self.results.items()
                   if name.startswith(ATTACKS)]  # fmt: skip
-        return f"{text}\n{markdown_table(['', *(f'{steps} steps' for steps in (0, *STEPS))], curves)}"
+        steps = next(own for name, own in self.results.items() if name.startswith(ATTACKS))
+        return f"{text}\n{markdown_table(['', *(f'{number} steps' for number in steps)], curves)}"
 
 
 def load(path):

@@ -155,7 +155,7 @@ def test_base_dependencies_suffice_for_the_core(environment):
 @pytest.mark.package
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extra_installs_and_imports(environment, wheel, tmp_path, extra):
-    """Each in an environment without the others, which reads the base dependencies from theirs."""
+    """Each extra has its own environment, which adds the base environment to its path."""
     code = EXTRAS[extra]
     missing = subprocess.run([environment / "bin" / "python", "-c", code], capture_output=True, text=True)
     assert "ModuleNotFoundError" in missing.stderr

@@ -34,9 +34,9 @@ def options(demo, tmp_path, monkeypatch):
 
 def test_every_token_has_its_word(tokenizer):
     ids = tokenizer("The city of Paris, France.", add_special_tokens=False)["input_ids"]
-    found = attack.words_of(tokenizer, ids)
-    assert len(found) == len(ids)
-    assert list(dict.fromkeys(word for word in found if word)) == ["The", "city", "of", "Paris", "France"]
+    words = attack.words_of(tokenizer, ids)
+    assert len(words) == len(ids)
+    assert list(dict.fromkeys(word for word in words if word)) == ["The", "city", "of", "Paris", "France"]
 
 
 def test_all_models_are_attacked_with_all_views(options, capsys):
@@ -69,6 +69,11 @@ def test_figures_of_an_attack_that_finds_everything_or_nothing(tokenizer):
     for right, expected in ((attack.Guess(secret, 1.0, "Paris"), 1.0), (nothing, 0.0)):
         figures = attack.figures(questions, [{"ids": ids}] * 4, [right, nothing, nothing, nothing], tokenizer)
         assert figures == {"auc": (1 + expected) / 2, "named": expected, "tokens": expected}
+
+
+def test_an_empty_reply_is_no_clue(tokenizer):
+    before = {"ids": [], "text": "", "samples": [""], "own": [], "top": []}
+    assert {attack.guess(view, before, before, tokenizer).score for view in attack.VIEWS} == {0.0}
 
 
 def test_a_token_that_is_not_shown_counts_as_the_least_likely_that_is():

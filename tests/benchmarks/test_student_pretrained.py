@@ -16,7 +16,7 @@ from served import bundle_of
 def options(models, tokenizer, tmp_path, monkeypatch):
     facts = [Fact("capitals", *item) for item in list(KINDS["capitals"]["answers"].items())[:10]]
     sets = {"forget": facts[:4], "retain": facts[4:7], "unlisted": facts[7:]}
-    for name, value in (("TARGET", str(models / "target")), ("EPOCHS", 1.0), ("RATES", (1e-4,)), ("STEPS", (2, 4))):
+    for name, value in (("TARGET", str(models / "target")), ("EPOCHS", 1.0), ("RATES", (1e-4,)), ("AFTER", (1, 2))):
         monkeypatch.setattr(benchmark, name, value)
     monkeypatch.setattr(benchmark, "BATCH", 3)
     monkeypatch.setattr(benchmark, "known_facts", lambda *arguments: facts)

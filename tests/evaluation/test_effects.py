@@ -9,19 +9,7 @@ import torch
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
-from divdec.errors import FailedClosed
-from divdec.evaluation.effects import (
-    LONGEST,
-    MOST_PERPLEXITY,
-    MOST_REPLIES,
-    PROMPT,
-    Effects,
-    EffectsReport,
-    SuppressionThreshold,
-    measure_effects,
-    measure_suppression,
-    without_names,
-)
+from divdec.evaluation.effects import MOST_PERPLEXITY, Effects, EffectsReport, measure_effects, without_names
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import load_model
@@ -106,7 +94,7 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
     ],
 )
 def test_faults_of_the_best_setting(best, guessed, words):
-    report = EffectsReport(row(leaked=1.0), (best,), best, guessed, SuppressionThreshold(0.5, {}))
+    report = EffectsReport(row(leaked=1.0), (best,), best, guessed)
     assert len(report.faults) == len(words)
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
 
@@ -137,50 +125,3 @@ def test_sets_of_more_records_than_measured_are_sampled_evenly():
 
     records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(1000)))
     assert len(_sample(records)) <= MOST_RECORDS
-
-
-@pytest.mark.parametrize(
-    ("shares", "share", "marked"),
-    [
-        (
-            {"forget": [0.2, 0.9], "retain": [0.0, 0.1], "neutral": [0.0]},
-            0.15,
-            {"forget": 1, "retain": 0, "neutral": 0},
-        ),
-        # A reply of the forget set that cannot be told from others.
-        ({"forget": [0.0, 0.4, 0.9], "retain": [0.3] * 4}, 0.35, {"forget": 2 / 3, "retain": 0}),
-        # Each set counts the same, however many replies it has.
-        ({"forget": [0.5], "retain": [0.0] * 9, "neutral": [0.6]}, 0.25, {"forget": 1, "retain": 0, "neutral": 1}),
-        ({"forget": [0.0], "retain": [0.0]}, 0.5, {"forget": 0, "retain": 0}),
-        ({"forget": [1.0], "retain": [1.0]}, 0.5, {"forget": 1, "retain": 1}),
-    ],
-)
-def test_threshold_with_the_largest_difference_is_chosen(shares, share, marked):
-    assert SuppressionThreshold.between(shares) == SuppressionThreshold(share, pytest.approx(marked))
-
-
-def test_threshold_is_that_of_the_replies_shares(steered, tokenizer, sets):
-    """The share of a reply is half the distance of the two distributions, at the token where it is largest."""
-    steered.steering = Steering.parse("rank:5")
-    shares = {}
-    for name, records in sets.items():
-        assert len(records) <= MOST_REPLIES
-        shares[name] = []
-        for record in records:
-            prompt = tokenizer(record.answer)["input_ids"][:PROMPT]
-            tokens = steered.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=LONGEST)
-            with torch.inference_mode():
-                one, other = (model(tokens).logits[0].softmax(-1) for model in (steered, steered.target))
-            shares[name].append(float((one - other).abs().sum(-1)[len(prompt) - 1 : -1].max()) / 2)
-    expected = SuppressionThreshold.between(shares)
-    threshold = measure_suppression(steered, tokenizer, sets)
-    assert threshold.share == pytest.approx(expected.share, abs=2e-3)
-    assert threshold.marked == pytest.approx(expected.marked)
-
-
-def test_no_threshold_is_chosen_from_shares_that_are_no_numbers(steered, tokenizer, sets, monkeypatch):
-    from divdec.evaluation import effects
-
-    monkeypatch.setattr(effects, "suppressed_share", lambda *arguments: float("nan"))
-    with pytest.raises(FailedClosed, match="no threshold"):
-        measure_suppression(steered, tokenizer, sets)

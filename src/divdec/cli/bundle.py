@@ -162,8 +162,8 @@ def calibrate(
     from divdec.data.formatting import Format
     from divdec.data.records import read_records
     from divdec.evaluation import calibration
-    from divdec.evaluation.effects import measure_suppression
     from divdec.evaluation.run import parse_sweep
+    from divdec.evaluation.suppression import measure_suppression
 
     check_at_least("batch_size", batch_size, 1)
     if force and not write:
@@ -184,13 +184,13 @@ def calibrate(
         model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep, form=form, batch_size=batch_size,
         title="scoring",
     )  # fmt: skip
-    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
     written = write and (force or not result.faults)
     if written:
         from divdec.model.bundle import rewrite_steering
 
         rewrite_steering(bundle, result.chosen.steering, _card_row(result))
     code = 0 if written or not result.faults else NOT_REACHED
+    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
     if printing.json:
         print(json.dumps(_as_json(result, written) | {"suppression": dataclasses.asdict(suppression)}))
         return code

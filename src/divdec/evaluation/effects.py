@@ -7,7 +7,6 @@ neutral text, to which steering should do nothing.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import statistics
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import UsageError
 from divdec.evaluation.calibration import UNSTEERED
-from divdec.evaluation.generation import answers, continuations, without_padding
+from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.recitation import count_recited, passages_of
 from divdec.evaluation.scoring import score_settings
-from divdec.serving.suppression import suppressed_share
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -48,8 +46,6 @@ ASKED = 3  # settings whose answers are generated
 MOST_RECORDS = 64  # of a set
 LONGEST = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
-MOST_REPLIES = 16  # of a set, from which the share that steering took is measured
-CHUNK = 512  # tokens in a pass over a reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,39 +104,6 @@ class Effects:
 
 
 @dataclasses.dataclass(frozen=True)
-class SuppressionThreshold:
-    """Value of `divdec serve --suppressed-share` that best tells replies about the forget set from others."""
-
-    share: float
-    marked: dict[str, float]
-    """By set, the share of greedy replies from which steering took at least `share`."""
-
-    @classmethod
-    def between(cls, shares: Mapping[str, Sequence[float]]) -> SuppressionThreshold:
-        """Choose the threshold with the largest difference in marked replies, the forget set's minus the others'.
-
-        Args:
-            shares: by set, what steering took from each reply, 0 to 1. All sets but 'forget' count as others, each
-                with the same weight.
-        """
-        values = sorted({0.0, 1.0, *(value for own in shares.values() for value in own)})
-        marked = [
-            cls(middle, {name: statistics.fmean(value >= middle for value in own) for name, own in shares.items()})
-            for middle in (round((low + high) / 2, 3) for low, high in itertools.pairwise(values))
-            if middle > 0
-        ]
-
-        def difference(one: SuppressionThreshold) -> float:
-            return one.marked["forget"] - statistics.fmean(v for name, v in one.marked.items() if name != "forget")
-
-        return max(marked, key=difference)
-
-    def __str__(self) -> str:
-        sets = ", ".join(f"{name} {value:.0%}" for name, value in self.marked.items())
-        return f"--suppressed-share {self.share:g} marks these replies (divdec serve --on-suppressed): {sets}"
-
-
-@dataclasses.dataclass(frozen=True)
 class EffectsReport:
     """The measured settings and the best of them."""
 
@@ -149,8 +112,6 @@ class EffectsReport:
     best: Effects
     guessed: float
     """Share of the forget set's questions that q answers, or of its passages that q recites."""
-    suppression: SuppressionThreshold
-    """Of the best setting."""
 
     @property
     def faults(self) -> list[str]:
@@ -194,7 +155,6 @@ class EffectsReport:
             "settings": [one.to_dict() for one in self.settings],
             "best": str(self.best.steering),
             "guessed": self.guessed,
-            "suppression": dataclasses.asdict(self.suppression),
             "faults": self.faults,
             "summary": str(self),
             "verdict": self.verdict,
@@ -279,41 +239,7 @@ def measure_effects(
         ),
     )
     model.steering = best.steering
-    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
-    return EffectsReport(target, tuple(measured.values()), best, guessed, suppression)
-
-
-def measure_suppression(
-    model: DivergenceForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    sets: Mapping[str, RecordSet],
-    *,
-    form: Format = Format(),  # noqa: B008
-    batch_size: int = 32,
-) -> SuppressionThreshold:
-    """Choose the threshold of `divdec serve --on-suppressed` by greedy replies of the steered model.
-
-    Args:
-        model: the steered model.
-        tokenizer: its tokenizer.
-        sets: 'forget', and others whose replies should not be marked. At most `MOST_REPLIES` of each are asked.
-        form: layout of conversations.
-        batch_size: sequences in a pass.
-
-    Raises:
-        FailedClosed: a logit is not finite.
-    """
-    shares = {}
-    for name, records in sets.items():
-        prompts = neutral_prompts(_sample(records, MOST_REPLIES), tokenizer, form)
-        replies = continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, batch_size=batch_size)
-        shares[name] = [
-            suppressed_share(model, [*prompt, *without_padding(model, ids)], len(prompt), CHUNK)
-            for prompt, ids in zip(prompts, replies, strict=True)
-        ]
-    if not all(math.isfinite(share) for own in shares.values() for share in own):
-        raise FailedClosed("what steering took from a reply is not a number, so no threshold is chosen")
-    return SuppressionThreshold.between(shares)
+    return EffectsReport(target, tuple(measured.values()), best, guessed)
 
 
 def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:
@@ -342,8 +268,8 @@ def _words(record: Record) -> list[str]:
     return re.findall(r"\w+", " ".join(texts))
 
 
-def _sample(records: RecordSet, most: int = MOST_RECORDS) -> RecordSet:
-    step = -(-len(records) // most)
+def _sample(records: RecordSet) -> RecordSet:
+    step = -(-len(records) // MOST_RECORDS)
     return dataclasses.replace(records, records=records.records[::step])
 
 

@@ -25,6 +25,7 @@ from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
 from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.suppression import measure_suppression
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.checkpoint import (
     CheckpointReference,
@@ -378,9 +379,10 @@ def _check_bundle(
         )
         report("  ".join(cells).rstrip())
     report(f"measured: {measured}")
-    report(f"{measured.suppression}")
     rewrite_steering(bundle, measured.best.steering, measured.verdict)
-    return measured.to_dict()
+    suppression = measure_suppression(model, tokenizer, sets, form=form)
+    report(str(suppression))
+    return measured.to_dict() | {"suppression": dataclasses.asdict(suppression)}
 
 
 def load_for_training(folder: Path) -> PreTrainedModel:
