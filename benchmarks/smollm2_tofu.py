@@ -102,19 +102,14 @@ def main():
     parser.add_argument("--split", choices=SIZES, default="forget05", help="forget split")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
     parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
-    every = [method for group in GROUPS for method in group]
-    parser.add_argument("--methods", nargs="+", choices=every, help="by default all; the tables have these alone")
     options = parser.parse_args()
     try:
-        run(
-            options.data, options.output, options.target, options.base, options.limit, options.jobs, options.split,
-            options.methods,
-        )  # fmt: skip
+        run(options.data, options.output, options.target, options.base, options.limit, options.jobs, options.split)
     except (UsageError, Interrupted) as error:
         parser.exit(2, f"smollm2_tofu: {error}\n")
 
 
-def run(data, output, target, base, limit, jobs=1, split="forget05", chosen=None):
+def run(data, output, target, base, limit, jobs=1, split="forget05"):
     """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
     size = SIZES[split]
     output.mkdir(parents=True, exist_ok=True)
@@ -133,15 +128,13 @@ def run(data, output, target, base, limit, jobs=1, split="forget05", chosen=None
     base = make_base(target, output / "base") if base is None else base
     pair = make_pair(tuned, base, folder / f"{split}.json", folder / f"{size.retain}.json", output / "pair")
     adapt_grid(size)
-    groups = [[method for method in group if chosen is None or method in chosen] for group in GROUPS]
-    groups = [group for group in groups if group]
     methods = []
-    for group in groups:
+    for group in GROUPS:
         methods += group
         settings = CompareSettings(
             data=str(folder), split=split, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
-            attacks=ATTACKS if group is groups[-1] else 0, jobs=jobs,
+            attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))
@@ -279,7 +272,7 @@ def relearn_all(output, target, retrained, methods, forget, size):
         done["target"] = {"curve": [measure(load_for_training(target), load_tokenizer(target), asked, 0)]}
     goals = {name: done["target"]["curve"][0][name] / 2 for name in ("probability", "ROUGE")}
     for method in RELEARNED:
-        if method in folders and method not in done:
+        if method not in done:
             report(f"relearning: {method}")
             curve = relearn(folders[method], shown, asked)
             back = {

@@ -224,6 +224,7 @@ def _answers(
 
     from divdec.data.formatting import left_padded, padding_id
     from divdec.decoding.text import answer_text, token_text
+    from divdec.evaluation.generation import without_padding
 
     padding = padding_id(tokenizer)
     for start in range(0, len(records), batch_size):
@@ -240,7 +241,7 @@ def _answers(
                 **arguments,
             )
         for row, prompt in enumerate(batch):
-            ids = _until_end(result.sequences[row, input_ids.shape[1] :].tolist(), model)
+            ids = without_padding(model, result.sequences[row, input_ids.shape[1] :].tolist())
             text = cut_at_stop(answer_text(tokenizer, prompt, ids), stop)
             tokens = None
             if logprobs:
@@ -262,11 +263,3 @@ def _as_json(record: Record, text: str, tokens: list[dict[str, Any]] | None, mod
     }
     content |= {} if tokens is None else {"tokens": tokens}
     return json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
-
-
-def _until_end(ids: list[int], model: DivergenceForCausalLM) -> list[int]:
-    """Return the answer up to and including the token that ended it; padding follows it."""
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    end = next((position for position, token in enumerate(ids) if token in ends), len(ids) - 1)
-    return ids[: end + 1]

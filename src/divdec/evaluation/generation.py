@@ -125,7 +125,7 @@ def continuations(
 
 
 def without_padding(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
-    """Cut a continuation after its end token."""
+    """Cut a continuation after its end token, which padding may follow."""
     ends = _end_tokens(model)
     end = next((index for index, token in enumerate(ids, start=1) if token in ends), len(ids))
     return list(ids[:end])
