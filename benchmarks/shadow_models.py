@@ -140,8 +140,7 @@ def main():
 
 def run(given):
     """Train the shadow models that the cache lacks, attack the comparison's best settings, and print the table."""
-    if given.shadows < 4 or given.shadows % 2:
-        raise UsageError(f"--shadows is {given.shadows}; accepted: even numbers from 4 on")
+    check_shadows(given.shadows)
     file = given.run / "run.json"
     settings = read_json(file)["settings"] if file.exists() else {}
     if settings.get("data") != "demo":
@@ -170,12 +169,18 @@ def run(given):
     print(table(rows))
 
 
+def check_shadows(count):
+    if count < 4 or count % 2:
+        raise UsageError(f"--shadows is {count}; accepted: even numbers from 4 on")
+
+
 def table(rows):
     lines = []
     for method, row in rows.items():
         cells = []
         for values in zip(*row["seeds"], strict=True):
-            cells.append(f"{statistics.fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})")
+            mean = f"{statistics.fmean(values):.2f}"
+            cells.append(mean if len(values) == 1 else f"{mean} ({min(values):.2f}–{max(values):.2f})")
         lines.append([TITLES[method], row["setting"], *cells])
     found = f"found at {FALSE_POSITIVES:.0%} false positives"
     return markdown_table(["", "setting", "AUC of the loss", "AUC of the attack", found], lines)

@@ -10,13 +10,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attacks_pretrained as attacks
+import shadow_models_pretrained as shadow_models
 import smollm2_tofu as benchmark
+from divdec.data.formatting import encode_set
+from divdec.data.records import RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world, write_tofu
 from divdec.demo.models import Shape, new_model
 from divdec.errors import UsageError
 from divdec.evaluation import tofu
+from divdec.evaluation.scoring import score
+from divdec.model.checkpoint import load_tokenizer
 from divdec.research.compare import run as compare
 from divdec.research.compare.settings import GRIDS
+from divdec.training.auxiliaries import load_for_training
 
 WORLD = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
@@ -101,6 +107,33 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     with pytest.raises(UsageError, match=r"--methods rmu: .* has target, retrain, linear"):
         attacks.run(argparse.Namespace(**vars(given) | {"methods": ["rmu"]}))
 
+    # Membership by shadow models: their losses are measured as the comparison measures those of the methods.
+    shadows = argparse.Namespace(
+        run=tmp_path / "run", output=tmp_path / "shadows", target=str(folder / "original"), shadows=4
+    )
+    shadow_models.run(shadows)
+    rows = json.loads((tmp_path / "shadows" / "results.json").read_text())["methods"]
+    assert set(rows) == set(cells)
+    assert "| NPO |" in capsys.readouterr().out
+    forget, holdout = (
+        read_records(tmp_path / "run" / "tofu" / f"{name}.json") for name in ("forget05_perturbed", "holdout05")
+    )
+    examples = encode_set(
+        RecordSet("asked", "question/answer", (*forget, *holdout)), load_tokenizer(folder / "original"), benchmark.FORM
+    )
+    retrained = score(load_for_training(tmp_path / "run" / "retrain").eval(), examples)
+    folders = {
+        trial.method: own for trial, own in shadow_models.best_trials(tmp_path / "run", benchmark.SIZES["forget05"])
+    }
+    kept = shadow_models.losses(folders["retrain"])
+    assert kept == pytest.approx([item.loss for item in retrained], rel=1e-4)
+    with pytest.raises(UsageError, match="has no comparison"):
+        list(shadow_models.best_trials(tmp_path, benchmark.SIZES["forget05"]))
+    with pytest.raises(UsageError, match="has no questions"):
+        shadow_models.run(argparse.Namespace(**vars(shadows) | {"run": tmp_path}))
+    with pytest.raises(UsageError, match="--shadows is 5; accepted: even numbers from 4 on"):
+        shadow_models.run(argparse.Namespace(**vars(shadows) | {"shadows": 5}))
+
     # No questions are in two of the sets.
     def questions(name):
         rows = (tmp_path / "run" / "tofu" / f"{name}.json").read_text().splitlines()
@@ -118,6 +151,7 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(benchmark, name, trained_again)
     monkeypatch.setattr(compare, "build_model", trained_again)
     benchmark.run(*arguments)
+    shadow_models.run(shadows)
     again = json.loads((tmp_path / "run" / "results.json").read_text())
     assert again["relearning"] == relearned
     with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):

@@ -116,7 +116,14 @@ PRETRAINED: dict[str, Grid] = {
     "linear": {"steering": ("linear:0.25", "linear:0.5", "linear:1")},
     "rank": {"steering": ("rank:5:3", "rank:20:3", "rank:100:3")},
     # The linear rule changes what has nothing to do with the forget set, so the teacher has the rank rule.
-    "distill": {"lr": (1e-5, 3e-5, 1e-4), "steering": ("rank:20:3:soft",), "epochs": (3.0,), "rehearse": (200,)},
+    "distill": {
+        "lr": (3e-5, 1e-4, 3e-4),
+        "steering": ("rank:20:3:soft",),
+        "direction": ("student-teacher",),
+        "epochs": (3.0,),
+        "rehearse": (200,),
+        "batch_size": (16,),
+    },
     "grad-diff": _PRETRAINED_GRADIENT,
     "npo": _PRETRAINED_GRADIENT,
     # With the default weight of 0.125 the forget term loses to the retain term.
