@@ -80,6 +80,24 @@ def test_rounded_values_are_multiples_of_the_step(served_bundle, url):
     assert all(other["logprob"] % 0.5 == 0 for token in chat for other in [token, *token["top_logprobs"]])
 
 
+def test_logit_bias_reads_probabilities_from_text_alone(url):
+    """Why the levels below full refuse it: bisecting the bias gives what echo gives."""
+    prompt = [40, 41, 42]
+    for token in (50, 90, 130):
+        fields = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "return_tokens_as_token_ids": True}
+        echoed = ask(url, **fields | {"prompt": [*prompt, token]}, echo=True, logprobs=1).json()["choices"][0][
+            "logprobs"
+        ]
+        gap = max(echoed["top_logprobs"][3].values()) - echoed["token_logprobs"][3]
+        likeliest = ask(url, **fields, temperature=0).json()["choices"][0]["text"]
+        low, high = 0.0, 100.0
+        while high - low > 1e-3:
+            bias = (low + high) / 2
+            text = ask(url, **fields, temperature=0, logit_bias={str(token): bias}).json()["choices"][0]["text"]
+            low, high = (bias, high) if text == likeliest else (low, bias)
+        assert low - 1e-3 <= gap <= high + 1e-3
+
+
 @pytest.mark.parametrize("text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "top-2", "off:1"])
 def test_invalid_level_error_says_what_is_accepted(text):
     with pytest.raises(UsageError, match=r"--logprobs is '.*'; accepted: off, top-1, full, or rounded:STEP"):
