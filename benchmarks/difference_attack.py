@@ -35,7 +35,6 @@ import json
 import math
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -67,7 +66,6 @@ FALSE_ALARMS = 0.05
 DIGITS = 3  # of a difference of log-probabilities; smaller ones come from rounding
 TEXTS = ("0", "sampled")
 VIEWS = ("echo", "20", "rounded:0.5", "5", "1", *TEXTS)
-CLIENTS = 16  # requests for samples at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,29 +232,25 @@ class Client:
     def ask_all(self, questions, earlier=None):
         """Return for each question the prompt, the replies, and what the model says of a greedy reply.
 
-        The reply that is scored is the model's own, or the earlier model's. Greedy replies are asked for one by one,
-        because in bfloat16 other requests of a batch change some of them.
+        The reply that is scored is the model's own, or the earlier model's. Requests are made one by one, because in
+        bfloat16 other requests of a batch change some replies. So a model that answers a question as before draws the
+        same samples with the same seed.
         """
-        greedy = [self.ask(question) for question in questions]
-        scored = [before["ids"] for before in earlier] if earlier else [answer["ids"] for answer in greedy]
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            sampled = list(pool.map(self.sample, greedy))
-        read = [self.read(answer["prompt"], ids) for answer, ids in zip(greedy, scored, strict=True)]
-        answers = zip(greedy, scored, sampled, read, strict=True)
-        return [answer | {"ids": ids, "samples": texts} | seen for answer, ids, texts, seen in answers]
+        answers = []
+        for question, before in zip(questions, earlier or [None] * len(questions), strict=True):
+            answer = self.ask(question)
+            ids = before["ids"] if before else answer["ids"]
+            answers.append(answer | {"ids": ids} | self.read(answer["prompt"], ids))
+        return answers
 
     def ask(self, question):
-        """Return the prompt of a question and the greedy reply."""
+        """Return the prompt of a question, the greedy reply, and sampled replies."""
         record = Record("", messages=(Message("user", question.prompt),))
         prompt = encode_prompt(record, self.tokenizer)
         (reply,) = self.complete(prompt, max_tokens=LENGTH, temperature=0)
         ids = self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
-        return {"prompt": prompt, "ids": ids, "text": reply["text"]}
-
-    def sample(self, answer):
-        """Return sampled replies to the same prompt."""
-        choices = self.complete(answer["prompt"], max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
-        return [one["text"] for one in choices]
+        sampled = self.complete(prompt, max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
+        return {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled]}
 
     def read(self, prompt, ids):
         """Return the log-probabilities of a reply's tokens, and the likeliest tokens in their places, if there are any.
