@@ -196,7 +196,7 @@ def run(given):
     """Fill the cells that the run's attacks.json lacks, and print the table."""
     if not (given.run / "compare" / "comparison.json").exists():
         raise UsageError(f"{given.run} has no comparison; make it with: python benchmarks/smollm2_tofu.py")
-    (split,) = (name for name in SIZES if (given.run / "tofu" / f"{name}.json").exists())
+    split = next(name for name in SIZES if (given.run / "tofu" / f"{name}.json").exists())
     adapt_grid(SIZES[split])
     forget, retain = (
         read_records(given.run / "tofu" / f"{name}.json").records for name in (split, SIZES[split].retain)

@@ -102,7 +102,7 @@ def main():
         parser.error("--before, --after and --name go together")
     try:
         run(options)
-    except UsageError as error:
+    except (UsageError, httpx.HTTPError) as error:
         parser.exit(2, f"difference_attack: {error}\n")
 
 

@@ -120,13 +120,17 @@ def test_compose_refers_to_files_that_exist():
         volume.split(":")[0] for one in COMPOSE["services"].values() for volume in one.get("volumes", ())
         if volume.startswith("./")
     ]  # fmt: skip
-    assert {Path(name).name for name in mounted} == {"nginx.conf", "prometheus.yml", "alerts.yml", "dashboard.json"}
+    provisioned = {"grafana-datasource.yml", "grafana-dashboards.yml"}
+    assert {Path(name).name for name in mounted} == provisioned | {
+        "nginx.conf", "prometheus.yml", "alerts.yml", "dashboard.json",
+    }  # fmt: skip
     assert all((DEPLOY / name).is_file() for name in mounted)
     for name in COMPOSE["services"]["nginx"]["secrets"]:
         assert f"/run/secrets/{name};" in NGINX
     (scrape,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert scrape["static_configs"][0]["targets"] == [f"divdec:{DEFAULTS.port}"]
-    assert all(yaml.safe_load(one["content"]) for one in COMPOSE["configs"].values())
+    assert all(yaml.safe_load((DEPLOY / name).read_text())["apiVersion"] == 1 for name in provisioned)
+    assert "configs" not in COMPOSE  # docker compose writes none with inline content into a read-only service
 
 
 def test_variables_of_compose_are_documented():

@@ -112,7 +112,9 @@ def test_version_is_that_of_the_tag():
     for tag in tags:
         if re.fullmatch(r"v\d.*", tag):
             assert tag == f"v{divdec.__version__}"
-            assert f"\n## {divdec.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+            heading = re.search(rf"^## {re.escape(divdec.__version__)} .*$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+            assert heading is not None
+            assert "not released" not in heading[0]
 
 
 @pytest.fixture(scope="module")

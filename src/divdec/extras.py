@@ -6,7 +6,7 @@ from divdec.errors import UsageError
 
 EXTRAS = {
     "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "sse_starlette"),
     "vllm": ("vllm",),
     "ui": ("gradio",),
     "gguf": ("gguf",),

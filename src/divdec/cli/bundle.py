@@ -184,18 +184,19 @@ def calibrate(
         model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep, form=form, batch_size=batch_size,
         title="scoring",
     )  # fmt: skip
+    # Measured first: an error leaves the bundle as it was.
+    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
     written = write and (force or not result.faults)
     if written:
         from divdec.model.bundle import rewrite_steering
 
         rewrite_steering(bundle, result.chosen.steering, _card_row(result))
     code = 0 if written or not result.faults else NOT_REACHED
-    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
     if printing.json:
         print(json.dumps(_as_json(result, written) | {"suppression": dataclasses.asdict(suppression)}))
         return code
     _print_calibration(result)
-    print(suppression)
+    print(f"{result.chosen.steering}: {suppression}")
     for fault in result.faults:
         print(f"warning: {fault}", file=sys.stderr)
     if written:

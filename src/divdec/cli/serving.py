@@ -190,7 +190,10 @@ def _serve_vllm(
 ) -> None:
     from divdec.serving.vllm.configuration import engine_arguments, run
 
-    extra = shlex.split(settings.vllm_options)
+    try:
+        extra = shlex.split(settings.vllm_options)
+    except ValueError as error:
+        raise UsageError(f"--vllm-options is {settings.vllm_options!r}: {error}") from None
     for field in ("ssl_certfile", "ssl_keyfile"):
         if (value := getattr(settings, field)) is not None:
             extra += [option(field), value]

@@ -2,7 +2,8 @@
 
 The log-probabilities of a steered model less those of the target, of another rule or of an earlier takedown are the
 steering itself, which points at the forgotten text. A field that lets a client read or compare the probability of a
-token of its choice (`logit_bias`, or log-probabilities of the prompt) gives away as much as log-probabilities do.
+token of its choice (`logit_bias`, or log-probabilities of the prompt) gives away as much as log-probabilities do. So
+does a temperature above 1: with `top_k` it shows improbable tokens in few samples, and `min_p` then compares them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-ACCEPTED = "off, top-1, full, or rounded:STEP such as rounded:0.5"
+ACCEPTED = "off, top-1, full, or rounded:STEP such as rounded:0.5 (0.001 to 100)"
 REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
 """The class's path, for vLLM."""
+HIGHEST_TEMPERATURE = 1.0  # below full
 # Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities. The others
 # let a client choose the tokens that are compared.
 OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "echo")
@@ -56,7 +58,7 @@ class LogprobPolicy:
                 step = float(number)
             except ValueError:
                 step = math.nan
-            if 0 < step <= 100:
+            if 0.001 <= step <= 100:
                 return cls(level, step)
         elif level in ("off", "top-1", "full") and not colon:
             return cls(level)
@@ -79,6 +81,7 @@ class LogprobPolicy:
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
+            ("temperature", (fields.get("temperature") or 0) > HIGHEST_TEMPERATURE),
             ("logprobs", asked > most),
             ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
         ):
@@ -88,6 +91,11 @@ class LogprobPolicy:
 
     def refusal(self, field: str) -> str:
         """Return the message for a refused field."""
+        if field == "temperature":
+            return (
+                f"temperature is above {HIGHEST_TEMPERATURE:g}: samples of improbable tokens tell more than the "
+                f"{REFUSED} that this server gives (--logprobs {self})"
+            )
         return f"field {field!r} asks for more {REFUSED} than this server gives (--logprobs {self})"
 
     def shown(self, logprob: float) -> float:
@@ -147,6 +155,14 @@ async def _refuse(send: Send, status: int, message: str, field: str | None) -> N
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
+def _at_most(value: Any, bound: float) -> bool:
+    """Return whether a value is none or a number up to a bound; vLLM reads a number from a text too."""
+    try:
+        return value is None or float(value) <= bound
+    except (TypeError, ValueError):
+        return True  # vLLM refuses it
+
+
 def find_logprob_field(value: Any) -> str | None:
     """Return the name of a field, at any depth of a request to vLLM, by which a client would learn probabilities."""
     values = [value]  # not by recursion, which deep nesting would end before such a field is found
@@ -157,7 +173,8 @@ def find_logprob_field(value: Any) -> str | None:
                 asks = "logprob" in name or name in OTHER_FIELDS
                 # The field `include` of the Responses API lists 'message.output_text.logprobs'.
                 listed = name == "include" and "logprob" in str(inner)
-                if (asks and inner is not None and inner is not False) or listed:
+                hot = name == "temperature" and not _at_most(inner, HIGHEST_TEMPERATURE)
+                if (asks and inner is not None and inner is not False) or listed or hot:
                     return name
             values += value.values()
         elif isinstance(value, list):

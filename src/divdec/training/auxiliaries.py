@@ -379,8 +379,8 @@ def _check_bundle(
         )
         report("  ".join(cells).rstrip())
     report(f"measured: {measured}")
-    rewrite_steering(bundle, measured.best.steering, measured.verdict)
     suppression = measure_suppression(model, tokenizer, sets, form=form)
+    rewrite_steering(bundle, measured.best.steering, measured.verdict)
     report(str(suppression))
     return measured.to_dict() | {"suppression": dataclasses.asdict(suppression)}
 

@@ -36,6 +36,7 @@ REFUSED = {
 }
 EVERYWHERE = [
     TEXT | {"logit_bias": {"5": 1}}, CHAT | {"logit_bias": {"5": 1}}, TEXT | {"echo": True, "logprobs": 0},
+    TEXT | {"temperature": 1.01}, CHAT | {"temperature": 2},
 ]  # fmt: skip
 
 
@@ -98,7 +99,9 @@ def test_logit_bias_reads_probabilities_from_text_alone(url):
         assert low - 1e-3 <= gap <= high + 1e-3
 
 
-@pytest.mark.parametrize("text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "top-2", "off:1"])
+@pytest.mark.parametrize(
+    "text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "rounded:1e-320", "top-2", "off:1"]
+)
 def test_invalid_level_error_says_what_is_accepted(text):
     with pytest.raises(UsageError, match=r"--logprobs is '.*'; accepted: off, top-1, full, or rounded:STEP"):
         ServeSettings(logprobs=text)
@@ -119,6 +122,9 @@ def test_default_is_off_with_a_registry():
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
         ({"echo": True}, "echo"),
+        ({"requests": [{"temperature": 1.5}]}, "temperature"),
+        ({"temperature": "100"}, "temperature"),
+        ({"temperature": 1}, None),
         ({"sampling_params": {"logprobs": 1}}, "logprobs"),
         ({"requests": [{"x": 1}, {"prompt_logprobs": 1}]}, "prompt_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
