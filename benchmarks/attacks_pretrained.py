@@ -38,15 +38,14 @@ from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations, samples
 from divdec.evaluation.metrics import rouge
 from divdec.model.checkpoint import load_config, load_tokenizer
-from divdec.research.baselines.methods import TITLES
+from divdec.research.baselines.methods import REFERENCES, TITLES
 from divdec.research.charts import markdown_table
 from divdec.research.compare.benchmark import spread
 from divdec.research.compare.run import load_trial
-from divdec.research.compare.settings import Trial, trials_of
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
-from smollm2_tofu import FORM, RELEARNING, SIZES, adapt_grid
+from smollm2_tofu import FORM, RELEARNING, SIZES, best_trials, split_of
 
 TOKENS, GROUP, SHOTS, UNRELATED = 64, 64, 3, 40
 UNRELATED_EPOCHS = 2.0
@@ -137,13 +136,12 @@ def train_on_unrelated(folder, tokenizer, retain):
     return model.eval()
 
 
-def attacked(run, methods):
+def attacked(run, size, methods):
     """Folder and trial of each model: {method: (folder, trial)}, the best settings of the run's comparison."""
-    best = {row["method"]: row["setting"] for row in read_json(run / "compare" / "comparison.json")["best"]}
-    found = {name: (run / name, Trial(name)) for name in ("target", "retrain")}
-    for trial in trials_of([name for name in best if name not in found], "pretrained"):
-        folder = run / "compare" / "seed-0" / trial.folder / "model"
-        if best[trial.method] == trial.label and folder.exists():
+    found = {}
+    for trial, results in best_trials(run, size).items():
+        folder = run / trial.method if trial.method in REFERENCES else results / "model"
+        if folder.exists():
             found[trial.method] = folder, trial
     if unknown := [name for name in methods or () if name not in found]:
         raise UsageError(f"--methods {unknown[0]}: {run} has {', '.join(found)}")
@@ -194,15 +192,12 @@ def main():
 
 def run(given):
     """Fill the cells that the run's attacks.json lacks, and print the table."""
-    if not (given.run / "compare" / "comparison.json").exists():
-        raise UsageError(f"{given.run} has no comparison; make it with: python benchmarks/smollm2_tofu.py")
-    split = next(name for name in SIZES if (given.run / "tofu" / f"{name}.json").exists())
-    adapt_grid(SIZES[split])
+    split = split_of(given.run)
+    models = attacked(given.run, SIZES[split], given.methods)
     forget, retain = (
         read_records(given.run / "tofu" / f"{name}.json").records for name in (split, SIZES[split].retain)
     )
     sets = forget, retain, list(spread(forget, given.questions))
-    models = attacked(given.run, given.methods)
     tokenizer = load_tokenizer(given.run / "target")
     file = given.run / "attacks.json"
     settings = {"questions": given.questions, "samples": given.samples, "sampled": given.sampled}

@@ -23,12 +23,10 @@ from divdec.errors import UsageError
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_tokenizer
-from divdec.research.baselines.methods import REFERENCES
-from divdec.research.compare.settings import Trial, trials_of
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from shadow_models import SETS, attacked, check_shadows, halves, power, table
-from smollm2_tofu import FORM, SIZES, adapt_grid, tune
+from smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
 
 
 def main():
@@ -47,9 +45,7 @@ def main():
 def run(given):
     """Train the shadow models that the output folder lacks, attack the run's best settings, and print the table."""
     check_shadows(given.shadows)
-    split = next((name for name in SIZES if (given.run / "tofu" / f"{name}.json").exists()), None)
-    if split is None:
-        raise UsageError(f"{given.run} has no questions; make them with: python benchmarks/smollm2_tofu.py")
+    split = split_of(given.run)
     size = SIZES[split]
     forget, retain, holdout = (
         read_records(given.run / "tofu" / f"{name}.json") for name in (f"{split}_perturbed", size.retain, size.holdout)
@@ -63,7 +59,7 @@ def run(given):
             "setting": trial.label,
             "seeds": [attacked(losses(folder), shadows, members, len(forget.records))],
         }
-        for trial, folder in best_trials(given.run, size)
+        for trial, folder in best_trials(given.run, size).items()
     }
     shown = power(shadows, members)
     write_json(given.output / "results.json", {"shadows": given.shadows, "power": shown, "methods": rows})
@@ -89,19 +85,6 @@ def shadow_losses(output, original, asked, retain, tuning, count):
         shutil.rmtree(folder)
     members = [[index in half for index in range(len(asked.records))] for half in chosen]
     return np.array(kept[:count]), np.array(members)
-
-
-def best_trials(run, size):
-    """Yield each method's best setting in the run's comparison, and the folder of its results."""
-    file = run / "compare" / "comparison.json"
-    if not file.exists():
-        raise UsageError(f"{run} has no comparison; make it with: python benchmarks/smollm2_tofu.py")
-    adapt_grid(size)
-    best = {row["method"]: row["setting"] for row in read_json(file)["best"]}
-    methods = [name for name in best if name not in REFERENCES]
-    for trial in (*map(Trial, REFERENCES), *trials_of(methods, "pretrained")):
-        if best[trial.method] == trial.label:
-            yield trial, run / "compare" / "seed-0" / trial.folder
 
 
 def losses(folder):

@@ -68,7 +68,7 @@ class Size:
 TUNING = TrainingSettings(epochs=5.0, learning_rate=3e-4, batch_size=8, warmup=0.05)
 SIZES = {
     "forget05": Size("retain95", "holdout05", 400, TUNING, shown=20, asked=40),
-    # Smaller batches, so that the gradient methods take 30 steps; with forget05 they take 39.
+    # Smaller batches, so that the gradient methods take 30 steps, and distillation 90; with forget05 39 and 114.
     "forget01": Size(
         "retain99", "holdout01", 80, dataclasses.replace(TUNING, batch_size=4), shown=10, asked=30,
         grid={"batch_size": (4,)},
@@ -252,6 +252,26 @@ def collect(output, methods):
         row |= {"seconds": costs[trial.method, trial.label], "time": compared["time_ratio"].get(trial.method)}
         rows.append(row | {"leak": compared["leaks"].get(trial.method) if row["best"] else None})
     return {"rows": rows}
+
+
+def split_of(run):
+    """Return the forget split of a run, the output folder of this script."""
+    split = next((name for name in SIZES if (run / "tofu" / f"{name}.json").exists()), None)
+    if split is None:
+        raise UsageError(f"{run} has no questions; make them with: python benchmarks/smollm2_tofu.py")
+    return split
+
+
+def best_trials(run, size):
+    """Return each method's best setting in a run's comparison, and the folder of its results."""
+    file = run / "compare" / "comparison.json"
+    if not file.exists():
+        raise UsageError(f"{run} has no comparison; make it with: python benchmarks/smollm2_tofu.py")
+    adapt_grid(size)
+    best = {row["method"]: row["setting"] for row in read_json(file)["best"]}
+    methods = [name for name in best if name not in REFERENCES]
+    trials = (*map(Trial, REFERENCES), *trials_of(methods, "pretrained"))
+    return {trial: run / "compare" / "seed-0" / trial.folder for trial in trials if best[trial.method] == trial.label}
 
 
 def as_float(value):

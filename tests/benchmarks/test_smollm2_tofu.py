@@ -122,13 +122,12 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
         RecordSet("asked", "question/answer", (*forget, *holdout)), load_tokenizer(folder / "original"), benchmark.FORM
     )
     retrained = score(load_for_training(tmp_path / "run" / "retrain").eval(), examples)
-    folders = {
-        trial.method: own for trial, own in shadow_models.best_trials(tmp_path / "run", benchmark.SIZES["forget05"])
-    }
+    best = benchmark.best_trials(tmp_path / "run", benchmark.SIZES["forget05"])
+    folders = {trial.method: own for trial, own in best.items()}
     kept = shadow_models.losses(folders["retrain"])
     assert kept == pytest.approx([item.loss for item in retrained], rel=1e-4)
     with pytest.raises(UsageError, match="has no comparison"):
-        list(shadow_models.best_trials(tmp_path, benchmark.SIZES["forget05"]))
+        benchmark.best_trials(tmp_path, benchmark.SIZES["forget05"])
     with pytest.raises(UsageError, match="has no questions"):
         shadow_models.run(argparse.Namespace(**vars(shadows) | {"run": tmp_path}))
     with pytest.raises(UsageError, match="--shadows is 5; accepted: even numbers from 4 on"):

@@ -156,11 +156,13 @@ async def _refuse(send: Send, status: int, message: str, field: str | None) -> N
 
 
 def _at_most(value: Any, bound: float) -> bool:
-    """Return whether a value is none or a number up to a bound; vLLM reads a number from a text too."""
+    """Return whether a value is no number, or one up to a bound. vLLM reads numbers from texts too."""
     try:
         return value is None or float(value) <= bound
+    except OverflowError:
+        return False
     except (TypeError, ValueError):
-        return True  # vLLM refuses it
+        return True  # such as the schema of a tool's parameter with this name
 
 
 def find_logprob_field(value: Any) -> str | None:
