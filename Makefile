@@ -157,6 +157,8 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
+	$(BIN)/hadolint deploy/Dockerfile*
+	$(BIN)/yamllint --strict --config-file .yamllint.yml deploy .github
 	$(MKDOCS)
 
 # The documentation: site/index.html, which needs no server and no network.

@@ -31,7 +31,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
 import threading
@@ -53,7 +52,7 @@ from divdec.model.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.charts import markdown_table
-from divdec.runs import write_json
+from divdec.runs import read_json, write_json
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
@@ -64,6 +63,7 @@ RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")
 LENGTH, SAMPLES, MOST = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request
 FALSE_ALARMS = 0.05
 DIGITS = 3  # of a difference of log-probabilities; smaller ones come from rounding
+SETS = ("forget", "retain", "unlisted")
 TEXTS = ("0", "sampled")
 VIEWS = ("echo", "20", "rounded:0.5", "5", "1", *TEXTS)
 
@@ -109,7 +109,7 @@ def main():
 def run(options):
     """Attack the models that the output folder lacks, and print the table."""
     file = options.output / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    results = read_json(file) if file.exists() else {}
     bundle = Bundle.open(options.demo / "bundle")
     tokenizer = load_tokenizer(bundle.paths["target"])
     questions = read_questions(options.demo)
@@ -147,14 +147,19 @@ def plain(path):
 def read_questions(demo):
     """Return one question for each fact of the demo, and the neutral prompts."""
     questions = []
-    for name in ("forget", "retain", "unlisted"):
-        seen = set()
-        for record in read_records(demo / f"{name}.jsonl"):
-            if record.answer not in seen:  # each fact has several wordings
-                seen.add(record.answer)
-                asked = record.messages[-1].content
-                questions.append(Question(asked, key_phrase(asked, record.answer) if name == "forget" else None))
+    for name in SETS:
+        for record in one_for_each_fact(demo, name):
+            asked = record.messages[-1].content
+            questions.append(Question(asked, key_phrase(asked, record.answer) if name == "forget" else None))
     return questions + [Question(prompt, None) for prompt in NEUTRAL]
+
+
+def one_for_each_fact(demo, name):
+    """Return the first wording of each fact of a set."""
+    records = {}
+    for record in read_records(demo / f"{name}.jsonl"):
+        records.setdefault(record.answer, record)
+    return list(records.values())
 
 
 def attacked(options, bundle, tokenizer):

@@ -64,7 +64,6 @@ class Run:
 
     def __init__(self, options):
         self.demo, self.output = options.demo, options.output
-        self.output.mkdir(parents=True, exist_ok=True)
         self.target = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
         self.tokenizer = load_tokenizer(self.target)
         target = load(self.target)
@@ -77,6 +76,7 @@ class Run:
         if options.news:
             self.news = encode_set(read_records(options.news), self.tokenizer, Format(max_length=NEWS_LENGTH))[:NEWS]
             self.perplexity = perplexity(target, self.news)
+        self.output.mkdir(parents=True, exist_ok=True)
         self.file = self.output / "results.json"
         self.results = read_json(self.file) if self.file.exists() else {}
 

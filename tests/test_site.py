@@ -96,6 +96,15 @@ def test_site_opens_from_disk(site, browser, width, scheme):
         assert dark == (scheme == "dark")
 
 
+def test_no_page_is_wider_than_a_phone(site, browser):
+    wide = []
+    for path in sorted(site.rglob("*.html")):
+        with opened(browser, path, 390, "light") as page:
+            if page.evaluate("document.documentElement.scrollWidth - innerWidth") > 0:
+                wide.append(path.name)
+    assert wide == []
+
+
 def test_search_works_from_disk(site, browser):
     with opened(browser, site / "index.html", 1280, "light") as page:
         page.click(".md-search__input")

@@ -61,6 +61,23 @@ def test_servers_that_do_not_differ_give_nothing_away(options, models):
         assert all(figures == {"auc": 0.5, "named": 0.0, "tokens": 0.0} for figures in results.values())
 
 
+@pytest.mark.parametrize("level", ["rounded:0.5", "top-1"])
+def test_columns_of_a_level_are_what_a_server_with_it_shows(options, models, tokenizer, level):
+    """The attack reads log-probabilities by echo, which these levels refuse; a client asks token by token."""
+    policy = LogprobPolicy.parse(level)
+    most = 1 if policy.level == "top-1" else attack.MOST
+    with serving([engine_of(models / "attacked")]) as url, attack.Client(url, tokenizer) as client:
+        (full, *_) = client.ask_all(attack.read_questions(options.demo)[:1])
+    with serving([engine_of(models / "attacked")], logprobs=policy) as url, attack.Client(url, tokenizer) as client:
+        prompt, ids = full["prompt"], full["ids"]
+        assert client.complete(prompt, echo=True, logprobs=1) is None
+        fields = {"max_tokens": 1, "temperature": 0, "logprobs": most, "return_tokens_as_token_ids": True}
+        for index, top in enumerate(full["top"]):
+            (choice,) = client.complete([*prompt, *ids[:index]], **fields)
+            shown = {attack.token_id(name): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}
+            assert shown == pytest.approx({token: policy.shown(value) for token, value in top[:most]}, abs=1e-4)
+
+
 def test_figures_of_an_attack_that_finds_everything_or_nothing(tokenizer):
     questions = [attack.Question("q", "Paris"), *[attack.Question("q", None)] * 3]
     ids = tokenizer("It is Paris.", add_special_tokens=False)["input_ids"]

@@ -105,11 +105,33 @@ def measure_suppression(
             drawn = random.Random(0).sample(records.records, min(REPLIES, len(records)))
             prompts = encode_prompts(drawn, tokenizer, form)
         prompts = [prompt for prompt in prompts if len(prompt) <= room]
-        replies = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, batch_size=batch_size)
-        shares[name] = []
-        for prompt, ids in zip(prompts, replies, strict=True):
-            tokens = [*prompt, *without_padding(model, ids)]
-            shares[name].append(suppressed_share(model, tokens, len(prompt), len(tokens)))
+        shares[name] = shares_of_replies(model, tokenizer, prompts, batch_size=batch_size)
     if not all(math.isfinite(share) for own in shares.values() for share in own):
         raise FailedClosed("a logit is not finite: no threshold is chosen; check the bundle with divdec doctor")
     return SuppressionThreshold.between(shares)
+
+
+def shares_of_replies(
+    model: DivergenceForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 32,
+) -> list[float]:
+    """Return for each prompt the share of probability that steering took from the greedy reply, 0 to 1.
+
+    Args:
+        model: the steered model.
+        tokenizer: its tokenizer.
+        prompts: token ids of each prompt. A reply has at most `LENGTH` tokens.
+        batch_size: sequences in a pass.
+
+    Raises:
+        FailedClosed: a logit is not finite.
+    """
+    shares = []
+    replies = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, batch_size=batch_size)
+    for prompt, ids in zip(prompts, replies, strict=True):
+        tokens = [*prompt, *without_padding(model, ids)]
+        shares.append(suppressed_share(model, tokens, len(prompt), len(tokens)))
+    return shares
