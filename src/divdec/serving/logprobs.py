@@ -3,7 +3,8 @@
 The log-probabilities of a steered model less those of the target, of another rule or of an earlier takedown are the
 steering itself, which points at the forgotten text. A field that lets a client read or compare the probability of a
 token of its choice (`logit_bias`, or log-probabilities of the prompt) gives away as much as log-probabilities do. So
-does a temperature above 1: with `top_k` it shows improbable tokens in few samples, and `min_p` then compares them.
+does a temperature above 1: with `top_k` it shows improbable tokens in few samples, and `min_p` then compares them. A
+`repetition_penalty` below 1 is a bias on the tokens that the client writes into the prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
 """The class's path, for vLLM."""
-HIGHEST_TEMPERATURE = 1.0  # below full
+# Below full:
+HIGHEST_TEMPERATURE = 1.0
+LOWEST_PENALTY = 1.0  # repetition_penalty
+BOUNDS = {"temperature": (-math.inf, HIGHEST_TEMPERATURE), "repetition_penalty": (LOWEST_PENALTY, math.inf)}
+BEYOND = {
+    "temperature": f"temperature is above {HIGHEST_TEMPERATURE:g}: samples of improbable tokens tell",
+    "repetition_penalty": f"repetition_penalty is below {LOWEST_PENALTY:g}: a bias on tokens of the prompt tells",
+}
 # Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities. The others
 # let a client choose the tokens that are compared.
 OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "echo")
@@ -82,6 +90,7 @@ class LogprobPolicy:
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
             ("temperature", (fields.get("temperature") or 0) > HIGHEST_TEMPERATURE),
+            ("repetition_penalty", (fields.get("repetition_penalty") or LOWEST_PENALTY) < LOWEST_PENALTY),
             ("logprobs", asked > most),
             ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
         ):
@@ -91,11 +100,8 @@ class LogprobPolicy:
 
     def refusal(self, field: str) -> str:
         """Return the message for a refused field."""
-        if field == "temperature":
-            return (
-                f"temperature is above {HIGHEST_TEMPERATURE:g}: samples of improbable tokens tell more than the "
-                f"{REFUSED} that this server gives (--logprobs {self})"
-            )
+        if field in BEYOND:
+            return f"{BEYOND[field]} more than the {REFUSED} that this server gives (--logprobs {self})"
         return f"field {field!r} asks for more {REFUSED} than this server gives (--logprobs {self})"
 
     def shown(self, logprob: float) -> float:
@@ -155,10 +161,10 @@ async def _refuse(send: Send, status: int, message: str, field: str | None) -> N
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
-def _at_most(value: Any, bound: float) -> bool:
-    """Return whether a value is no number, or one up to a bound. vLLM reads numbers from texts too."""
+def _within(value: Any, low: float, high: float) -> bool:
+    """Return whether a value is no number, or one between two bounds. vLLM reads numbers from texts too."""
     try:
-        return value is None or float(value) <= bound
+        return value is None or low <= float(value) <= high
     except OverflowError:
         return False
     except (TypeError, ValueError):
@@ -175,8 +181,8 @@ def find_logprob_field(value: Any) -> str | None:
                 asks = "logprob" in name or name in OTHER_FIELDS
                 # The field `include` of the Responses API lists 'message.output_text.logprobs'.
                 listed = name == "include" and "logprob" in str(inner)
-                hot = name == "temperature" and not _at_most(inner, HIGHEST_TEMPERATURE)
-                if (asks and inner is not None and inner is not False) or listed or hot:
+                beyond = name in BOUNDS and not _within(inner, *BOUNDS[name])
+                if (asks and inner is not None and inner is not False) or listed or beyond:
                     return name
             values += value.values()
         elif isinstance(value, list):

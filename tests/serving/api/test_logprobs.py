@@ -5,7 +5,9 @@ import json
 
 import httpx
 import pytest
+import torch
 
+from divdec import DivergenceForCausalLM
 from divdec.cli.serving import ServeSettings
 from divdec.errors import UsageError
 from divdec.serving.logprobs import LogprobPolicy, RefuseLogprobs, default_level, find_logprob_field
@@ -36,7 +38,8 @@ REFUSED = {
 }
 EVERYWHERE = [
     TEXT | {"logit_bias": {"5": 1}}, CHAT | {"logit_bias": {"5": 1}}, TEXT | {"echo": True, "logprobs": 0},
-    TEXT | {"temperature": 1.01}, CHAT | {"temperature": 2},
+    TEXT | {"temperature": 1.01}, CHAT | {"temperature": 2}, TEXT | {"repetition_penalty": 0.99},
+    CHAT | {"repetition_penalty": 0.5},
 ]  # fmt: skip
 
 
@@ -57,7 +60,13 @@ def test_levels_refuse_what_they_do_not_give(guarded, url):
 
 def test_levels_change_no_text(guarded, url):
     address, _ = guarded
-    for fields in (TEXT, TEXT | {"echo": True}, TEXT | {"n": 1, "best_of": 2}, CHAT):
+    for fields in (
+        TEXT,
+        TEXT | {"echo": True},
+        TEXT | {"n": 1, "best_of": 2},
+        CHAT,
+        CHAT | {"repetition_penalty": 1.1},
+    ):
         one, other = (ask(where, **fields).json()["choices"][0] for where in (address, url))
         assert one == other
 
@@ -99,6 +108,27 @@ def test_logit_bias_reads_probabilities_from_text_alone(url):
         assert low - 1e-3 <= gap <= high + 1e-3
 
 
+def test_repetition_penalty_below_1_compares_tokens_of_the_prompt(url, served_bundle):
+    """Why the levels below full refuse it: bisecting the penalty gives the ratio of two steered logits."""
+    model = DivergenceForCausalLM.from_pretrained(served_bundle)
+    for first in range(40, 200):  # until a token of the prompt may come next
+        prompt = [first, first + 1, first + 2]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+        token, likeliest = max(prompt, key=lambda one: float(logits[one])), int(logits.argmax())
+        if logits[token] > 0 and likeliest not in prompt:
+            break
+    assert 0 < logits[token] < logits[likeliest]
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    plain = ask(url, **fields).json()["choices"][0]["text"]
+    low, high = 0.01, 1.0
+    while high - low > 1e-4:
+        penalty = (low + high) / 2
+        text = ask(url, **fields, repetition_penalty=penalty).json()["choices"][0]["text"]
+        low, high = (low, penalty) if text == plain else (penalty, high)
+    assert low - 1e-3 <= logits[token] / logits[likeliest] <= high + 1e-3
+
+
 @pytest.mark.parametrize(
     "text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "rounded:1e-320", "top-2", "off:1"]
 )
@@ -126,6 +156,10 @@ def test_default_is_off_with_a_registry():
         ({"temperature": "100"}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
         ({"temperature": 1}, None),
+        ({"repetition_penalty": 0.9}, "repetition_penalty"),
+        ({"sampling_params": {"repetition_penalty": "0.01"}}, "repetition_penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"repetition_penalty": 1.2}, None),
         ({"tools": [{"parameters": {"properties": {"temperature": {"type": "number"}}}}]}, None),
         ({"sampling_params": {"logprobs": 1}}, "logprobs"),
         ({"requests": [{"x": 1}, {"prompt_logprobs": 1}]}, "prompt_logprobs"),

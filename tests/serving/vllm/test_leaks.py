@@ -43,7 +43,8 @@ def test_server_with_a_registry_gives_no_log_probabilities(make_bundle, make_reg
 
         text = {"prompt": texts[0][:40], "max_tokens": 2, "temperature": 0}
         assert ask("/v1/completions", **text).status_code == 200
-        for fields in ({"logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True}, {"logit_bias": {"5": 1}}):
+        refusals = {"logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True}, {"logit_bias": {"5": 1}}
+        for fields in (*refusals, {"repetition_penalty": 0.5}):
             refused = ask("/v1/completions", **text, **fields)
             assert refused.status_code == 400, fields
             assert "--logprobs off" in refused.json()["error"]["message"]
