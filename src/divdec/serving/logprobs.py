@@ -25,13 +25,11 @@ REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
 """The class's path, for vLLM."""
-# Below full:
-HIGHEST_TEMPERATURE = 1.0
-LOWEST_PENALTY = 1.0  # repetition_penalty
-BOUNDS = {"temperature": (-math.inf, HIGHEST_TEMPERATURE), "repetition_penalty": (LOWEST_PENALTY, math.inf)}
+BOUNDS = {"temperature": (-math.inf, 1.0), "repetition_penalty": (1.0, math.inf)}
+"""What the levels below full accept of numbers that would show or favour improbable tokens."""
 BEYOND = {
-    "temperature": f"temperature is above {HIGHEST_TEMPERATURE:g}: samples of improbable tokens tell",
-    "repetition_penalty": f"repetition_penalty is below {LOWEST_PENALTY:g}: a bias on tokens of the prompt tells",
+    "temperature": "temperature is above 1: samples of improbable tokens tell",
+    "repetition_penalty": "repetition_penalty is below 1: a bias on tokens of the prompt tells",
 }
 # Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities. The others
 # let a client choose the tokens that are compared.
@@ -89,8 +87,7 @@ class LogprobPolicy:
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
-            ("temperature", (fields.get("temperature") or 0) > HIGHEST_TEMPERATURE),
-            ("repetition_penalty", (fields.get("repetition_penalty") or LOWEST_PENALTY) < LOWEST_PENALTY),
+            *((name, not _within(fields.get(name), *bounds)) for name, bounds in BOUNDS.items()),
             ("logprobs", asked > most),
             ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
         ):
