@@ -106,8 +106,6 @@ def measure_suppression(
             prompts = encode_prompts(drawn, tokenizer, form)
         prompts = [prompt for prompt in prompts if len(prompt) <= room]
         shares[name] = shares_of_replies(model, tokenizer, prompts, batch_size=batch_size)
-    if not all(math.isfinite(share) for own in shares.values() for share in own):
-        raise FailedClosed("a logit is not finite: no threshold is chosen; check the bundle with divdec doctor")
     return SuppressionThreshold.between(shares)
 
 
@@ -134,4 +132,6 @@ def shares_of_replies(
     for prompt, ids in zip(prompts, replies, strict=True):
         tokens = [*prompt, *without_padding(model, ids)]
         shares.append(suppressed_share(model, tokens, len(prompt), len(tokens)))
+    if not all(map(math.isfinite, shares)):
+        raise FailedClosed("a logit is not finite: no threshold is chosen; check the bundle with divdec doctor")
     return shares

@@ -11,7 +11,7 @@ from divdec import DivergenceForCausalLM
 from divdec.cli.serving import ServeSettings
 from divdec.errors import UsageError
 from divdec.serving.logprobs import LogprobPolicy, RefuseLogprobs, default_level, find_logprob_field
-from served import engine_of, serving
+from served import bundle_of, engine_of, serving
 
 TEXT = {"model": "tiny", "prompt": "The city of", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 4, "temperature": 0}
@@ -127,6 +127,20 @@ def test_repetition_penalty_below_1_compares_tokens_of_the_prompt(url, served_bu
         text = ask(url, **fields, repetition_penalty=penalty).json()["choices"][0]["text"]
         low, high = (low, penalty) if text == plain else (penalty, high)
     assert low - 1e-3 <= logits[token] / logits[likeliest] <= high + 1e-3
+
+
+def test_echo_shows_the_tokens_that_a_rank_rule_masks(models):
+    """What `full` gives away without an earlier reply (docs/serving.md)."""
+    bundle, prompt = bundle_of(models, "masked", "rank:5"), [40, 41, 42]
+    with torch.inference_mode():
+        logits = DivergenceForCausalLM.from_pretrained(bundle)(torch.tensor([prompt])).logits[0, -1]
+    masked = logits.isinf().nonzero().flatten().tolist()
+    assert len(masked) == 5
+    with serving([engine_of(bundle)], shutdown_timeout=0.0) as url:
+        for token in (*masked, int(logits.argmax())):
+            fields = {"model": "tiny", "prompt": [*prompt, token], "max_tokens": 1, "echo": True, "logprobs": 0}
+            shown = ask(url, **fields).json()["choices"][0]["logprobs"]["token_logprobs"][3]
+            assert (shown == -9999) == (token in masked)
 
 
 @pytest.mark.parametrize(
