@@ -65,6 +65,37 @@ def test_stop_strings_are_found_in_generated_text(kind, text):
     assert streamed(kind, ids[:4], ids[4:], [stop])[0] == whole[: whole.index(stop)]
 
 
+@pytest.mark.parametrize("stop", ["{end}", "tale{end}", "{end}The", "{end}{end}"])
+def test_stop_strings_are_found_across_special_tokens_as_in_transformers(kind, stop):
+    import torch
+    from transformers import StopStringCriteria
+
+    first, second = (kind(text, add_special_tokens=False).input_ids for text in ("The sea and a tale", "The sea"))
+    end = kind.eos_token_id
+    prompt, answer = second, [*first, end, end, *second, *first]
+    stop = stop.format(end=kind.convert_ids_to_tokens(end))
+    try:
+        criteria = StopStringCriteria(kind, [stop])
+    except ValueError:
+        pytest.skip("transformers cannot read this stop string with this tokenizer")
+    expected = next(
+        (n for n in range(1, len(answer) + 1) if criteria(torch.tensor([prompt + answer[:n]]), None).item()), None
+    )
+    text, pieces = AnswerText(kind, [stop], prompt), []
+    stopped = None
+    for number, token in enumerate(answer, start=1):
+        pieces.append(text.add(token))
+        if text.stopped:
+            stopped = number
+            break
+    assert stopped == expected
+    shown = "".join(pieces) + text.end()
+    assert kind.convert_ids_to_tokens(end) not in shown
+    if stopped and "tale" in stop:
+        assert not shown.endswith("tale")
+    assert shown == answer_text(kind, prompt, answer, [stop])
+
+
 def test_special_tokens_decode_to_nothing_and_preserve_following_space(kind):
     first, second = (
         kind(" about", add_special_tokens=False).input_ids,

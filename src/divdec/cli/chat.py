@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec.cli.generate import SpeculationOptions, check_fits, cut_at_stop, generation_arguments, print_statistics
+from divdec.cli.generate import SpeculationOptions, check_fits, generation_arguments, print_statistics
 from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
 from divdec.options import ModelLoading, Sampling, SteeringChoice
@@ -138,6 +138,7 @@ class Conversation:
 
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record, checked_text
+        from divdec.decoding.text import answer_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
         form = Format(system_prompt=self.options.system_prompt)
@@ -158,7 +159,7 @@ class Conversation:
             )
         print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()
-        text = cut_at_stop(str(self.tokenizer.decode(answer, skip_special_tokens=True)), self.sampling.stop)
+        text = answer_text(self.tokenizer, prompt, answer, self.sampling.stop)
         if streamer is None:
             print(text)
         self.turns = (*turns, Message("assistant", text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
@@ -174,11 +174,6 @@ def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, w
         raise UsageError(f"{longest} tokens are too many for {positions} positions of the models: shorten {what}")
 
 
-def cut_at_stop(text: str, stop: Iterable[str]) -> str:
-    """Return a text up to the first of the stop strings."""
-    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
-
-
 def print_statistics(speculation: Speculation | None) -> None:
     """Print statistics of speculation on standard error, where they were collected."""
     if speculation is None or (statistics := speculation.statistics) is None or not statistics.passes:
@@ -242,7 +237,7 @@ def _answers(
             )
         for row, prompt in enumerate(batch):
             ids = without_padding(model, result.sequences[row, input_ids.shape[1] :].tolist())
-            text = cut_at_stop(answer_text(tokenizer, prompt, ids), stop)
+            text = answer_text(tokenizer, prompt, ids, stop)
             tokens = None
             if logprobs:
                 tokens = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ class AnswerText:
     """Incremental detokenizer that returns whole characters and nothing that may belong to a stop string.
 
     SentencePiece decodes "▁the" as "the" at the beginning of a text and as " the" elsewhere, so tokens are decoded
-    together with those before them, back to the prompt's last special token.
+    together with those before them, back to the prompt's last special token. Stop strings are compared with the text in
+    which special tokens are written out, as transformers' `stop_strings` are.
 
     Attributes:
         start: offset of the last token in the answer, in characters; for part of a character, that character's.
@@ -31,12 +33,16 @@ class AnswerText:
         self._before = self._context(prompt)
         self._pending: list[int] = []  # tokens whose text is not in `_text` yet
         self._pending_text = ""
-        self._text = ""
+        self._text = ""  # with special tokens
+        self._visible = bytearray()  # for each character of `_text`, 0 if it belongs to the name of a special token
         self._shown = 0
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that can be shown since the last call."""
-        self.start = len(self._text) + len(self._pending_text.rstrip(_UNFINISHED))
+        self.start = self._visible.count(1) + len(self._pending_text.rstrip(_UNFINISHED))
+        if name := self._special_name(token):  # adds no text and is no context for the next tokens
+            self._append(name, visible=False)
+            return self._show()
         self._pending.append(token)
         self._pending_text = self._text_of(self._pending)
         if self._pending_text and not self._pending_text.endswith(_UNFINISHED):
@@ -55,11 +61,14 @@ class AnswerText:
         """Return the prompt's last tokens after its last special one."""
         context: list[int] = []
         for token in reversed(prompt[-CONTEXT:]):
-            special = not self._decode([token]) and _decode(self._tokenizer, [token], skip_special=False)
-            if special and token != self._tokenizer.unk_token_id:
+            if self._special_name(token) and token != self._tokenizer.unk_token_id:
                 break
             context.insert(0, token)
         return context
+
+    def _special_name(self, token: int) -> str:
+        """Return the name of a special token that the answer's text leaves out; empty for other tokens."""
+        return "" if self._decode([token]) else _decode(self._tokenizer, [token], skip_special=False)
 
     def _decode(self, ids: list[int]) -> str:
         return _decode(self._tokenizer, ids, self._skip_special)
@@ -72,19 +81,25 @@ class AnswerText:
     def _settle(self, count: int) -> None:
         """Move the first pending tokens to the text."""
         settled, self._pending = self._pending[:count], self._pending[count:]
-        if added := self._text_of(settled):  # special tokens add no text and are no context for the next ones
-            self._text += added
+        if added := self._text_of(settled):
+            self._append(added)
             self._before = settled
         self._pending_text = self._text_of(self._pending) if self._pending else ""
+
+    def _append(self, text: str, *, visible: bool = True) -> None:
+        self._text += text
+        self._visible += bytes([visible]) * len(text)
 
     def _show(self, last: bool = False) -> str:
         if not self.stopped:
             matches = [index for stop in self._stop if (index := self._text.find(stop, self._shown)) >= 0]
             if matches:
                 self._text, self.stopped = self._text[: min(matches)], True
+                del self._visible[min(matches) :]
         end = len(self._text) if last or self.stopped else len(self._text) - self._stop_prefix_length()
-        shown, self._shown = self._text[self._shown : end], max(end, self._shown)
-        return shown
+        shown = itertools.compress(self._text[self._shown : end], self._visible[self._shown : end])
+        self._shown = max(end, self._shown)
+        return "".join(shown)
 
     def _stop_prefix_length(self) -> int:
         """Return the number of characters at the end that may begin a stop string."""
@@ -96,10 +111,14 @@ class AnswerText:
         return 0
 
 
-def answer_text(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """Decode a whole answer; equal to the text of `AnswerText`."""
-    text = AnswerText(tokenizer, (), prompt)
-    return "".join(map(text.add, answer)) + text.end()
+def answer_text(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """Decode a whole answer, up to a stop string; equal to the text of `AnswerText`."""
+    text, pieces = AnswerText(tokenizer, stop, prompt), []
+    for token in answer:
+        pieces.append(text.add(token))
+        if text.stopped:
+            break
+    return "".join(pieces) + text.end()
 
 
 def token_text(tokenizer: Any, before: Sequence[int], token: int) -> str:

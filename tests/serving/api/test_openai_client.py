@@ -171,6 +171,14 @@ def test_stop_strings_are_excluded_from_completion(client, greedy):
     assert "".join(event.choices[0].text for event in complete(client, stop=stop, stream=True)) == expected
 
 
+def test_stop_string_may_be_a_special_token(client, tokenizer):
+    options = {"logit_bias": {str(tokenizer.eos_token_id): 100}, "extra_body": {"ignore_eos": True}}
+    assert complete(client, **options, max_tokens=4).usage.completion_tokens == 4
+    found = complete(client, **options, max_tokens=4, stop=tokenizer.eos_token)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("", "stop")
+    assert found.usage.completion_tokens == 1
+
+
 def test_logit_bias_penalties_and_filters_take_effect(client, model, tokenizer, greedy):
     token = tokenizer(" the").input_ids[0]
     found = complete(client, logit_bias={str(token): 100}, max_tokens=3).choices[0]
