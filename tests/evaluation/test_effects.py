@@ -63,12 +63,12 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.best.leaked == report.target.leaked > 0.5
     assert any("still answers" in fault for fault in report.faults)
     assert json.dumps(report.to_dict())
-    # No other setting is asked after one that cannot be surpassed.
+    # A target that never knew the answers is no proof that steering takes them away.
     unknown = dataclasses.replace(questions, records=tuple(dataclasses.replace(q, answer="Qqq") for q in questions))
     report = measure_effects(same, tokenizer, q, sets | {"forget": unknown}, [Steering(alpha=1.0), Steering(alpha=2.0)])
-    assert sorted(one.leaked is None for one in report.settings) == [False, True]
-    assert report.best.leaked == 0.0
-    assert report.faults == []
+    assert report.best.leaked == report.target.leaked == 0.0
+    assert report.faults == ["the target answers 0% of the forget set (q 0%): nothing was shown"]
+    assert report.verdict.startswith("no: ")
 
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
@@ -97,6 +97,14 @@ def test_faults_of_the_best_setting(best, guessed, words):
     report = EffectsReport(row(leaked=1.0), (best,), best, guessed)
     assert len(report.faults) == len(words)
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
+
+
+def test_forgetting_is_not_claimed_where_the_target_would_pass():
+    """The unsteered target and q are the same to the gate: the pair was not shown to take anything away."""
+    best = row()
+    for known, guessed, shown in ((0.0, 0.0, False), (0.05, 0.0, False), (0.06, 0.0, True), (0.5, 0.5, False)):
+        faults = EffectsReport(row(leaked=known), (best,), best, guessed).faults
+        assert any("nothing was shown" in fault for fault in faults) != shown, known
 
 
 def test_a_rule_is_asked_with_its_own_fill(steered, tokenizer, sets):

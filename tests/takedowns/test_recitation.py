@@ -12,7 +12,7 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import NOT_REACHED, FailedClosed, UsageError
 from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
 from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
@@ -183,6 +183,39 @@ def test_strength_is_raised_until_text_is_not_recited(reciting, tmp_path, world,
     assert registry.strength > 0.5
     assert registry.entries()[0].measured == measured
     assert registry.verify() == []
+
+
+def test_a_text_that_the_target_never_recited_shows_nothing(bundles, registry, tmp_path, capsys):
+    """Another spelling, white space or text: without recitation before, none after is no success."""
+    from divdec.cli.serving import ServeSettings, build_engine
+
+    unknown = tmp_path / "unknown.txt"
+    unknown.write_text("".join(chr(ord(letter) + letter.isalpha()) for letter in OTHER))
+    assert add(registry, str(unknown)) == NOT_REACHED
+    assert "NOTHING SHOWS THAT IT HELPS" in capsys.readouterr().out
+    (entry,) = registry.entries()
+    assert entry.measured["recited_before"] == 0
+    assert main(["takedown", "verify", str(registry.folder)]) == 0
+    assert "nothing recited any more: 0; with nothing recited before either: 1" in capsys.readouterr().out
+    given = [str(registry.folder), "--id", "case", "--file", str(unknown)]
+    assert main(["takedown", "report", *given, "--output", str(tmp_path / "report.json")]) == NOT_REACHED
+    assert "nothing shows that the registry helps" in capsys.readouterr().out
+    engine = build_engine("followed", str(bundles["linear:0"]), ServeSettings(registry=str(registry.folder)))
+    with serving([engine]) as url:
+        server = ["--endpoint", f"{url}/v1", "--model", "followed"]
+        assert main(["takedown", "canary", *given, *server]) == NOT_REACHED
+        assert "this shows nothing" in capsys.readouterr().out
+        registry.remove("case")
+        assert add(registry, str(unknown), "--no-measure") == 0
+        capsys.readouterr()
+        assert main(["takedown", "canary", *given, *server]) == 0
+        assert "nothing shows that the target recited them before" in capsys.readouterr().out
+
+
+def test_a_text_too_short_to_be_measured_shows_nothing(registry, article, capsys, monkeypatch):
+    monkeypatch.setattr("divdec.evaluation.recitation.passages_of", lambda *texts: ([], 0))
+    assert add(registry, article) == NOT_REACHED
+    assert "too short" in capsys.readouterr().out
 
 
 def test_remaining_recitation_is_reported_and_takedown_stays_active(

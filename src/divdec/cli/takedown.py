@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from divdec.cli.loading import check_not_bundle
-from divdec.errors import UsageError
+from divdec.errors import NOT_REACHED, UsageError
 from divdec.options import Flag, Printing
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def add(
 ) -> int:
     """Add a request. Models that follow the registry no longer repeat the texts in the file.
 
-    Exit code 1: the request is in force, but the target still repeats some passages.
+    Exit code 1: the request is in force, but the target still repeats some passages. 3: the request is in force, but
+    the target repeated no passage before either, so that nothing shows that the request helps.
 
     For example:
 
@@ -115,7 +116,7 @@ def add(
 
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured, entry))
-    return 1 if measured["recited_after"] else 0
+    return _exit_code(measured["recited_before"], measured["recited_after"])
 
 
 @app.command(sort_key=3)
@@ -197,14 +198,16 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
         return 1
     differences, entries, strength = opened.differences(), opened.entries(), opened.strength
     measured = [entry for entry in entries if entry.measured is not None and entry.measured["passages"]]
+    shown = [entry for entry in measured if (entry.measured or {})["recited_before"]]
     lines = ["the registry is whole"]
     if entries:
         weakest = max(differences, key=lambda name: differences[name])
         lines += [
             f"in force: {len(entries)}, at strength {strength:g}; at their own n-grams q scores less than p by "
             f"{-differences[weakest]:.2f} or more on average (1: only p knows them; least: {weakest})",
-            f"measured on the target when added, with nothing recited: {len(measured)}; not measured: "
-            f"{len(entries) - len(measured)}. The target was not asked now",
+            f"measured on the target when added, with nothing recited any more: {len(shown)}; with nothing recited "
+            f"before either: {len(measured) - len(shown)}; not measured: {len(entries) - len(measured)}. The target "
+            "was not asked now",
         ]
     lines.append(f"public key of its reports: {opened.public_key}")
     content = {"whole": True, "problems": [], "strength": strength, "divergences": differences}
@@ -228,7 +231,8 @@ def report(
 ) -> int:
     """Attack a request in force, and write the results into one signed file.
 
-    Exit code 1: the file is written, but an attack still recites some passages.
+    Exit code 1: the file is written, but an attack still recites some passages. 3: the file is written, but no attack
+    recites a passage without the registry either.
 
     For example:
 
@@ -288,7 +292,7 @@ def report(
         lines.append("the target recites no passage without the registry either: nothing shows that the registry helps")
     lines.append(f"{path}: signed by the registry; its public key is {opened.public_key}")
     _print(printing, content | {"file": str(path)}, "\n".join(lines))
-    return 1 if content["recited"] else 0
+    return _exit_code(content["recited_before"], content["recited"])
 
 
 @app.command(sort_key=7)
@@ -336,7 +340,8 @@ def canary(
     r"""Ask a running server for the texts of a request. Run it from a timer that alerts if the exit code is not 0.
 
     Each hour draws other passages. Exit code 1: the server recites some of them, or more than a tenth of the answers
-    are empty or cut short. 2: the server cannot be asked.
+    are empty or cut short. 2: the server cannot be asked. 3: the server recites none, but neither did the target when
+    the request was added (`divdec takedown add`), so that nothing is shown.
 
     For example:
 
@@ -370,9 +375,17 @@ def canary(
     text = f"{id}: {recited} of {len(passages)} passages recited by {model} (of {in_all:,} in all)"
     if unanswered:
         text += f"; {unanswered} answers were empty or cut short"
+    before = None if entry.measured is None else entry.measured["recited_before"]
+    if before is None:
+        text += "; nothing shows that the target recited them before (added with --no-measure)"
+    elif not before:
+        text += (
+            "; the target recited none when the request was added, so that this shows nothing. If another model is "
+            "served, add the request again with --no-measure"
+        )
     content = {"id": id, "passages": len(passages), "recited": recited, "unanswered": unanswered, "failed": failed}
-    _print(printing, content, text)
-    return 1 if failed else 0
+    _print(printing, content | {"recited_before": before}, text)
+    return 1 if failed else 0 if before is None else _exit_code(before, recited)
 
 
 def _find_target(target: str | None, registry: Registry) -> Path:
@@ -401,6 +414,11 @@ def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, check
         return measure(registry, entry, texts, target, load_tokenizer(checkpoint), progress=True)
     except UsageError as error:
         raise UsageError(f"{entry.id} is in force, but could not be measured: {error}") from None
+
+
+def _exit_code(before: int, after: int) -> int:
+    """Return 1 if passages are still recited, and `NOT_REACHED` if none was recited before either."""
+    return 1 if after else 0 if before else NOT_REACHED
 
 
 def _recited(measured: dict[str, Any] | None) -> str:

@@ -51,7 +51,8 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     With a target, the bundle's rule is chosen by what it forgets, what it keeps of a held-out tenth of the retain set,
     and what it changes in neutral text.
 
-    Exit code 3: training finished, but no measured rule is good enough.
+    Exit code 3: training finished, but no measured rule is good enough, or nothing was shown, because the target does
+    not answer the forget set either.
 
     For example:
 
@@ -89,6 +90,8 @@ def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
     from divdec.evaluation.effects import MOST_GUESSED
 
     advice = []
+    if content["effects"] and not content["effects"].get("shown", True):
+        advice.append("a forget set that the target answers in these words (divdec generate TARGET --file FORGET)")
     if settings.recipe != "matched":
         advice.append("--recipe matched trains p and q alike")
     if (content["effects"] or {"guessed": 0.0})["guessed"] > MOST_GUESSED:

@@ -74,6 +74,10 @@ class Effects:
         """Convert to JSON values."""
         return dataclasses.asdict(self) | {"steering": str(self.steering)}
 
+    def shows_more_than(self, guessed: float) -> bool:
+        """Whether the answers show knowledge that q lacks; if the target's do not, nothing can be forgotten."""
+        return self.leaked is None or self.leaked > guessed + MOST_LEAKED
+
     def faults(self, target: Effects, guessed: float) -> list[str]:
         """Return the reasons why the setting is not good, a sentence each.
 
@@ -82,6 +86,10 @@ class Effects:
             guessed: share of the forget set's questions that q answers.
         """
         faults = []
+        if not target.shows_more_than(guessed):
+            faults.append(
+                f"the target answers {target.leaked:.0%} of the forget set (q {guessed:.0%}): nothing was shown"
+            )
         if self.retain < LEAST_RETAIN:
             faults.append(f"{self.steering} keeps only {self.retain:.0%} of the retain set's probability")
         if self.perplexity > MOST_PERPLEXITY:
@@ -90,7 +98,7 @@ class Effects:
             faults.append(
                 f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
             )
-        if self.leaked is not None and self.leaked > guessed + MOST_LEAKED:
+        if self.leaked is not None and self.shows_more_than(guessed):
             faults.append(
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
                 f"{guessed:.0%})"
@@ -155,6 +163,7 @@ class EffectsReport:
             "settings": [one.to_dict() for one in self.settings],
             "best": str(self.best.steering),
             "guessed": self.guessed,
+            "shown": self.target.shows_more_than(self.guessed),
             "faults": self.faults,
             "summary": str(self),
             "verdict": self.verdict,

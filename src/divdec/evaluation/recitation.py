@@ -202,7 +202,9 @@ def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
     """Describe a measurement in a sentence or two."""
     passages, before, after = (measured[name] for name in ("passages", "recited_before", "recited_after"))
     if not passages:
-        return "not measured: the texts are too short to be begun and continued"
+        return (
+            "not measured: the texts are too short to be begun and continued, so nothing shows that the request helps"
+        )
     drawn = f" ({passages} drawn of {measured['passages_in_all']:,})" if passages < measured["passages_in_all"] else ""
     text = (
         f"{before} of {passages} passages{drawn} were recited word for word before, {after} now, "
@@ -210,6 +212,12 @@ def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
     )
     if measured["strength"] > measured["strength_before"]:
         text += f", raised from {measured['strength_before']:g}"
+    if not before and not after:
+        text += (
+            ". The request is in force, but NOTHING SHOWS THAT IT HELPS: the target does not repeat these texts. Check "
+            "whether it repeats another spelling or edition of them, and whether it is the model that is served; "
+            "--no-measure adds a request without this measurement"
+        )
     if after:
         advice = "train a pair for them (divdec train) and serve it with this registry"
         if entry.held or entry.spans:  # q knows these passages too, so that no strength lowers them
