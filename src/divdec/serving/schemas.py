@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -73,15 +73,23 @@ LogitBias = Annotated[
 
 
 class RequestBody(BaseModel):
-    """A request body. A field that is null counts as absent."""
+    """A request body. A field that is null, or has a value that asks for nothing, counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Values that ask for nothing, of fields that are refused with other values."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        # Clients send null for unused fields such as tools, and send replies back with the nulls in them.
-        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+    def _without_neutral_values(cls, value: Any) -> Any:
+        # Clients send null or [] for unused fields such as tools, and send replies back with such fields in them.
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if not (item is None or cls._asks_nothing(name, item))}
+
+    @classmethod
+    def _asks_nothing(cls, name: str, item: Any) -> bool:
+        return any(type(item) is type(neutral) and item == neutral for neutral in cls.NEUTRAL.get(name, ()))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: Handler) -> dict[str, Any]:
@@ -90,12 +98,16 @@ class RequestBody(BaseModel):
         inner["additionalProperties"] = null = {"type": "null"}
         for name in inner["properties"].keys() - inner.get("required", []):
             inner["properties"][name] = {"anyOf": [inner["properties"][name], null]}
+        for name, values in cls.NEUTRAL.items():
+            known = inner["properties"].get(name, {"anyOf": [null]})
+            inner["properties"][name] = {"anyOf": [*known["anyOf"], {"enum": list(values)}]}
         return schema
 
 
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
+    NEUTRAL: ClassVar = {"include_obfuscation": (False,)}
     include_usage: bool = False
 
 
@@ -108,6 +120,9 @@ class ResponseFormat(RequestBody):
 class GenerationRequest(RequestBody):
     """Fields that completions and chat completions share."""
 
+    NEUTRAL: ClassVar = {
+        "stop": ("",), "stop_token_ids": ([],), "min_tokens": (0,), "skip_special_tokens": (True,),
+    }  # fmt: skip
     model: Name
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, gt=0, le=1)
@@ -137,6 +152,7 @@ class GenerationRequest(RequestBody):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
+    NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",)}
     prompt: Prompt
     max_tokens: int = Field(16, ge=0, le=LARGEST_INT, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -159,6 +175,8 @@ class TextPart(RequestBody):
 
     type: Literal["text"]
     text: Text
+    # No effect on the reply.
+    cache_control: dict[str, str] | None = None
 
 
 Content = Annotated[
@@ -171,13 +189,23 @@ Content = Annotated[
 class ChatMessageParam(RequestBody):
     """One message of a conversation."""
 
+    NEUTRAL: ClassVar = {
+        "type": ("text", "message"), "tool_calls": ([],), "annotations": ([],), "refusal": ("",), "reasoning": ("",),
+        "reasoning_content": ("",),
+    }  # fmt: skip
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    # No effect on the reply.
+    name: Name | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
+    NEUTRAL: ClassVar = {
+        **GenerationRequest.NEUTRAL, "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+        "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    }  # fmt: skip
     messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
@@ -194,7 +222,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")

@@ -274,6 +274,30 @@ def test_fields_without_effect_are_accepted(client):
     assert found.choices == plain
 
 
+def test_values_that_ask_for_nothing_are_accepted(client):
+    unused = {
+        "tools": [], "tool_choice": "none", "functions": [], "function_call": "auto", "parallel_tool_calls": False,
+        "stop": "", "stop_token_ids": [], "min_tokens": 0, "skip_special_tokens": True, "top_logprobs": 0,
+    }  # fmt: skip
+    turns = [{**TURNS[0], "type": "text", "name": "alice"}]  # as lm-eval and AutoGen write them
+    for field, value in unused.items():
+        assert chat(client, extra_body={field: value}).choices == chat(client).choices
+    assert chat(client, messages=turns, extra_body=unused).choices == chat(client).choices
+    cached = [{"type": "text", "text": TURNS[0]["content"], "cache_control": {"type": "ephemeral"}}]
+    assert chat(client, messages=[{"role": "user", "content": cached}]).choices == chat(client).choices
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert list(chat(client, **options))[-1].usage == chat(client).usage
+    assert complete(client, suffix="", stop="").choices == complete(client).choices
+
+
+def test_replies_can_be_sent_back(client):
+    reply = chat(client).choices[0].message
+    plain = [*TURNS, {"role": "assistant", "content": reply.content}, *TURNS]
+    unused = {"annotations": [], "tool_calls": [], "reasoning_content": "", "refusal": "", "audio": None}
+    for said in (reply, reply.model_dump(), reply.model_dump() | unused):
+        assert chat(client, messages=[*TURNS, said, *TURNS]).choices == chat(client, messages=plain).choices
+
+
 @pytest.mark.parametrize("number", [1, 10, 300])
 def test_tokenize_and_detokenize(http, tokenizer, number):
     text = "Élan vital — naïve 🜚 text. " * number
