@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -16,7 +17,7 @@ from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
 from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
-from divdec.serving import SuppressionPolicy
+from divdec.serving import SuppressionPolicy, check_origin
 from divdec.serving.logprobs import LogprobPolicy, default_level
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class ServeSettings:
     """Certificate for HTTPS (PEM)."""
     ssl_keyfile: Annotated[str | None, RARE] = None
     """Its private key (PEM, without a password)."""
+    cors_origin: Annotated[tuple[str, ...], RARE] = ()
+    """Origin of web pages whose scripts may use the server (CORS), such as http://localhost:3000; * means every page.
+    None by default."""
     max_num_seqs: Annotated[int, RARE] = 32
     """Maximum number of sequences decoded at the same time."""
     max_queue: Annotated[int, RARE] = 128
@@ -89,6 +93,8 @@ class ServeSettings:
                 "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
             )
         self.suppression()
+        for origin in self.cors_origin:
+            check_origin(origin)
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
         if self.logprobs is not None:
@@ -197,6 +203,7 @@ def _serve_vllm(
     for field in ("ssl_certfile", "ssl_keyfile"):
         if (value := getattr(settings, field)) is not None:
             extra += [option(field), value]
+    extra = ["--allowed-origins", json.dumps(settings.cors_origin), *extra]  # by default some versions accept all
     extra += [] if loading.dtype == "auto" else ["--dtype", loading.dtype]
     length = speculation.draft_length
     arguments = engine_arguments(
@@ -245,6 +252,7 @@ def _options(settings: ServeSettings) -> ServerOptions:
         suppression=settings.suppression(),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
+        cors_origins=settings.cors_origin,
     )
 
 

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import ssl
 from typing import Literal
+from urllib.parse import urlsplit
 
 from divdec.errors import UsageError, first_line
 from divdec.serving.logprobs import LogprobPolicy
@@ -63,8 +64,12 @@ class ServerOptions:
     """Certificate (PEM) with its chain."""
     ssl_keyfile: str | None = None
     """Private key; None if it is in the same file."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read replies (CORS); '*' means every page."""
 
     def __post_init__(self) -> None:
+        for origin in self.cors_origins:
+            check_origin(origin)
         key = self.api_key
         if key is not None and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
             raise UsageError(
@@ -91,6 +96,26 @@ class ServerOptions:
                 f"TLS: certificate {self.ssl_certfile} and key {self.ssl_keyfile or self.ssl_certfile} cannot be used "
                 f"together ({first_line(error)}); accepted: PEM, the key without a password"
             ) from None
+
+
+def check_origin(origin: str) -> None:
+    """Refuse what no browser sends as the origin of a page.
+
+    Raises:
+        UsageError: it is neither '*' nor a scheme with a host and possibly a port.
+    """
+    try:
+        parts = urlsplit(origin)
+        port = "" if parts.port is None else f":{parts.port}"
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        valid = bool(host) and parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{host}{port}"
+    except ValueError:
+        valid = False
+    if origin != "*" and not valid:
+        raise UsageError(
+            f"--cors-origin is {origin!r}; accepted: an origin such as https://chat.example.org or "
+            "http://localhost:3000, in lower case and without a path, or * for every page"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from divdec import __version__
@@ -147,6 +148,11 @@ def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: C
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )
     app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing)
+    if options.cors_origins:  # outside of the other, because a preflight request has no key and errors need the headers
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
     for kind in (HTTPException, RequestValidationError):  # the middleware answers all other exceptions
         app.add_exception_handler(kind, _handle_error)
 

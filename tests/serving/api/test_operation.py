@@ -113,6 +113,44 @@ def test_api_key_is_required(served_bundle):
             client.models.list()
 
 
+ORIGIN = "https://chat.example.org"
+PREFLIGHT = {
+    "Origin": ORIGIN, "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}  # fmt: skip
+
+
+def test_web_pages_are_refused_by_default(http):
+    assert http.options(PATH, headers=PREFLIGHT).status_code == 405
+    replies = (http.options(PATH, headers=PREFLIGHT), http.post(PATH, json=SHORT, headers={"Origin": ORIGIN}))
+    assert not any(name.startswith("access-control") for reply in replies for name in reply.headers)
+
+
+def test_web_pages_of_given_origins_are_accepted(served_bundle):
+    origins = ("http://localhost:3000", ORIGIN)
+    with (
+        serving([engine_of(served_bundle)], api_key=KEY, cors_origins=origins) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        allowed = http.options(PATH, headers=PREFLIGHT)  # browsers send it without the key
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-stainless-lang" in allowed.headers["access-control-allow-headers"]
+        for key, status in ((KEY, 200), ("wrong", 401)):
+            reply = http.post(PATH, json=SHORT, headers={"Origin": ORIGIN, "Authorization": f"Bearer {key}"})
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, ORIGIN)
+        other = http.options(PATH, headers=PREFLIGHT | {"Origin": "https://other.example.org"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["example.org", "https://example.org/", "https://Example.org", "ftp://a", "null", "", "http://a:x"]
+)
+def test_invalid_cors_origins_are_refused(tmp_path, capsys, origin):
+    assert main(["serve", str(tmp_path), "--cors-origin", origin]) == 2
+    assert "--cors-origin" in one_line(capsys)
+
+
 def test_figures(url, http):
     before = {name: figure(url, name) for name in ("divdec_prompt_tokens_total", "divdec_requests_total")}
     asked = http.post(PATH, json=SHORT | {"max_tokens": 5, "ignore_eos": True}).json()

@@ -6,6 +6,8 @@ import json
 import pytest
 
 from divdec import UsageError
+from divdec.cli import main
+from divdec.serving.vllm import configuration
 from divdec.serving.vllm.configuration import EngineOptions, check_installed, engine_arguments, read_parts
 
 
@@ -57,6 +59,16 @@ def test_unsupported_bundles_are_rejected_before_vllm_starts(bundle, tmp_path, m
     (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"token_healing": False}}))
     with pytest.raises(UsageError, match="cannot be served by vLLM"):
         read_parts(str(bundle), None, EngineOptions())
+
+
+@pytest.mark.parametrize("origins", [[], ["https://chat.example.org", "http://localhost:3000"]])
+def test_web_pages_are_refused_unless_their_origin_is_given(bundle, monkeypatch, origins):
+    commands = []
+    monkeypatch.setattr(configuration, "check_installed", lambda: None)
+    monkeypatch.setattr(configuration, "run", lambda arguments, **options: commands.append(arguments))
+    given = [part for origin in origins for part in ("--cors-origin", origin)]
+    assert main(["serve", str(bundle), "--engine", "vllm", "--port", "0", *given]) == 0
+    assert json.loads(options_of(commands[0])["--allowed-origins"]) == origins
 
 
 def test_missing_vllm_error_names_extra():
