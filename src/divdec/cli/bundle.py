@@ -133,7 +133,7 @@ def calibrate(
 ) -> int:
     r"""Choose a bundle's rule and strength without a retrained model.
 
-    Exit code 3: no measured setting forgets without losing too much of the retain set.
+    Exit code 3: no measured setting forgets without losing too much of the retain set, or q is no reference.
 
     For example:
 

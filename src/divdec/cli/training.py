@@ -87,7 +87,7 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
 
 
 def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
-    from divdec.evaluation.effects import MOST_GUESSED
+    from divdec.evaluation.calibration import MOST_GUESSED
 
     advice = []
     if content["effects"] and not content["effects"].get("shown", True):

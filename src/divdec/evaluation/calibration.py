@@ -34,7 +34,10 @@ NEAR = 0.1
 """Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
 within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 CLOSE = 0.02  # negligible difference of AUCs
-LEAST_REFERENCE = 0.35  # mean AUC of a q that has not seen the forget set is about 0.5
+LEAST_REFERENCE, MOST_REFERENCE = 0.35, 0.8
+"""Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
+MOST_GUESSED = 0.1
+"""Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
 LEAK_MARGIN = 0.05  # share of the questions by which the steered model may tell more than q, which guesses
 MOST_QUESTIONS = 100  # questions that are asked
 MOST_OTHERS = 3  # settings that are asked besides the nearest to q, if that tells too much
@@ -80,6 +83,11 @@ class LeakCheck:
     def too_many(self) -> bool:
         """Whether the steered model tells clearly more than q guesses."""
         return self.steered - self.retain_auxiliary > LEAK_MARGIN * self.asked
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the steered model tells too much although it tells no more than q."""
+        return not self.too_many and self.steered > MOST_GUESSED * self.asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +152,14 @@ def calibrate(
     reference = _aucs(q_scores, texts, of_set)
 
     def measure(candidates: Sequence[Steering]) -> list[Point]:
+        """Measure the target, and settings."""
         swept = score_settings(model, flat, [UNSTEERED, *candidates], moments=True, batch_size=batch_size, title=title)
         forget, retain = (
             [statistics.fmean(item.probability for item in scores[of_set[name]]) for scores in swept]
             for name in ("forget", "retain")
         )
         points = []
-        for index, steering in enumerate(candidates, start=1):
+        for index, steering in enumerate([UNSTEERED, *candidates]):
             aucs = _aucs(swept[index], texts, of_set)
             differences = [aucs[attack] - reference[attack] for attack in aucs]
             points.append(
@@ -166,19 +175,34 @@ def calibrate(
             )
         return points
 
-    points = measure(settings)
+    target, *points = measure(settings)
     for _ in range(MOST_ROUNDS if extend else 0):
         further = _further(points, _nearest(points, max_retain_drop), model.vocab_size)
         if not further:
             break
-        points += measure(further)
+        points += measure(further)[1:]
         points.sort(key=lambda point: (point.steering.rule, point.strength))
     chosen = _nearest(points, max_retain_drop)
 
     leak_check = None
+    shown = target.distance > NEAR
+    unfit = _faults_of_reference(statistics.fmean(reference.values()))
     if sets["forget"].kind != "text":
         records = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
         q_leaks = _leaks(q, q_tokenizer or tokenizer, records, form, batch_size)
+        if q_leaks > MOST_GUESSED * len(records) and sets["holdout"].kind != "text":
+            # Answers that are easy to guess are told of the holdout set, too.
+            unseen = sets["holdout"].records[:MOST_QUESTIONS]
+            guesses = _leaks(q, q_tokenizer or tokenizer, unseen, form, batch_size)
+            if q_leaks / len(records) > guesses / len(unseen) + MOST_GUESSED:
+                unfit.append(
+                    f"q itself tells {q_leaks} of {len(records)} answers to the forget set's questions, and {guesses} "
+                    f"of {len(unseen)} to the holdout set's, so it is no reference: it has read the forget set, or its "
+                    "base knows it; train q without it, from another base"
+                )
+        if not shown:
+            target_leaks = _leaks(model.target, tokenizer, records, form, batch_size)
+            shown = LeakCheck(len(records), target_leaks, q_leaks).too_many
         # Of those that are near enough, the nearest that tells no more than q does, if there is one.
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
@@ -190,14 +214,12 @@ def calibrate(
             if not check.too_many:
                 break
     model.steering = chosen.steering
-    faults = _faults(points, chosen, max_retain_drop, leak_check)
-    if (auc := statistics.fmean(reference.values())) < LEAST_REFERENCE:
-        faults.insert(
-            0,
-            f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
-            "recipe 'matched' trains q on other answers to the forget set's questions; for calibrate, train with "
-            "--recipe full-retain",
+    if not shown:
+        unfit.append(
+            f"the target's own AUCs differ from q's by {target.distance:.3f} on average, and it tells no more than q: "
+            "nothing was shown, because the target does not know the forget set better than q does"
         )
+    faults = unfit + _faults(points, chosen, max_retain_drop, leak_check)
     return Calibration(tuple(points), reference, chosen, leak_check, tuple(faults))
 
 
@@ -245,6 +267,23 @@ def _leaks(
     )
 
 
+def _faults_of_reference(auc: float) -> list[str]:
+    """Return why q cannot be the reference, by its mean AUC."""
+    if auc < LEAST_REFERENCE:
+        return [
+            f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
+            "recipe 'matched' trains q on other answers to the forget set's questions; for calibrate, train with "
+            "--recipe full-retain"
+        ]
+    if auc > MOST_REFERENCE:
+        return [
+            f"q finds the forget set much likelier than the holdout set (mean AUC {auc:.2f}; accepted: at most "
+            f"{MOST_REFERENCE:g}), so it is no reference: it has read the forget set, or the holdout set is of another "
+            "kind; train q without the forget set, or give records like the forget set's as --holdout"
+        ]
+    return []
+
+
 def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, leak_check: LeakCheck | None) -> list[str]:
     faults = []
     same_rule = [point for point in points if point.steering.rule == chosen.steering.rule]
@@ -273,6 +312,12 @@ def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, leak
         faults.append(
             f"asked {leak_check.asked} questions of the forget set, it still tells {leak_check.steered} answers; q, "
             f"which has not learned them, {leak_check.retain_auxiliary}"
+        )
+    elif leak_check is not None and leak_check.guessed:
+        faults.append(
+            f"asked {leak_check.asked} questions of the forget set, it still tells {leak_check.steered} answers, and q "
+            f"{leak_check.retain_auxiliary} (accepted: {MOST_GUESSED:.0%}): q's base knows them, or they are easy to "
+            "guess"
         )
     return faults
 

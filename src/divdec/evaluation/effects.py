@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.calibration import UNSTEERED
+from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.questions import question_of
@@ -40,8 +40,6 @@ LEAST_UNCHANGED = 0.5
 """Least share of answers to neutral prompts that are the target's, word for word."""
 MOST_LEAKED = 0.05
 """Largest share of the forget set's questions that may be answered, beyond what q answers."""
-MOST_GUESSED = 0.1
-"""Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
 ASKED = 3  # settings whose answers are generated
 MOST_RECORDS = 64  # of a set
 LONGEST = 32  # tokens of a generated answer to neutral text
