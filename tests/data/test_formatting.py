@@ -196,8 +196,8 @@ def test_prompts_are_read_from_lines_and_files(tmp_path):
     with pytest.raises(UsageError, match="line 1: no prompt found"):
         read_prompts(str(file), chat=False)
     for content, said in (
-        ('{"messages": []}', "line 1: messages hold no turn"),
-        ('{"messages": [{"role": "assistant", "content": "A"}]}', "line 1: messages hold no turn"),
+        ('{"messages": []}', "line 1: messages holds no turn"),
+        ('{"messages": [{"role": "assistant", "content": "A"}]}', "line 1: messages holds no turn"),
         ('"\\ud83d"', "line 1 holds a broken character"),
     ):
         file.write_text(content)

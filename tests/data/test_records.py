@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from divdec import UsageError
-from divdec.data.records import overlap, read_records, record_set
+from divdec.data.records import overlap, read_prompts, read_records, record_set
 
 QA = [{"question": "Who?", "answer": "Ana."}, {"question": "Where?", "answer": "Here."}]
 FORMS = {
@@ -32,6 +32,58 @@ def test_record_kinds_are_detected_in_lines_and_lists(tmp_path, kind, layout):
 def test_unicode_line_separators_inside_strings_are_text(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "one\u2028two\x85three"}\r\n{"text": "four"}\r\n')
     assert [record.answer for record in read_records(tmp_path / "x.jsonl")] == ["one\u2028two\x85three", "four"]
+
+
+CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+COMMON_ROWS = {
+    "ShareGPT": ({"conversations": SHAREGPT, "system": "S"}, {"messages": CHAT}),
+    "ShareGPT with its own system turn": (
+        {"conversations": [{"from": "system", "value": "S"}, *SHAREGPT]},
+        {"messages": CHAT},
+    ),
+    "ShareGPT with roles": ({"conversations": CHAT}, {"messages": CHAT}),
+    "Alpaca": (
+        {"instruction": "Translate.", "input": "Haus", "output": "house", "text": "Below is an instruction …"},
+        {"question": "Translate.\nHaus", "answer": "house"},
+    ),
+    "Alpaca without input": (
+        {"instruction": "Say A.", "input": "", "output": "A"},
+        {"question": "Say A.", "answer": "A"},
+    ),
+    "TRL": ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {"messages": CHAT}),
+}
+
+
+@pytest.mark.parametrize("name", COMMON_ROWS)
+def test_rows_of_other_programs_are_read(tmp_path, name):
+    given, expected = COMMON_ROWS[name]
+    (tmp_path / "x.jsonl").write_text(lines([given, given]))
+    records, other = read_records(tmp_path / "x.jsonl"), record_set("x", [("1", expected), ("2", expected)])
+    assert (records.kind, records.records) == (other.kind, other.records)
+    (prompt, _) = read_prompts(str(tmp_path / "x.jsonl"), chat=True)
+    assert prompt.messages == records.records[0].messages
+
+
+def test_data_of_an_object_and_single_objects_are_read_at_every_indentation(tmp_path):
+    expected = record_set("x", [("1", QA[0]), ("2", QA[1])])
+    for indent in (None, 2):
+        (tmp_path / "x.json").write_text(json.dumps({"version": 1, "data": QA}, indent=indent))
+        assert read_records(tmp_path / "x.json").sha256 == expected.sha256
+        (tmp_path / "x.json").write_text(json.dumps(QA[0], indent=indent))
+        assert len(read_records(tmp_path / "x.json")) == 1
+
+
+def test_a_table_cell_holds_a_whole_document(tmp_path):
+    text = "word " * 30_000
+    (tmp_path / "x.csv").write_text(f"text\n{text}\n")
+    assert read_records(tmp_path / "x.csv").records[0].answer == text
+
+
+def test_prompts_are_split_at_line_breaks_only(tmp_path):
+    prompt = "one\u2028two\x85three\x0cfour\u2029five\x1csix"
+    (tmp_path / "p.txt").write_bytes(f"{prompt}\r\nlast\n".encode())
+    assert [record.prompt for record in read_prompts(str(tmp_path / "p.txt"), chat=False)] == [prompt, "last"]
 
 
 def test_hash_depends_on_content_not_file(tmp_path):
@@ -106,6 +158,12 @@ def test_real_tofu_and_muse_files_are_read(shared):
             "end with an assistant's turn",
         ),
         ("x.jsonl", lines([{"messages": "Q"}]), "must be a list"),
+        ("x.jsonl", lines([{"conversations": [{"from": "tool", "value": "Q"}]}]), "from 'tool'; accepted: human"),
+        ("x.jsonl", lines([{"conversations": SHAREGPT[:1]}]), "conversations must end with an assistant's turn"),
+        ("x.jsonl", lines([{"instruction": "Q", "output": "A", "history": [["a", "b"]]}]), "has history"),
+        ("x.jsonl", lines([{"prompt": CHAT[:2], "completion": []}]), "completion has 0 messages"),
+        ("x.json", json.dumps({"rows": QA}, indent=2), r"fields \['rows'\] are not recognised"),
+        ("x.json", '{\n"text": "A"\n}\n{\n"text": "B"\n}\n', "line 1 is not readable JSON .* one object per line"),
         ("x.docx", "Q", "accepted: .jsonl"),
         ("x.jsonl", '{"text": "half a pair: \\ud83d"}\n', "line 1: text holds a broken character at 13"),
         ("x.json", "[" * 100_000, "not readable JSON"),

@@ -33,7 +33,7 @@ class Prompts:
     """One or more prompts. Without --prompt and --file, prompts are read from standard input, one per line. Write a
     prompt that starts with a dash as --prompt='-…'."""
     file: str | None = None
-    """File of prompts: .txt (one per line), or .jsonl with question, prompt or messages."""
+    """File of prompts: .txt (one per line), or .jsonl with question, instruction, prompt, messages or conversations."""
     raw: bool = False
     """Continue prompts as plain text, without the tokenizer's chat template."""
     system_prompt: str | None = None

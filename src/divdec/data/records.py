@@ -1,6 +1,7 @@
 """Read forget, retain and holdout sets, and prompts, from files, folders and Hugging Face datasets.
 
-Records are question/answer, prompt/completion, messages or plain text.
+Records are question/answer, prompt/completion, messages or plain text. Alpaca's rows are read as question/answer,
+ShareGPT's and TRL's prompt/completion of messages as messages.
 """
 
 from __future__ import annotations
@@ -18,11 +19,19 @@ from divdec.errors import UsageError, first_line
 from divdec.runs import write_text
 
 Kind = Literal["question/answer", "prompt/completion", "messages", "text"]
-ACCEPTED_FIELDS = "accepted: question + answer, prompt + completion, messages (role, content), or text"
+ACCEPTED_FIELDS = (
+    "accepted: question + answer, instruction (+ input) + output, prompt + completion (texts, or lists of messages), "
+    "messages (role, content), conversations (from, value), or text"
+)
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
 TABLE_SUFFIXES = (".csv", ".parquet", ".arrow")
 SUFFIXES = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""Roles of the speakers that ShareGPT's rows name."""
+PROMPT_FIELDS = ("question", "instruction", "prompt", "messages", "conversations")
+MAX_CELL = 2**31 - 1  # characters; the largest limit that csv accepts on every platform
 
 Rows = Iterator[tuple[str, Any]]
 """Pairs of a location for error messages ('file, line 3') and a row."""
@@ -193,7 +202,7 @@ def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
 
 
 def read_prompts(source: str, *, chat: bool) -> list[Record]:
-    """Read prompts from a text file (one per line) or from JSON lines with `question`, `prompt` or `messages`.
+    """Read prompts from a text file (one per line), or from JSON whose rows have one of `PROMPT_FIELDS`.
 
     Raises:
         UsageError: the file does not exist or is empty, or a line cannot be read (with its number).
@@ -203,7 +212,8 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
         raise UsageError(f"prompt file {source!r} does not exist")
     content = read_text(path)
     if path.suffix.lower() not in JSON_SUFFIXES:
-        return prompts_from_lines(content.splitlines(), chat=chat)
+        # Not splitlines(): a prompt may hold other line separators.
+        return prompts_from_lines(content.split("\n"), chat=chat)
     prompts = [_prompt_of_row(row, location, chat) for location, row in json_rows(path.name, content)]
     if not prompts:
         raise UsageError(f"prompt file {source!r} is empty")
@@ -211,13 +221,20 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
 
 
 def json_rows(name: str, content: str) -> Rows:
-    """Read the rows of a JSON list, or of JSON lines, which many files named .json hold."""
-    if content.lstrip().startswith("["):
-        try:
-            values = json.loads(content)
-        except (ValueError, RecursionError) as error:
+    """Read the rows of a JSON list, of {"data": [...]}, or of JSON lines, which many files named .json hold."""
+    try:
+        whole = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if content.lstrip().startswith("["):
             raise UsageError(f"{name} is not readable JSON ({error})") from None
-        yield from ((f"{name}, item {number}", value) for number, value in enumerate(values, start=1))
+        whole = None
+    if isinstance(whole, Mapping) and isinstance(whole.get("data"), list):
+        whole = whole["data"]
+    if isinstance(whole, list):
+        yield from ((f"{name}, item {number}", value) for number, value in enumerate(whole, start=1))
+        return
+    if isinstance(whole, Mapping):  # one object, which may be indented
+        yield f"{name}, line 1", whole
         return
     # Not splitlines(): JSON strings may hold other line separators unescaped.
     for number, line in enumerate(content.split("\n"), start=1):
@@ -227,7 +244,10 @@ def json_rows(name: str, content: str) -> Rows:
         try:
             yield location, json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{location} is not readable JSON ({error})") from None
+            raise UsageError(
+                f"{location} is not readable JSON ({error}); accepted: one object per line, a list of objects, or "
+                'an object {"data": [...]}'
+            ) from None
 
 
 def read_text(path: Path) -> str:
@@ -247,15 +267,38 @@ def checked_text(text: str, location: str) -> str:
     return text
 
 
-def _turns(value: Any, location: str) -> tuple[Message, ...]:
+def _turns(row: Mapping[Any, Any], field: str, location: str) -> tuple[Message, ...]:
+    """Return the turns in a field: messages of role and content, or ShareGPT's of from and value."""
+    value = row[field]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UsageError(f"{location}: messages must be a list of objects with role and content")
-    turns = []
+        raise UsageError(f"{location}: {field} must be a list of objects with role and content, or from and value")
+    system = row.get("system") if field == "conversations" else None
+    turns = [Message("system", _filled(system, "system", location))] if system else []
     for turn in value:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            raise UsageError(f"{location}: each message needs a role and a content")
-        turns.append(Message(turn["role"], _filled(turn.get("content"), "content", location)))
+        if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
+            turns.append(Message(turn["role"], _filled(turn.get("content"), "content", location)))
+        elif isinstance(turn, Mapping) and isinstance(turn.get("from"), str):
+            if turn["from"] not in ROLES:
+                raise UsageError(f"{location}: a turn is from {turn['from']!r}; accepted: {', '.join(ROLES)}")
+            turns.append(Message(ROLES[turn["from"]], _filled(turn.get("value"), "value", location)))
+        else:
+            raise UsageError(f"{location}: each message needs a role and a content, or from and value")
     return tuple(turns)
+
+
+def _conversation(turns: tuple[Message, ...], field: str, location: str) -> tuple[Kind, Record]:
+    if len(turns) < 2 or turns[-1].role != "assistant":
+        raise UsageError(f"{location}: {field} must end with an assistant's turn after at least one other")
+    return "messages", Record(turns[-1].content, messages=turns[:-1], location=location)
+
+
+def _instruction(row: Mapping[Any, Any], location: str) -> str:
+    """Return the question of an Alpaca row: the instruction, and its input on a new line."""
+    for field in ("system", "history"):
+        if row.get(field):
+            raise UsageError(f"{location}: a row with instruction has {field}, which is not read; give messages")
+    instruction, given = _filled(row["instruction"], "instruction", location), row.get("input")
+    return f"{instruction}\n{_filled(given, 'input', location)}" if given else instruction
 
 
 def _before(record: Record) -> str:
@@ -267,7 +310,7 @@ def _normal(*texts: str) -> tuple[str, ...]:
 
 
 def _is_blank_text(row: Any) -> bool:
-    is_text = isinstance(row, Mapping) and row.keys().isdisjoint(("question", "prompt", "messages"))
+    is_text = isinstance(row, Mapping) and row.keys().isdisjoint(PROMPT_FIELDS)
     text = row.get("text") if is_text else row
     return isinstance(text, str) and not text.strip()
 
@@ -277,17 +320,23 @@ def _to_record(row: Any, location: str) -> tuple[Kind, Record]:
         row = {"text": row}
     if not isinstance(row, Mapping):
         raise UsageError(f"{location}: expected an object with fields, found {type(row).__name__}; {ACCEPTED_FIELDS}")
-    if "messages" in row:
-        turns = _turns(row["messages"], location)
-        if len(turns) < 2 or turns[-1].role != "assistant":
-            raise UsageError(f"{location}: messages must end with an assistant's turn after at least one other")
-        answer = _filled(turns[-1].content, "answer", location)
-        return "messages", Record(answer, messages=turns[:-1], location=location)
+    for field in ("messages", "conversations"):
+        if field in row:
+            return _conversation(_turns(row, field, location), field, location)
     if {"question", "answer"} <= row.keys():
         question = Message("user", _filled(row["question"], "question", location))
         answer = _filled(row["answer"], "answer", location)
         return "question/answer", Record(answer, messages=(question,), location=location)
+    if {"instruction", "output"} <= row.keys():
+        question = Message("user", _instruction(row, location))
+        answer = _filled(row["output"], "output", location)
+        return "question/answer", Record(answer, messages=(question,), location=location)
     if {"prompt", "completion"} <= row.keys():
+        if isinstance(row["prompt"], list):
+            completion = _turns(row, "completion", location)
+            if len(completion) != 1:
+                raise UsageError(f"{location}: completion has {len(completion)} messages; accepted: one, the answer")
+            return _conversation(_turns(row, "prompt", location) + completion, "completion", location)
         prompt = _filled(row["prompt"], "prompt", location)
         answer = _filled(row["completion"], "completion", location)
         return "prompt/completion", Record(answer, prompt=prompt, location=location)
@@ -308,18 +357,21 @@ def _prompt_of_row(row: Any, location: str, chat: bool) -> Record:
     if isinstance(row, str) and row.strip():
         return _prompt(checked_text(row, location), chat)
     if isinstance(row, Mapping):
-        if "messages" in row:
-            turns = _turns(row["messages"], location)
+        field = next((name for name in PROMPT_FIELDS if isinstance(row.get(name), list)), None)
+        if field is not None:
+            turns = _turns(row, field, location)
             # The answer in a training file is not part of the question.
             turns = turns[:-1] if turns and turns[-1].role == "assistant" else turns
             if not turns:
-                raise UsageError(f"{location}: messages hold no turn to be answered")
+                raise UsageError(f"{location}: {field} holds no turn to be answered")
             return Record("", messages=turns, location=location)
+        if isinstance(row.get("instruction"), str):
+            return dataclasses.replace(_prompt(_instruction(row, location), True), location=location)
         for field in ("question", "prompt"):
             if isinstance(row.get(field), str) and row[field].strip():
                 text = checked_text(row[field], f"{location}: {field}")
                 return dataclasses.replace(_prompt(text, chat or field == "question"), location=location)
-    raise UsageError(f"{location}: no prompt found; accepted: a string, or an object with question, prompt or messages")
+    raise UsageError(f"{location}: no prompt found; accepted: a string, or an object with {', '.join(PROMPT_FIELDS)}")
 
 
 def _prompt(text: str, chat: bool) -> Record:
@@ -363,6 +415,7 @@ def _saved_rows(path: Path) -> Rows:
 
 def _csv_rows(path: Path) -> Rows:
     # csv keeps every field as text; pandas would convert years to numbers and "NA" to missing values.
+    csv.field_size_limit(MAX_CELL)  # a cell may hold a whole document
     table = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
         for row in table:

@@ -215,7 +215,7 @@ def read_example_questions(bundle: str) -> tuple[str, ...]:
     """Read the first example questions, one a line, from a `questions.txt` beside a bundle's folder; () without one."""
     folder = Path(bundle).expanduser().resolve()
     try:
-        lines = (folder.parent / "questions.txt").read_text(encoding="utf-8").splitlines() if folder.is_dir() else []
+        lines = (folder.parent / "questions.txt").read_text(encoding="utf-8").split("\n") if folder.is_dir() else []
     except (OSError, UnicodeDecodeError):
         return ()
     return tuple(islice((line.strip() for line in lines if line.strip()), MAX_EXAMPLES))

@@ -247,7 +247,7 @@ def read_lines(option: str, file: str | None, default: Sequence[str]) -> tuple[s
         raise UsageError(
             f"{option} {file} cannot be read ({error}); give a text file with one entry per line"
         ) from None
-    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    lines = tuple(line.strip() for line in text.split("\n") if line.strip())
     if not lines:
         raise UsageError(f"{option} {file} is empty; give a text file with one entry per line")
     return lines

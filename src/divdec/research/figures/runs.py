@@ -395,7 +395,7 @@ def _bench(
 
 def _bench_rows(source: Source) -> list[dict[str, Any]]:
     """The rows of a benchmark, without a last line that is incomplete."""
-    lines = source.path.read_text(encoding="utf-8").splitlines()
+    lines = source.path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
